@@ -1,0 +1,94 @@
+"""What is running at this moment on this rank: which chunk of the model, and what it received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_3d.errors import PlanError
+
+if TYPE_CHECKING:
+    from lightning_3d.randomness import RandomState
+
+
+class StageBoundary(BaseException):
+    """Ends a user's step where the next stage begins and carries the hidden states there.
+
+    It derives from BaseException so that an `except Exception` in the user's step lets it pass.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the step ends at a pipeline stage boundary")
+        self.hidden = hidden
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stage of the pipeline as this rank runs it.
+
+    Attributes:
+        stage: index in 0 .. stages - 1.
+        stages: number of stages of the whole pipeline, pp * vp.
+        layers: global indices of the blocks that belong to the stage.
+    """
+
+    stage: int
+    stages: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+
+class PipelineState:
+    """Shared by the engine and by the gates inside the model.
+
+    Attributes:
+        chunk: the chunk that is running, None outside a step.
+        received: hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage.
+        tuple_length: blocks return a tuple of this length with the hidden states first; 0 when they return the bare tensor.
+            The first stage sees it, the others are told, so that a stub returns what a block would.
+    """
+
+    def __init__(self, random: RandomState) -> None:
+        self.random = random
+        self.chunk: Chunk | None = None
+        self.received: Tensor | None = None
+        self.tuple_length = 0
+        self._calls = 0
+
+    @contextmanager
+    def running(self, chunk: Chunk, received: Tensor | None) -> Iterator[None]:
+        """Make `chunk` the active one for a forward or a backward (where recomputation runs blocks again)."""
+        before = (self.chunk, self.received, self._calls)
+        self.chunk, self.received, self._calls = chunk, received, 0
+        try:
+            yield
+        finally:
+            self.chunk, self.received, self._calls = before
+
+    def require_chunk(self) -> Chunk:
+        if self.chunk is None:
+            raise PlanError(
+                "The pipelined model was called outside a step. With pp > 1 no rank holds the whole model: call it only in"
+                " training_step, validation_step, test_step or predict_step, or use a layout with pp = 1."
+            )
+        return self.chunk
+
+    def count_call(self) -> None:
+        """Refuse a second call of the model in one step: its first call already ended the step on every earlier stage."""
+        self._calls += 1
+        if self._calls > 1:
+            raise PlanError(
+                "The step called the pipelined model twice. With pp > 1 a step may call it once: join the two inputs into one"
+                " batch, or use a layout with pp = 1."
+            )

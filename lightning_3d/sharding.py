@@ -1,0 +1,135 @@
+"""Where every parameter lives: one table per rank, keyed by the full parameter name.
+
+Initialization, the tensor-parallel rewrite, the gradient norm and checkpoints all read this table, so that what a shard is
+stands in exactly one place. Everything here is pure arithmetic on shapes; only `ShardSpec.cut` and `ShardSpec.paste` touch tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the global tensor and where it lies in the local one. All three tuples have one entry per dimension."""
+
+    global_offset: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def global_slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.global_offset, self.shape, strict=True))
+
+    def local_slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What this rank holds of one parameter.
+
+    Attributes:
+        name: full parameter name, the same on every rank and in every layout.
+        global_shape: shape of the parameter in an unsharded model.
+        boxes: rectangles that tile the local tensor.
+        tp_replicas: tensor-parallel coordinates that hold this very shard, this rank's included.
+        tp_grad_sum: tensor-parallel coordinates over which gradients are partial and must be summed once a step; empty for none.
+        pp_replicas: pipeline coordinates that hold the parameter (two for an embedding tied across stages); empty where there is
+            no pipeline.
+        tied_to: canonical name of the parameter that this one is tied to, when this one is a copy of it.
+        expert: the parameter belongs to one expert of a mixture, reduced over its own data-parallel group.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    tp_replicas: tuple[int, ...] = (0,)
+    tp_grad_sum: tuple[int, ...] = ()
+    pp_replicas: tuple[int, ...] = ()
+    tied_to: str | None = None
+    expert: bool = False
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor on this rank: the hull of its boxes."""
+        return tuple(
+            max(box.local_offset[dim] + box.shape[dim] for box in self.boxes) for dim in range(len(self.global_shape))
+        )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds less than the whole parameter."""
+        return self.local_shape != self.global_shape
+
+    def counts_in_norm(self, tp_index: int, pp_index: int) -> bool:
+        """Whether the rank at these coordinates is the one that adds this shard to a global sum, so that replicas count once."""
+        first_stage = min(self.pp_replicas) if self.pp_replicas else pp_index
+        return tp_index == min(self.tp_replicas) and pp_index == first_stage
+
+    def cut(self, full: Tensor) -> Tensor:
+        """Copy this rank's shard, of shape `local_shape`, out of the full tensor of shape `global_shape`."""
+        if tuple(full.shape) != self.global_shape:
+            raise ValueError(f"{self.name} has shape {tuple(full.shape)}, its specification says {self.global_shape}.")
+        local = full.new_empty(self.local_shape)
+        for box in self.boxes:
+            local[box.local_slices()] = full[box.global_slices()]
+        return local
+
+    def paste(self, local: Tensor, full: Tensor) -> None:
+        """Write this rank's shard into its place in `full`; the inverse of `cut`."""
+        for box in self.boxes:
+            full[box.global_slices()] = local[box.local_slices()]
+
+    def renamed(self, name: str, *, tied_to: str | None = None) -> ShardSpec:
+        return replace(self, name=name, tied_to=tied_to if tied_to is not None else self.tied_to)
+
+
+def replicated(name: str, shape: Sequence[int], tp_size: int, *, grad_sum: bool = False) -> ShardSpec:
+    """A parameter that every tensor-parallel rank holds whole; `grad_sum` when each sees only a part of its gradient."""
+    everyone = tuple(range(tp_size))
+    whole = Box((0,) * len(shape), (0,) * len(shape), tuple(shape))
+    return ShardSpec(
+        name, tuple(shape), (whole,), tp_replicas=everyone, tp_grad_sum=everyone if grad_sum and tp_size > 1 else ()
+    )
+
+
+def cut_along(
+    name: str,
+    shape: Sequence[int],
+    dim: int,
+    pieces: Sequence[tuple[int, int]],
+    *,
+    tp_replicas: tuple[int, ...],
+    tp_grad_sum: tuple[int, ...] = (),
+) -> ShardSpec:
+    """A parameter of which this rank holds, in this order, the ranges `pieces` = (start, length) along dimension `dim`."""
+    boxes = []
+    filled = 0
+    for start, length in pieces:
+        global_offset = tuple(start if d == dim else 0 for d in range(len(shape)))
+        local_offset = tuple(filled if d == dim else 0 for d in range(len(shape)))
+        boxes.append(Box(global_offset, local_offset, tuple(length if d == dim else s for d, s in enumerate(shape))))
+        filled += length
+    return ShardSpec(name, tuple(shape), tuple(boxes), tp_replicas=tp_replicas, tp_grad_sum=tp_grad_sum)
+
+
+def even_range(total: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of part `index` when `total` rows are dealt in runs of ceil(total / parts); the last runs may be shorter."""
+    run = -(-total // parts)
+    start = min(index * run, total)
+    return start, min(run, total - start)
+
+
+def reduction_groups(specs: Iterator[ShardSpec] | Sequence[ShardSpec]) -> list[tuple[int, ...]]:
+    """The distinct tensor-parallel coordinate sets over which some parameter's gradient has to be summed, in a fixed order."""
+    return sorted({spec.tp_grad_sum for spec in specs if len(spec.tp_grad_sum) > 1})
