@@ -6,7 +6,7 @@ stands in exactly one place. Everything here is pure arithmetic on shapes; only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -92,6 +92,28 @@ class ShardSpec:
 
     def renamed(self, name: str, *, tied_to: str | None = None) -> ShardSpec:
         return replace(self, name=name, tied_to=tied_to if tied_to is not None else self.tied_to)
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """What the optimizer of this rank keeps for one parameter.
+
+    Attributes:
+        name: full parameter name.
+        start: first element, in the row-major flattening of the local parameter, of the range that the tensors cover; None when they
+            cover all of it and have its shape.
+        values: by key ("exp_avg"; "master" for float32 weights of a narrower parameter): the tensors themselves, one-dimensional
+            where they are ranges. Tensors of shape () and numbers (a step count) belong to the whole parameter.
+    """
+
+    name: str
+    start: int | None
+    values: Mapping[str, Tensor | float]
+
+    def to_host(self) -> OptimizerShard:
+        """The same, with tensors that are in the memory of a device copied to the host's."""
+        moved = {key: value.detach().cpu() if hasattr(value, "cpu") else value for key, value in self.values.items()}
+        return replace(self, values=moved)
 
 
 def replicated(name: str, shape: Sequence[int], tp_size: int, *, grad_sum: bool = False) -> ShardSpec:

@@ -1,0 +1,39 @@
+"""Tensor x pipeline x data parallel training as a PyTorch Lightning Strategy.
+
+    Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2", micro_batch_size=2), ...)
+
+Names are loaded when they are first used (PEP 562): importing this package imports neither torch nor Lightning, so that
+the planner and the checks of a configuration start at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_3d.initialization import initialize
+    from lightning_3d.layout import Layout
+    from lightning_3d.strategy import Lightning3DStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["Layout", "Lightning3DStrategy", "initialize"]
+
+_HOMES = {
+    "Layout": "lightning_3d.layout",
+    "Lightning3DStrategy": "lightning_3d.strategy",
+    "initialize": "lightning_3d.initialization",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,249 @@
+"""What does not fit is refused, with the numbers and the nearest thing that works. f02: its number among the faults."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.layout import Layout
+from lightning_3d.layout_rules import (
+    check_batch,
+    check_micro_batches,
+    check_model,
+    check_number,
+    check_sizes,
+    few_micro_batches,
+    resolve_layout,
+)
+from lightning_3d.schedules import SCHEDULES
+
+LLAMA_70B = {"heads": 64, "kv_heads": 8, "layers": 80, "vocab": 128256, "intermediate": 28672, "max_positions": 131072}
+parse = Layout.parse
+
+
+def refusal(check, *args, error=LayoutError, **options) -> str:
+    with pytest.raises(error) as raised:
+        check(*args, **options)
+    return str(raised.value)
+
+
+def test_a_layout_that_fits_passes():
+    check_model(parse("tp8_pp4_dp8"), **LLAMA_70B, seq_len=8192, schedule="1F1B", micro_batches=16)
+    check_model(parse("tp3_pp7"))
+
+
+def test_f02_tp_does_not_divide_heads():
+    message = refusal(check_model, parse("tp3"), heads=32, kv_heads=8)
+    assert message.endswith("tp 3 does not divide 32 heads. Use tp 1, 2, 4, 8, 16 or 32.")
+
+
+def test_f02_proposals_fit_all_sizes():
+    assert refusal(check_model, parse("tp5"), heads=12, kv_heads=4, intermediate=24).endswith("Use tp 1, 2, 4 or 12.")
+    assert "feed-forward layers, 30. Use tp 1 or 2." in refusal(check_model, parse("tp4"), heads=8, intermediate=30)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
+def test_f03_kv_heads_are_replicated_when_fewer_than_tp(tp: int):
+    check_model(Layout(tp=tp), heads=32, kv_heads=4)
+
+
+def test_f04_kv_heads_neither_multiple_nor_divisor_of_tp():
+    message = refusal(check_model, parse("tp4"), heads=24, kv_heads=6)
+    assert "neither a divisor nor a multiple of the model's 6 key/value heads" in message
+    assert message.endswith("Use tp 1, 2, 3, 6, 12 or 24.")
+
+
+def test_f05_layers_fewer_than_stages():
+    message = refusal(check_model, parse("pp8"), layers=6)
+    assert "8 stages (pp 8), but the model has only 6 layers" in message
+    assert message.endswith("Use a pp of at most 6.")
+    check_model(parse("pp4"), layers=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "schedule", "repair"),
+    [
+        ("pp4_vp4", 9, "Interleaved1F1B", "Use a pp of at most 2, or a vp of at most 2."),
+        ("pp4_vp2", 6, None, "Use a pp of at most 3, or vp 1."),
+        ("pp4_vp2", 6, "ZBVZeroBubble", "Use a pp of at most 3, or vp 1 with the schedule GPipe, 1F1B, "),
+        ("pp4_vp2", 3, "LoopedBFS", "Use pp 1, or vp 1 and a pp of at most 3."),
+        ("pp4_vp2", 1, "LoopedBFS", "Use vp 1 and a pp of at most 1."),
+    ],
+)
+def test_f06_vp_larger_than_layers_per_rank(name: str, layers: int, schedule: str | None, repair: str):
+    message = refusal(check_model, parse(name), layers=layers, schedule=schedule)
+    assert f"(pp 4 * vp {parse(name).vp}), but the model has only {layers} layer" in message
+    assert repair in message
+
+
+def test_f07_vp_without_pipeline():
+    message = refusal(resolve_layout, "tp2_vp2")
+    assert message == (
+        "Layout tp2_vp2 has 2 stages on each pipeline rank (vp) but only one pipeline rank (pp 1)."
+        " Use tp2, or a pp of at least 2."
+    )
+    assert "only one pipeline rank" in refusal(resolve_layout, "tp2", "1F1B", 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vp", "global_batch", "repair"),
+    [
+        ("1F1B", 1, 8, "a global batch of 16, a micro-batch of 1 or the schedule GPipe, Interleaved1F1B, "),
+        ("DualPipeV", 2, 16, "a global batch of 32, a micro-batch of 1 or the schedule Interleaved1F1B, "),
+    ],
+)
+def test_f08_micro_batches_too_few_for_the_schedule(schedule: str, vp: int, global_batch: int, repair: str):
+    message = refusal(check_batch, Layout(pp=4, dp=2, vp=vp), global_batch, 2, schedule)
+    assert f"at least as many micro-batches as stages, {4 * vp}, but a step has {global_batch // 4}" in message
+    assert repair in message
+
+
+def test_f08_micro_batches_that_do_not_fill_rounds():
+    message = refusal(check_micro_batches, parse("pp4_vp2"), "Interleaved1F1B", 9)
+    assert "runs 9 micro-batches over 4 pipeline ranks in 2 rounds, but 9 is not divisible by 2" in message
+    assert message.endswith("Use 8 or 10 micro-batches or the schedule LoopedBFS, ZBVZeroBubble or DualPipeV.")
+    assert check_batch(parse("pp4_vp2"), 10, 1, "Interleaved1F1B") == 10
+    check_model(parse("pp4"), schedule="GPipe", micro_batches=1)
+    refusal(check_model, parse("pp4"), schedule="1F1B", micro_batches=1)
+
+
+def test_f08_few_micro_batches_are_warned_about():
+    warning = few_micro_batches(parse("pp4"), "GPipe", 2)
+    assert warning == (
+        "A step has 2 micro-batches for 4 pipeline stages: with GPipe each rank is predicted to idle 60% of the step."
+        " With 16 micro-batches it would be 16%."
+    )
+    assert few_micro_batches(parse("pp4"), "GPipe", 4) is None
+    assert few_micro_batches(parse("dp4"), "GPipe", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "global_batch", "micro_batch", "repair"),
+    [
+        ("dp2", 10, 4, "micro-batch 4 * dp 2 = 8. The nearest global batches that work are 8 and 16."),
+        ("dp2", 4, 4, "The nearest global batch that works is 8."),
+        ("pp4_dp2", 17, 2, "The nearest global batches that work are 16 and 20."),
+        ("pp4_dp2", 3, 2, "The nearest global batch that works is 16."),
+    ],
+)
+def test_f09_global_batch_not_divisible(name: str, global_batch: int, micro_batch: int, repair: str):
+    message = refusal(check_batch, parse(name), global_batch, micro_batch, "1F1B")
+    assert f"The global batch of {global_batch} is not divisible" in message
+    assert message.endswith(repair)
+
+
+@given(
+    st.sampled_from(list(SCHEDULES.values())),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(1, 300),
+    st.integers(1, 9),
+)
+def test_f09_proposed_global_batches_work(info, pp: int, dp: int, global_batch: int, micro_batch: int):
+    layout = Layout(pp=pp, dp=dp, vp=info.default_vp if pp > 1 else 1)
+    try:
+        count = check_batch(layout, global_batch, micro_batch, info.name)
+    except LayoutError as error:
+        proposed = re.search(r"(?:Use a global batch of|that works is|that work are) ([0-9, andor]*)", str(error))
+        assert proposed is not None
+        for batch in re.findall(r"[0-9]+", proposed[1]):
+            assert check_batch(layout, int(batch), micro_batch, info.name) * micro_batch * dp == int(batch)
+    else:
+        assert count * micro_batch * dp == global_batch
+
+
+def test_f11_expert_parallelism_on_a_dense_model():
+    assert "the model is dense" in refusal(check_model, parse("dp4_ep2"))
+
+
+@pytest.mark.parametrize("name", ["tp2_dp2", "pp4"])
+def test_a_mixture_of_experts_trains_on_data_parallel_ranks_only(name: str):
+    message = refusal(check_model, parse(name), experts=8)
+    assert "a mixture of 8 experts" in message
+    assert message.endswith(f"but the layout is {name}. Use dp4.")
+    check_model(parse("dp4"), experts=8)
+
+
+@pytest.mark.parametrize(("name", "instead"), [("dp2_cp2", "dp4"), ("dp2_ep2", "dp2")])
+def test_axes_of_later_versions_are_refused(name: str, instead: str):
+    assert f"Use {instead}, which has as many ranks." in refusal(check_model, parse(name), experts=8)
+
+
+def test_f14_sequence_longer_than_positions():
+    message = refusal(check_model, Layout(), seq_len=4097, max_positions=4096, error=ConfigError)
+    assert "4097 tokens, but the model has only 4096 positions" in message
+    assert message.endswith("at most 4096.")
+    check_model(Layout(), seq_len=4096, max_positions=4096)
+
+
+@pytest.mark.parametrize("vocab", [7, 8, 50257, 65537])
+def test_f16_vocabulary_need_not_be_divisible_by_tp(vocab: int):
+    check_model(Layout(tp=7), vocab=vocab)
+
+
+def test_f16_vocabulary_smaller_than_tp():
+    assert refusal(check_model, Layout(tp=8), vocab=5).endswith("some would have none. Use a tp of at most 5.")
+    assert refusal(check_model, Layout(tp=8), heads=8, vocab=5).endswith("Use tp 1, 2 or 4.")
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, "8", True, 2**60])
+def test_f21_sizes_that_cannot_be(size: object):
+    assert "heads" in refusal(check_model, Layout(), heads=size, error=ConfigError)
+    assert "global_batch" in refusal(check_batch, Layout(), size, 1, error=ConfigError)
+    assert "micro_batch" in refusal(check_batch, Layout(), 8, size, error=ConfigError)
+    assert "seq_len" in refusal(check_sizes, seq_len=size, error=ConfigError)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3, "0.1", None, True])
+def test_f21_numbers_that_cannot_be(value: object):
+    message = refusal(check_number, "learning rate", value, error=ConfigError)
+    assert message.startswith("learning rate ")
+    assert "at least 0" in message
+    check_number("learning rate", 3e-4)
+
+
+def test_f21_numbers_out_of_range():
+    assert "between 0 and 1" in refusal(check_number, "dropout", 1.5, most=1.0, error=ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "vp", "expected"),
+    [
+        ("pp4_dp2", None, None, ("pp4_dp2", "1F1B")),
+        ("pp4_vp2", None, None, ("pp4_vp2", "Interleaved1F1B")),
+        ("pp4", None, 3, ("pp4_vp3", "Interleaved1F1B")),
+        ("pp4_vp3", None, 3, ("pp4_vp3", "Interleaved1F1B")),
+        ("pp4", "zbvzerobubble", None, ("pp4_vp2", "ZBVZeroBubble")),
+        ("pp4", "loopedbfs", None, ("pp4_vp2", "LoopedBFS")),
+        ("pp4", "loopedbfs", 1, ("pp4", "LoopedBFS")),
+        ("dp4", "dualpipev", None, ("dp4", "DualPipeV")),
+        (Layout(pp=2), "gpipe", None, ("pp2", "GPipe")),
+    ],
+)
+def test_vp_follows_from_layout_schedule_and_keyword(layout, schedule, vp, expected):
+    resolved, name = resolve_layout(layout, schedule, vp)
+    assert (resolved.name, name) == expected
+
+
+def test_order_is_kept_or_set():
+    order = ("tp", "cp", "dp", "pp")
+    assert resolve_layout("pp2", order=order)[0].order == order
+    assert resolve_layout(Layout(pp=2), order=order)[0].order == order
+    assert resolve_layout(Layout(pp=2, order=order), "DualPipeV")[0].order == order
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "vp", "says"),
+    [
+        ("pp4_vp2", None, 4, "The layout pp4_vp2 says vp 2, but the option vp=4 says otherwise."),
+        ("pp4_vp3", "ZBVZeroBubble", None, "exactly 2 stages on each pipeline rank, but the layout pp4_vp3 has vp 3."),
+        ("pp4", "DualPipeV", 1, "Use pp4_vp2 (vp 2), or for vp 1 the schedule GPipe, 1F1B, "),
+        ("pp4_vp2", "1F1B", None, "Use pp4 (vp 1), or for vp 2 the schedule Interleaved1F1B, "),
+        ("pp4", "GPipe", 2, "runs one stage on each pipeline rank, but the layout pp4_vp2 has vp 2."),
+        ("pp4", "GPipe", 0, "The degree of vp is 0"),
+    ],
+)
+def test_conflicts_about_vp_are_refused(layout: str, schedule: str | None, vp: int | None, says: str):
+    assert says in refusal(resolve_layout, layout, schedule, vp)
