@@ -1,0 +1,25 @@
+"""For all tests: the warm pool of ranks, and the parity table at the end of a session."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ranks import POOL, run_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """``ranks(fn, world_size, *args, timeout=120, **kwargs) -> list``: see ``ranks.py``."""
+    yield run_ranks
+    POOL.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The parity table: a line per cell with the measured errors."""
+    parity = sys.modules.get("parity")  # a session without parity tests does not pay for importing Lightning
+    if parity is not None and parity.TABLE:
+        terminalreporter.section("parity with one process")
+        terminalreporter.line(parity.HEADER)
+        for measured in parity.TABLE:
+            terminalreporter.line(measured.line())
