@@ -1,0 +1,159 @@
+"""Dropout streams that depend on what is computed, not on where.
+
+The random state of a device belongs to (seed, step, micro-batch, layer, region). On a replicated tensor all
+tensor-parallel ranks draw the same numbers, so replicas stay equal bit by bit; inside a region each rank draws its own
+for its own heads and columns. Nothing is saved: a recomputed block sets the same states again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+_MASK = (1 << 64) - 1
+_ALL_RANKS = 0
+
+
+class RandomState:
+    """Reseeds the default generator of a device on the way through the model, at two integer hashes and one seeding.
+
+    Args:
+        seed: of the run.
+        tp_rank: this rank's tensor-parallel coordinate.
+        device: whose generator dropout draws from.
+        enabled: False makes every call a no-op, for models without dropout.
+    """
+
+    def __init__(
+        self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True
+    ) -> None:
+        self.enabled = enabled
+        self._seed = seed
+        self._tp_rank = tp_rank
+        self._device = torch.device(device)
+        self._micro_batch_key = 0
+
+    @classmethod
+    def for_model(
+        cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu"
+    ) -> RandomState:
+        """Streams for `module`, enabled unless it is known to use no dropout."""
+        return cls(seed, tp_rank=tp_rank, device=device, enabled=may_use_dropout(module))
+
+    def begin(self, step: int, micro_batch: int) -> None:
+        """Start one micro-batch: before its forward, and again before any backward that recomputes parts of it.
+
+        Args:
+            step: optimizer step.
+            micro_batch: index in the global batch, so that data-parallel ranks differ.
+        """
+        if self.enabled:
+            self._micro_batch_key = _mix(_mix(_mix(0, self._seed), step), micro_batch)
+            self.layer(-1)
+
+    def layer(self, index: int) -> None:
+        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks."""
+        if self.enabled:
+            self._set(f"layer {index}", _ALL_RANKS)
+
+    def enter_region(self, name: str) -> None:
+        """Start what follows the column-parallel layer `name`: another stream on each tensor-parallel rank."""
+        if self.enabled:
+            self._set(name, self._tp_rank + 1)
+
+    def leave_region(self, name: str) -> None:
+        """Start what follows the row-parallel layer `name`: the same stream on all tensor-parallel ranks."""
+        if self.enabled:
+            self._set(name, _ALL_RANKS)
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Leave no trace: what draws after a step (a sampler's shuffle, equal on all ranks) goes on where it was."""
+        if not self.enabled:
+            yield
+            return
+        generator = self._generator()
+        before = generator.get_state()
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+    def _set(self, name: str, stream: int) -> None:
+        self._generator().manual_seed(_mix(_mix(self._micro_batch_key, _hash(name)), stream))
+
+    def _generator(self) -> torch.Generator:
+        if self._device.type == "cuda":
+            index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+            return torch.cuda.default_generators[index]
+        return torch.default_generator
+
+
+def may_use_dropout(module: nn.Module) -> bool:
+    """Whether a forward of `module` may draw random numbers.
+
+    Told by its dropout layers, by probabilities among its attributes and in a Transformers configuration, and by the
+    names that the code of the user's own classes mentions.
+    """
+    return any(
+        _drops(child)
+        or _has_probability(vars(child))
+        or _has_probability(getattr(getattr(child, "config", None), "__dict__", {}))
+        for child in module.modules()
+    ) or any(_mentions_dropout(kind) for kind in {type(child) for child in module.modules()})
+
+
+def _drops(layer: nn.Module) -> bool:
+    return "Drop" in type(layer).__name__ and getattr(layer, "p", 0) > 0
+
+
+def _has_probability(values: dict[str, Any]) -> bool:
+    # Configurations of language models also hold the dropout of classification heads that are not there.
+    return any(
+        "drop" in name.lower()
+        and "classif" not in name.lower()
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value > 0
+        for name, value in values.items()
+    )
+
+
+def _mentions_dropout(kind: type[nn.Module]) -> bool:
+    """PyTorch's and Transformers' modules keep probabilities in attributes; other code may have numbers of its own."""
+    if kind.__module__.startswith(("torch.", "transformers.", "lightning_3d.")):
+        return False
+    code = getattr(kind.forward, "__code__", None)
+    if code is None:
+        return True
+    return any(
+        "drop" in name or "bernoulli" in name or "rand" in name for name in (*code.co_names, *_strings(code.co_consts))
+    )
+
+
+def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from _strings(constant)
+
+
+@lru_cache(maxsize=65536)
+def _hash(name: str) -> int:
+    """The same number for a name in every process, which Python's hash is not."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _mix(state: int, value: int) -> int:
+    """One step of SplitMix64 (Steele, Lea and Flood 2014): near inputs give unrelated outputs, in the low bits too."""
+    z = (state + (value & _MASK) * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,17 @@
+"""Tensor parallelism: layers cut over the ranks of a stage, by a plan, as plain tensors, one collective per region."""
+
+from lightning_3d.tensor_parallel.checks import check_replicated_gradients
+from lightning_3d.tensor_parallel.context import TensorParallel
+from lightning_3d.tensor_parallel.logits import VocabParallelLogits
+from lightning_3d.tensor_parallel.loss import token_losses, vocab_parallel_cross_entropy
+from lightning_3d.tensor_parallel.rewrite import rewrite, shard_specs
+
+__all__ = [
+    "TensorParallel",
+    "VocabParallelLogits",
+    "check_replicated_gradients",
+    "rewrite",
+    "shard_specs",
+    "token_losses",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,140 @@
+"""The four ways between a tensor that all tensor-parallel ranks hold alike and one of which each holds a part.
+
+                     forward          backward
+    copy_to_region     nothing          all-reduce      replicated -> the input of column-parallel layers
+    reduce_from_region all-reduce       nothing         partial sums -> replicated
+    gather_from_region all-gather       own slice       shards -> replicated
+    split_to_region    own slice        all-gather      replicated -> shards
+
+A replicated tensor has the same value and the same gradient on every rank of the group. Everything is a plain tensor.
+All ranks call the same functions in the same order, with the same shapes. The first two are f and g of Megatron-LM
+(Shoeybi et al. 2019, figure 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def copy_to_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = False) -> Tensor:
+    """`x` itself; its gradient is summed over the group by one all-reduce.
+
+    Args:
+        owned: the gradient that arrives may be overwritten. Right when all consumers of the result are matrix products,
+            which make fresh gradients; an addition hands the same gradient tensor to several receivers.
+    """
+    return _Copy.apply(x, group, owned)
+
+
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = False) -> Tensor:
+    """The sum of `x` over the group by one all-reduce.
+
+    Args:
+        owned: `x` may be overwritten: it is the fresh result of an operation that does not keep it for its backward.
+    """
+    if not x.is_contiguous():
+        x, owned = x.contiguous(), True
+    # Autograd keeps track of overwritten views at the price of copies, so a view gains nothing.
+    if owned and not x._is_view():
+        return _ReduceInPlace.apply(x, group)
+    return _Reduce.apply(x, group)
+
+
+def gather_from_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes: Sequence[int]) -> Tensor:
+    """The shards of all ranks side by side along `dim`, by one all-gather.
+
+    Args:
+        sizes: the size along `dim` on each rank of the group; unequal ones are padded on the way.
+    """
+    return _Gather.apply(x, group, dim, tuple(sizes))
+
+
+def split_to_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes: Sequence[int]) -> Tensor:
+    """This rank's slice of `x` along `dim`; the gradients of all slices are gathered by one all-gather.
+
+    Args:
+        sizes: the size along `dim` on each rank of the group; they add up to that of `x`.
+    """
+    return _Split.apply(x, group, dim, tuple(sizes))
+
+
+def _slice(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    dim = dim % x.ndim
+    longest = max(sizes)
+    if x.shape[dim] < longest:
+        padding = list(x.shape)
+        padding[dim] = longest - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(padding)], dim)
+    gathered = x.new_empty((len(sizes), *x.shape))
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=group)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owned: bool) -> Tensor:
+        ctx.group, ctx.owned = group, owned
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not (ctx.owned and gradient.is_contiguous()):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(x, group=group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.layout = (group, dim, sizes)
+        return _all_gather(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _slice(gradient, *ctx.layout), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.layout = (group, dim, sizes)
+        return _slice(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, *ctx.layout), None, None, None

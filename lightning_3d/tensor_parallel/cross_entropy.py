@@ -1,0 +1,76 @@
+"""Cross-entropy of logits that are cut by vocabulary, without ever putting a full row together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def vocab_parallel_cross_entropy(
+    local_logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int = -100
+) -> Tensor:
+    """Loss of every token, as `F.cross_entropy(..., reduction="none")` of the full logits gives it.
+
+    Two all-reduces of one and three numbers per token over `group`, none backward (Megatron-LM, Shoeybi et al. 2019,
+    section 3).
+
+    Args:
+        local_logits: (..., local vocabulary), this rank's columns.
+        targets: (...), token ids of the full vocabulary, the same on all ranks. `ignore_index` gives a loss of 0; an id
+            that no rank holds gives NaN.
+        vocab_offset: first column of this rank.
+
+    Returns:
+        (...), float32, or float64 for float64 logits.
+    """
+    return _CrossEntropy.apply(local_logits, targets, vocab_offset, group, ignore_index)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a loss is computed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number per token for the backward, not the softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int
+    ) -> Tensor:
+        scores = logits.to(wide(logits.dtype))
+        highest = scores.amax(-1)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+
+        # amax is subtracted before the exponential and from the target's score alike, as log_softmax does.
+        shifted = scores - highest.unsqueeze(-1)
+        local, mine = _locate(targets, vocab_offset, logits.shape[-1])
+        target_score = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+        sums = torch.stack([shifted.exp_().sum(-1), target_score, mine.to(scores.dtype)])
+        dist.all_reduce(sums, group=group)
+
+        total, target_score, holders = sums
+        log_total = total.log()
+        losses = (log_total - target_score).masked_fill(holders == 0, float("nan"))
+        ctx.save_for_backward(logits, targets, highest + log_total)
+        ctx.vocab_offset, ctx.ignore_index = vocab_offset, ignore_index
+        return losses.masked_fill(targets == ignore_index, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        logits, targets, log_sum_exp = ctx.saved_tensors
+        local, mine = _locate(targets, ctx.vocab_offset, logits.shape[-1])
+        probabilities = (logits.to(log_sum_exp.dtype) - log_sum_exp.unsqueeze(-1)).exp_()
+        probabilities.scatter_add_(-1, local.unsqueeze(-1), -mine.to(probabilities.dtype).unsqueeze(-1))
+        gradient = gradient.masked_fill(targets == ctx.ignore_index, 0.0)
+        return probabilities.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None, None, None, None
+
+
+def _locate(targets: Tensor, vocab_offset: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(column of each target on this rank, 0 where it is elsewhere; whether it is here)."""
+    local = targets - vocab_offset
+    mine = (local >= 0) & (local < columns)
+    return local.masked_fill(~mine, 0), mine

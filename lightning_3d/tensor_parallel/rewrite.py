@@ -1,0 +1,222 @@
+"""A whole model -> its tensor-parallel shard: first the table of what each rank holds, then the change of the modules,
+in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
+from lightning_3d.sharding import ShardSpec, cut_along, replicated
+from lightning_3d.tensor_parallel.context import TensorParallel
+from lightning_3d.tensor_parallel.cuts import resolve, share, width
+from lightning_3d.tensor_parallel.heads import heads_of, local_attributes
+from lightning_3d.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    HiddenParallelEmbedding,
+    LatentKeyValueLinear,
+    Region,
+    RowParallelLinear,
+    SplitRowLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+
+
+def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: int) -> dict[str, ShardSpec]:
+    """What rank `tp_rank` holds of every parameter, aliases of tied ones included, by name relative to `module`.
+
+    Args:
+        module: the whole module, on meta or not.
+
+    Raises:
+        PlanError: the plan does not fit the modules, or cuts tied parameters differently. LayoutError: heads, rows or
+            vocabulary do not fit tp.
+    """
+    if tp_size > 1 and set(plan.tp) <= {plan.embedding, plan.head}:
+        raise PlanError(
+            f"{type(module).__name__} declares no tensor-parallel plan. Pass plan={{'tp': {{pattern: style}}}}, or use"
+            " tp=1."
+        )
+    cuts = resolve(module, plan, tp_size) if tp_size > 1 else {}
+    partial = tuple(f"{name}." for name, cut in cuts.items() if cut.style == "replicated_with_grad_allreduce")
+    specs: dict[str, ShardSpec] = {}
+    canonical_names = tied_names(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shape = tuple(parameter.shape)
+        if f"{name}.".startswith(partial):
+            spec = replicated(name, shape, tp_size, grad_sum=True)
+        else:
+            spec = _spec(name, shape, cuts, tp_size, tp_rank)
+        canonical = canonical_names[name]
+        if canonical != name:
+            if replace(spec, name=canonical) != specs[canonical]:
+                raise PlanError(
+                    f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently."
+                )
+            spec = replace(spec, tied_to=canonical)
+        specs[name] = spec
+    return specs
+
+
+def rewrite(module: nn.Module, plan: ParallelPlan, specs: dict[str, ShardSpec], context: TensorParallel) -> None:
+    """Turn `module` into this rank's shard, in place. No communication.
+
+    Every cut layer becomes an instance of a subclass of its class, under the same name; parameters become the local
+    shards (on meta they stay there); head counts that an attention's code reads become local. Modules that are not here
+    any more are passed over.
+
+    Args:
+        specs: of the parameters that are here; of tied ones one name is enough.
+    """
+    if context.size == 1:
+        return
+    cuts = resolve(module, plan, context.size)
+    _correct_heads(module, cuts, context.size)
+    widths = {
+        name: width(module.get_submodule(name), cut.style) for name, cut in cuts.items() if _is_layer(module, name, cut)
+    }
+    _shard_parameters(module, specs)
+    regions = _regions(cuts, context)
+    for name in widths:
+        layer = module.get_submodule(name)
+        if cuts[name].style == "mla_kv_a_proj":
+            _become(layer, LatentKeyValueLinear, {"tp_context": context, "tp_rotary": _rotary_size(module, name)})
+        else:
+            _become(layer, *_sharded_kind(name, cuts[name], widths[name], plan, regions, context))
+
+
+def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int, tp_rank: int) -> ShardSpec:
+    owner, _, last = name.rpartition(".")
+    cut_name = name if name in cuts else owner
+    cut = cuts.get(cut_name, Cut("replicate"))
+    dim = _cut_dim(cut.style, len(shape), is_bias=last == "bias" and cut_name != name)
+    if dim is None:
+        return replicated(name, shape, tp_size)
+    part = share(cut_name, cut, shape[dim], tp_size, tp_rank)
+    shared = part.replicas if len(part.replicas) > 1 else ()
+    return cut_along(name, shape, dim, part.pieces, tp_replicas=part.replicas, tp_grad_sum=shared)
+
+
+def _cut_dim(style: str, ndim: int, *, is_bias: bool) -> int | None:
+    """The dimension that a style cuts; None when every rank holds the whole parameter."""
+    if style in COLUMN_STYLES:
+        return max(ndim - 2, 0)
+    if style in ROW_STYLES:
+        return None if is_bias else ndim - 1
+    return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
+
+
+def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
+    """Replace cut parameters by their shards; tied ones stay one object."""
+    shards: dict[int, nn.Parameter] = {}
+    known: dict[int, ShardSpec] = {}
+    named = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        if name in specs:
+            known.setdefault(id(parameter), specs[name])
+    for name, parameter in named:
+        spec = known[id(parameter)]
+        if not spec.is_cut:
+            continue
+        if id(parameter) not in shards:
+            shard = nn.Parameter(spec.cut(parameter.detach()), requires_grad=parameter.requires_grad)
+            # Marks that users and libraries leave on parameters, such as "no weight decay", stay.
+            vars(shard).update(vars(parameter))
+            shards[id(parameter)] = shard
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, shards[id(parameter)])
+
+
+def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:
+    """Whether the entry is about a layer that changes, not about a bare parameter or a replicated module."""
+    if cut.style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
+        return False
+    owner, _, last = name.rpartition(".")
+    return isinstance(getattr(module.get_submodule(owner), last), nn.Module)
+
+
+def _regions(cuts: dict[str, Cut], context: TensorParallel) -> Callable[[str], Region]:
+    """One region for each parent of cut layers."""
+    members: dict[str, int] = {}
+    for name, cut in cuts.items():
+        parent = name.rpartition(".")[0]
+        members[parent] = members.get(parent, 0) + (cut.style in COLUMN_STYLES)
+    regions = {parent: Region(context, count) for parent, count in members.items()}
+    return lambda name: regions[name.rpartition(".")[0]]
+
+
+def _sharded_kind(
+    name: str, cut: Cut, total: int, plan: ParallelPlan, region_of: Callable[[str], Region], context: TensorParallel
+) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class that a layer becomes, and the attributes that this class declares."""
+    local = share(name, cut, total, context.size, context.rank)
+    sizes = tuple(share(name, cut, total, context.size, rank).length for rank in range(context.size))
+    # Sizes that the code around a layer may read are those of the tensors it sees: whole at heads and gathers.
+    in_region = {"tp_region": region_of(name), "tp_name": name}
+    match cut.style:
+        case "embedding_rowwise":
+            return VocabParallelEmbedding, {"tp_context": context, "tp_start": local.pieces[0][0]}
+        case "embedding_colwise":
+            return HiddenParallelEmbedding, {"tp_context": context, "tp_sizes": sizes}
+        case "colwise" | "colwise_gather_output" if name == plan.head:
+            return VocabParallelHead, {**in_region, "tp_name": None, "tp_sizes": sizes}
+        case "colwise" | "packed_colwise":
+            return ColumnParallelLinear, {**in_region, "out_features": local.length}
+        case "colwise_gather_output":
+            return GatheredColumnLinear, {**in_region, "tp_name": None, "tp_sizes": sizes}
+        case "rowwise" | "packed_rowwise":
+            return RowParallelLinear, {**in_region, "in_features": local.length}
+        case "rowwise_split_input":
+            return SplitRowLinear, {**in_region, "tp_sizes": sizes}
+    raise PlanError(f"'{name}' cannot be cut by '{cut.style}'.")
+
+
+def _rotary_size(module: nn.Module, name: str) -> int:
+    """Columns at the end of a latent projection that go to the heads directly."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    for source in (owner, getattr(owner, "config", None), getattr(module, "config", None)):
+        if isinstance(size := getattr(source, "qk_rope_head_dim", None), int):
+            return size
+    raise PlanError(
+        f"The plan cuts '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
+    )
+
+
+def _become(layer: nn.Module, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
+    """Change the class of `layer` so that `kind` comes directly above nn.Linear or nn.Embedding.
+
+    A class on top that scales an embedding's output, or a pipeline gate, calls `super().forward` and so reaches it.
+    """
+    own = type(layer)
+    layer.__class__ = kind if own in kind.__mro__ else type(own.__name__, (own, kind), {"__module__": own.__module__})
+    for name, value in attributes.items():
+        object.__setattr__(layer, name, value)
+
+
+def _correct_heads(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> None:
+    """Give attention modules the head counts of one rank."""
+    parents = dict.fromkeys(
+        name.rpartition(".")[0] for name, cut in cuts.items() if cut.style in ("colwise", "packed_colwise")
+    )
+    for parent_name in parents:
+        inside = {name: cut for name, cut in cuts.items() if name.rpartition(".")[0] == parent_name}
+        heads = heads_of(module, parent_name, inside)
+        if heads is None:
+            continue
+        parent = module.get_submodule(parent_name)
+        for name, value in local_attributes(parent, heads, tp_size).items():
+            setattr(parent, name, value)
+        if any(cut.style == "packed_colwise" for cut in inside.values()) and hasattr(parent, "config"):
+            # Code that slices a packed projection reads the number of query heads from the configuration.
+            local = heads.on_one_rank(tp_size)
+            config: Any = copy.copy(parent.config)
+            config.num_attention_heads, config.num_key_value_heads = local.queries, local.keys
+            parent.config = config
