@@ -1,0 +1,281 @@
+"""The interface between a step of training and the data-parallel ranks: who owns gradients, their reduction, and the optimizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.lightning_compat import settle_gloo_at_exit
+from lightning_3d.mesh import Mesh
+from lightning_3d.sharding import OptimizerShard, ShardSpec
+from lightning_3d.zero.gradients import GradientSums
+from lightning_3d.zero.norm import clip_coefficient
+from lightning_3d.zero.partial import PartialSums
+
+BUCKET_BYTES = 32 * 2**20
+"""Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough that copying the next bucket
+overlaps with it."""
+
+DATA_AXES = ("dp", "cp")
+"""Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that the optimizer trains on this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
+
+
+class DataParallelBackend(ABC):
+    """Gradients and optimizer of one rank. One backend belongs to one mesh, one module and one optimizer.
+
+    A step is::
+
+        with backend.gradient_scope():
+            ...                                    # forward and backward of all micro-batches; gradients add up in `.grad`
+            backend.after_backward(parameters)     # after every action that adds to their gradients
+            backend.reduce(1 / tokens)             # all collectives over gradients happen here, once
+        backend.grad_norm(), backend.clip(...)     # optional
+        backend.step()
+
+    Args:
+        mesh: process groups.
+        specs: where each trained parameter lies in the whole model, by its name in the module that `prepare` gets.
+        bucket_bytes: upper bound of the bytes of one all-reduce of gradients, except for a single larger parameter.
+        precision: "fp32", "fp64", "bf16" or "bf16_mixed". With "bf16" the parameters are bf16; gradients are summed and reduced in
+            float32, and the optimizer updates float32 master weights. With the others all of these have the parameters' type.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        specs: Mapping[str, ShardSpec],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        precision: str = "fp32",
+    ) -> None:
+        self._mesh = mesh
+        self._specs = specs
+        self._bucket_bytes = bucket_bytes
+        self._precision = precision
+        self._trained: list[Trained] = []
+        self._ended: list[OptimizerShard] | None = None
+        self._others: list[nn.Parameter] = []
+        self._device = torch.device("cpu")
+        self._sums = GradientSums(())
+        self._partial = PartialSums(mesh, ())
+        self._norm: float | None = None
+        self._reduced = False
+        settle_gloo_at_exit()
+
+    def prepare(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
+        """Take over the gradients of `module` and the step of `optimizer`. Called once, with the rank's own, final parameters.
+
+        Returns:
+            The optimizer whose `param_groups` learning-rate schedulers drive: the user's own object.
+
+        Raises:
+            ConfigError: types of parameters, or an optimizer, that this backend cannot train exactly.
+        """
+        self._trained = _trained(module, optimizer, self._specs)
+        chosen = {id(entry.parameter) for entry in self._trained}
+        self._ended = None
+        self._others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
+        self._device = next((parameter.device for parameter in module.parameters()), self._device)
+        self._check(optimizer)
+        self._sums = GradientSums(entry.parameter for entry in self._trained)
+        self._partial = PartialSums(self._mesh, [(entry.parameter, entry.spec) for entry in self._trained])
+        self._install(optimizer)
+        return optimizer
+
+    @contextmanager
+    def gradient_scope(self) -> Iterator[None]:
+        """Holds forward and backward of one optimizer step. Begins without gradients and ends with reduced ones.
+
+        When its body raises, nothing more is sent: other ranks would wait for it.
+        """
+        self._sums.clear()
+        for parameter in self._others:
+            parameter.grad = None
+        self._norm, self._reduced = None, False
+        yield
+        if not self._reduced:
+            raise RuntimeError("The gradients were not reduced inside their scope; call reduce() after the last backward.")
+
+    def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Called after each action that adds to the gradients of `parameters`: adds bf16 gradients to their float32 sums."""
+        self._sums.absorb(parameters)
+
+    def reduce(self, scale: float | Tensor) -> None:
+        """Make the local gradients those of the whole batch: partial tensor-parallel and tied ones are summed, then all are summed over
+        the data-parallel ranks and multiplied by `scale`. Called once, inside the scope, by all ranks.
+
+        A rank that has no gradient for a parameter counts as zero. One that no rank has a gradient for is left as it is by `step`.
+
+        Args:
+            scale: a number or a tensor of shape () on the parameters' device; the same on all ranks.
+        """
+        if self._reduced:
+            raise RuntimeError("The gradients of this step are reduced already.")
+        self._sums.absorb()
+        self._partial.reduce(self._sums)
+        self._reduce_data_parallel(scale)
+        self._reduced = True
+
+    def grad_norm(self) -> float:
+        """Euclidean norm of the whole model's gradient before clipping, the same on every rank. Collective once a step: one all-reduce."""
+        if self._norm is None:
+            self._norm = self._global_norm()
+        return self._norm
+
+    def clip(self, *, max_norm: float | None = None, value: float | None = None) -> None:
+        """Scale the gradients down to a global norm of at most `max_norm`, or clamp each element to [-value, value]."""
+        if max_norm is not None:
+            coefficient = clip_coefficient(self.grad_norm(), max_norm)
+            if coefficient != 1.0:
+                scale_(list(self._gradients()), coefficient)
+        if value is not None:
+            for gradient in self._gradients():
+                gradient.clamp_(-value, value)
+
+    @abstractmethod
+    def step(self) -> None:
+        """Run the optimizer on the reduced gradients and bring the new weights to all ranks that use them."""
+
+    @abstractmethod
+    def refresh_master_weights(self) -> None:
+        """Take over parameter values that were written into the module from outside, such as a loaded checkpoint. Local."""
+
+    def optimizer_shards(self) -> list[OptimizerShard]:
+        """What this rank's optimizer keeps of each trained parameter, for checkpoints: views; after `teardown` copies
+        in host memory. Local."""
+        return self._shards() if self._ended is None else self._ended
+
+    @abstractmethod
+    def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
+        """Make the optimizer's state as it would be after some steps, for a checkpoint to be read into. Local.
+
+        Args:
+            state: by parameter name and key: numbers and tensors of shape (), which are taken over, and tensors of other
+                shapes (on meta), for which zeros of this rank's shape are made.
+        """
+
+    def teardown(self) -> None:
+        """Let go of the module, the optimizer and all process groups. Local; may be called twice."""
+        if self._ended is None:
+            self._ended = [shard.to_host() for shard in self._shards()]
+        self._sums.clear()
+        self._release()
+        self._trained, self._others = [], []
+        self._sums, self._partial = GradientSums(()), PartialSums(self._mesh, ())
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The data-parallel ranks."""
+        return self._mesh.group(*DATA_AXES)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        check_dtypes(self._trained, self._precision)
+        check_optimizer(optimizer, cut=any(entry.spec.is_cut for entry in self._trained))
+
+    @abstractmethod
+    def _install(self, optimizer: Optimizer) -> None:
+        """Build what `reduce` and `step` need."""
+
+    @abstractmethod
+    def _shards(self) -> list[OptimizerShard]:
+        """See `optimizer_shards`; empty before `prepare`."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Drop what `_install` built."""
+
+    @abstractmethod
+    def _reduce_data_parallel(self, scale: float | Tensor) -> None:
+        """Sum the gradients over the data-parallel ranks and multiply them by `scale`."""
+
+    @abstractmethod
+    def _global_norm(self) -> float:
+        """Norm of the reduced gradients of the whole model: one all-reduce."""
+
+    @abstractmethod
+    def _gradients(self) -> Iterator[Tensor]:
+        """The reduced gradients that this rank's optimizer steps with."""
+
+
+def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
+    """Multiply in place."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), scale)
+
+
+def new_state(template: Tensor | float, like: Tensor, whole: Sequence[int], group: Mapping[str, object]) -> Tensor | float:
+    """One state of `like`, a trained tensor that is a part of a parameter of shape `whole`.
+
+    Args:
+        template: see `create_optimizer_state`.
+        group: the optimizer's parameter group; capturable and fused optimizers want their step count on the device.
+    """
+    if not isinstance(template, Tensor):
+        return template
+    if template.ndim == 0 and len(whole) > 0:
+        return template.to(like.device if group.get("capturable") or group.get("fused") else "cpu")
+    shape = like.shape if tuple(template.shape) == tuple(whole) else template.shape
+    dtype = like.dtype if template.is_floating_point() else template.dtype
+    return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+def _trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardSpec]) -> list[Trained]:
+    """The parameters that `optimizer` trains, by name: frozen ones are left out, names give all data-parallel ranks one order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    trained = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            name = names.get(id(parameter))
+            if name is None:
+                raise ConfigError(
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module. Build it from"
+                    " the module's own parameters, in configure_optimizers."
+                )
+            if name not in specs:
+                raise KeyError(f"no specification says how the parameter '{name}' is sharded")
+            trained.append(Trained(name, parameter, specs[name]))
+    return sorted(trained, key=lambda entry: entry.name)
+
+
+def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
+    """Refuse parameters whose type this precision does not train exactly."""
+    for name, parameter in ((entry.name, entry.parameter) for entry in trained):
+        if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            raise ConfigError(f"The parameter '{name}' is {parameter.dtype}; float32, float64 and bfloat16 can be trained.")
+        if parameter.dtype == torch.bfloat16 and precision != "bf16":
+            raise ConfigError(f"The parameter '{name}' is bfloat16 but the precision is {precision}. Use precision bf16-true.")
+
+
+def check_optimizer(optimizer: Optimizer, *, cut: bool) -> None:
+    """Refuse optimizers that cannot be exact: those that want a closure, and on cut tensors those that look at whole ones."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
+        raise ConfigError("LBFGS calls the loss several times in a step, which a pipeline cannot do. Use AdamW, Adam or SGD.")
+    if cut and name in WHOLE_TENSOR_OPTIMIZERS:
+        raise ConfigError(
+            f"{name} computes its update from whole weight matrices, but this layout cuts them. Use an element-wise optimizer such"
+            " as AdamW, or a layout with tp1 and zero_stage=0."
+        )
+
+
+WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")
+"""Optimizers whose update of an element depends on other elements of its tensor."""

@@ -1,0 +1,114 @@
+"""Stage 0: gradients are summed in buckets, every data-parallel rank runs the user's optimizer on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.sharding import OptimizerShard
+from lightning_3d.zero.base import DataParallelBackend, new_state, scale_
+from lightning_3d.zero.gradients import LOW_PRECISION, FlatGradients, end_to_end, sum_dtype
+from lightning_3d.zero.norm import global_norm
+
+
+class BucketedBackend(DataParallelBackend):
+    """One all-reduce per bucket and step over the data-parallel ranks, whatever the number of micro-batches. Keeps double precision.
+
+    Memory beside parameters and gradients: for bf16 parameters float32 sums and float32 master weights.
+    """
+
+    _masters: dict[nn.Parameter, nn.Parameter]
+    _flats: list[FlatGradients]
+    _optimizer: Optimizer | None = None
+
+    @property
+    def collectives(self) -> int:
+        """All-reduces of gradients over the data-parallel ranks in one step."""
+        return sum(flat.collectives for flat in self._flats)
+
+    def _install(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._masters = {}
+        for entry in self._trained:
+            if entry.parameter.dtype in LOW_PRECISION:
+                self._masters[entry.parameter] = nn.Parameter(entry.parameter.detach().to(torch.float32))
+        if self._masters:
+            swap_parameters(optimizer, self._masters)
+        self._flats = []
+        if dist.get_world_size(self._group) > 1:
+            for dtype in sorted({sum_dtype(entry.parameter) for entry in self._trained}, key=str):
+                slots = end_to_end(e.parameter for e in self._trained if sum_dtype(e.parameter) == dtype)
+                self._flats.append(FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes))
+
+    def _reduce_data_parallel(self, scale: float | Tensor) -> None:
+        if dist.get_world_size(self._group) > 1:
+            for flat in self._flats:
+                flat.all_reduce(self._sums, self._group, scale)
+        elif not (isinstance(scale, float) and scale == 1.0):
+            scale_(list(self._sums.present()), scale)
+        for parameter, master in self._masters.items():
+            master.grad = self._sums[parameter]
+
+    def _global_norm(self) -> float:
+        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
+        counted = (e.parameter for e in self._trained if e.spec.counts_in_norm(tp, pp) and self._mesh.index("cp") == 0)
+        gradients = (gradient for gradient in map(self._sums.__getitem__, counted) if gradient is not None)
+        return global_norm(gradients, self._device, self._mesh.group("tp", "cp", "pp"))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return self._sums.present()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        assert self._optimizer is not None
+        self._optimizer.step()
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        for parameter, master in self._masters.items():
+            master.copy_(parameter)
+
+    def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
+        assert self._optimizer is not None
+        groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
+        for entry in self._trained:
+            trained = self._masters.get(entry.parameter, entry.parameter)
+            self._optimizer.state.pop(trained, None)
+            if entry.name in state:
+                group, whole = groups[id(trained)], entry.spec.global_shape
+                made = {key: new_state(template, trained, whole, group) for key, template in state[entry.name].items()}
+                self._optimizer.state[trained] = made
+
+    def _shards(self) -> list[OptimizerShard]:
+        if self._optimizer is None:
+            return []
+        shards = []
+        for entry in self._trained:
+            master = self._masters.get(entry.parameter)
+            state = self._optimizer.state.get(entry.parameter if master is None else master, {})
+            values = {key: value for key, value in state.items() if value is not None}
+            shards.append(OptimizerShard(entry.name, None, values if master is None else {**values, "master": master}))
+        return shards
+
+    def _release(self) -> None:
+        self._optimizer = None
+        self._masters, self._flats = {}, []
+
+
+def swap_parameters(optimizer: Optimizer, masters: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Let `optimizer` train the master of each parameter that has one; state that it made for the parameter goes along in float32."""
+    for group in optimizer.param_groups:
+        group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
+    for parameter, master in masters.items():
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            optimizer.state[master] = {
+                key: value.to(torch.float32) if isinstance(value, Tensor) and value.is_floating_point() else value
+                for key, value in state.items()
+            }

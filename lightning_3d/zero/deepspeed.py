@@ -1,0 +1,332 @@
+"""Stage 1: DeepSpeed shards the optimizer's state over the data-parallel ranks.
+
+DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each data-parallel rank owns a contiguous part with
+its float32 master weights and optimizer state; after the optimizer's step the parts are all-gathered. That is what it does here. The
+reduction, the norm and clipping are ours:
+
+- Gradients are reduced by `FlatGradients` in DeepSpeed's own layout, so that the owned part is a view and nothing is copied twice.
+  DeepSpeed's reduction (`coalesce_grad_reduction`) sends even when the rank raised inside it, keeps float32 sums of bf16 gradients only
+  under another stage, and on CPU skips the reduction altogether up to 0.19.5.
+- DeepSpeed's norm costs one all-reduce per parameter group, which waits for ever where pipeline ranks have different groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.lightning_compat import (
+    DeepSpeedGroup,
+    deepspeed_engine,
+    deepspeed_groups,
+    import_deepspeed,
+    release_deepspeed,
+    set_deepspeed_gradients,
+)
+from lightning_3d.mesh import Mesh
+from lightning_3d.sharding import OptimizerShard
+from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, new_state
+from lightning_3d.zero.gradients import FlatGradients, Slot
+from lightning_3d.zero.norm import global_norm
+
+
+class DeepSpeedBackend(DataParallelBackend):
+    """ZeRO-1: one all-reduce of gradients per bucket and one all-gather of parameters per optimizer group in each step.
+
+    Optimizer state and float32 master weights take 1 / (dp * cp) of their size. `clip` changes the part that this rank steps with;
+    `.grad` shows the whole reduced gradient until the step.
+    """
+
+    _engine: Any = None
+    _partitions: Sequence[_Partition] = ()
+    _flat: FlatGradients | None = None
+    _optimizer: Optimizer | None = None
+
+    @property
+    def collectives(self) -> int:
+        """All-reduces of gradients over the data-parallel ranks in one step."""
+        return self._flat.collectives if self._flat is not None else 0
+
+    def _check(self, optimizer: Optimizer) -> None:
+        super()._check(optimizer)
+        name = type(optimizer).__name__
+        if name in WHOLE_TENSOR_OPTIMIZERS:
+            raise ConfigError(f"{name} needs whole weight matrices, but zero_stage=1 cuts them. Use zero_stage=0, or AdamW.")
+        if name == "Adagrad":
+            raise ConfigError("DeepSpeed replaces Adagrad by a copy that schedulers do not reach. Use zero_stage=0, or RMSprop.")
+        dtypes = {entry.parameter.dtype for entry in self._trained}
+        if torch.float64 in dtypes:
+            raise ConfigError("zero_stage=1 cannot keep float64 parameters: DeepSpeed's master weights are float32. Use zero_stage=0.")
+        if len(dtypes) > 1:
+            kinds = ", ".join(sorted(map(str, dtypes)))
+            raise ConfigError(f"zero_stage=1 needs trained parameters of one type, found {kinds}. Use zero_stage=0.")
+
+    def _install(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._partitions = []
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if not self._trained:  # a wholly frozen stage; its data-parallel replicas are frozen too
+            return
+        import_deepspeed(self._device)
+        with _without_empty_groups(optimizer):
+            self._engine = deepspeed_engine(
+                _Holder([entry.parameter for entry in self._trained]),
+                optimizer,
+                _Groups(self._mesh),
+                _config(self._trained[0].parameter.dtype),
+                self._device,
+            )
+            groups = deepspeed_groups(self._engine)
+        bases = accumulate((group.flat.numel() for group in groups), initial=0)
+        self._partitions = [_Partition(group, base, optimizer) for group, base in zip(groups, bases, strict=False)]
+        self._flat = self._layout()
+
+    def _layout(self) -> FlatGradients:
+        """DeepSpeed's flat buffers, one behind the other."""
+        slots = [
+            Slot(slot.parameter, partition.base + slot.start, partition.base + slot.stop)
+            for partition in self._partitions
+            for slot in partition.slots
+        ]
+        last = self._partitions[-1]
+        return FlatGradients(slots, last.base + last.numel, bucket_bytes=self._bucket_bytes)
+
+    def _reduce_data_parallel(self, scale: float | Tensor) -> None:
+        if self._flat is None:
+            return
+        flat = self._flat.all_reduce(self._sums, self._group, scale)
+        for partition in self._partitions:
+            partition.gradient = partition.owned_part(flat)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for partition in self._partitions:
+            assert partition.gradient is not None
+            yield partition.gradient
+
+    def _global_norm(self) -> float:
+        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
+        counted = {id(e.parameter) for e in self._trained if e.spec.counts_in_norm(tp, pp)}
+        owned = (
+            partition.gradient[slot.start : slot.stop]
+            for partition in self._partitions
+            for slot in partition.owned_slots
+            if id(slot.parameter) in counted and partition.gradient is not None
+        )
+        return global_norm(owned, self._device, dist.group.WORLD)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._engine is None or self._optimizer is None:
+            return
+        untouched = [entry.parameter for entry in self._trained if self._sums[entry.parameter] is None]
+        with _without_empty_groups(self._optimizer), self._kept(untouched):
+            set_deepspeed_gradients(self._engine, list(self._gradients()))
+            self._engine.step()
+        for partition in self._partitions:
+            partition.gradient = None
+        self._sums.clear()
+
+    @contextmanager
+    def _kept(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Undo what the step does to parameters without a gradient on any rank: a single process would not decay their weights."""
+        chosen = {id(parameter) for parameter in parameters}
+        with ExitStack() as undo:
+            for partition in self._partitions if chosen else ():
+                for slot in partition.owned_slots:
+                    if id(slot.parameter) in chosen:
+                        undo.callback(partition.restore, slot, partition.copy_of(slot))
+            for parameter in parameters:
+                undo.callback(parameter.copy_, parameter.clone())
+            yield
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        for partition in self._partitions:
+            partition.group.master.copy_(partition.group.owned)
+
+    def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
+        assert self._optimizer is not None
+        entries = {id(entry.parameter): entry for entry in self._trained}
+        groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
+        for partition in self._partitions:
+            master = partition.group.master
+            made = {}  # one state for all parameters of the partition, which have taken the same steps
+            for entry in (entries[id(slot.parameter)] for slot in partition.owned_slots):
+                for key, template in state.get(entry.name, {}).items():
+                    if key not in made:
+                        made[key] = new_state(template, master, entry.spec.global_shape, groups[id(master)])
+            self._optimizer.state[master] = made
+
+    def _shards(self) -> list[OptimizerShard]:
+        names = {id(entry.parameter): entry.name for entry in self._trained}
+        return [
+            OptimizerShard(names[id(slot.parameter)], partition.start_in_parameter(slot), partition.values_of(slot))
+            for partition in self._partitions
+            for slot in partition.owned_slots
+        ]
+
+    def _release(self) -> None:
+        if self._engine is not None and self._optimizer is not None:
+            with _without_empty_groups(self._optimizer):
+                release_deepspeed(self._engine)
+        self._engine = self._flat = self._optimizer = None
+        self._partitions = []
+
+
+class _Partition:
+    """This rank's part of one parameter group.
+
+    Args:
+        group: DeepSpeed's buffers.
+        base: where the group begins in the flat buffer of all gradients.
+        optimizer: has the state of `group.master`.
+
+    Attributes:
+        slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted from its start.
+        gradient: reduced gradient of the part, float32, between reduction and step.
+    """
+
+    def __init__(self, group: DeepSpeedGroup, base: int, optimizer: Optimizer) -> None:
+        self.group = group
+        self.base = base
+        self.numel = group.flat.numel()
+        self.gradient: Tensor | None = None
+        self._optimizer = optimizer
+        self._start = group.owned.storage_offset() - group.flat.storage_offset()
+        self.slots = [_place(parameter, group.flat) for parameter in group.parameters]
+        self.owned_slots = [
+            Slot(slot.parameter, max(slot.start, self._start) - self._start, min(slot.stop, self._stop) - self._start)
+            for slot in self.slots
+            if slot.start < self._stop and slot.stop > self._start
+        ]
+
+    @property
+    def _stop(self) -> int:
+        return self._start + self.group.owned.numel()
+
+    def owned_part(self, flat: Tensor) -> Tensor:
+        """This rank's part of the flat buffer of all gradients."""
+        return flat[self.base + self._start : self.base + self._stop]
+
+    def copy_of(self, slot: Slot) -> dict[str, Tensor]:
+        """Master weights and optimizer state of one piece."""
+        return {name: tensor[slot.start : slot.stop].clone() for name, tensor in self._tensors().items()}
+
+    def restore(self, slot: Slot, before: dict[str, Tensor]) -> None:
+        """Put `copy_of` back; state that the optimizer has made since then begins at zero."""
+        for name, tensor in self._tensors().items():
+            piece = tensor[slot.start : slot.stop]
+            piece.copy_(before[name]) if name in before else piece.zero_()
+
+    def start_in_parameter(self, owned: Slot) -> int:
+        """Which element of the flattened parameter an owned piece begins with."""
+        [whole] = [slot for slot in self.slots if slot.parameter is owned.parameter]
+        return owned.start + self._start - whole.start
+
+    def values_of(self, owned: Slot) -> dict[str, Tensor | float]:
+        """Views of the optimizer's state of one piece, and what is not per element; master weights where parameters are narrower."""
+        per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self._tensors().items()}
+        if self.group.owned.dtype == self.group.master.dtype:
+            del per_element["master"]
+        state = self._optimizer.state.get(self.group.master, {})
+        return {**{key: value for key, value in state.items() if value is not None}, **per_element}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        master = self.group.master
+        state = self._optimizer.state.get(master, {})
+        per_element = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == master.shape}
+        return {**per_element, "master": master.data}
+
+
+def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
+    """Where a parameter lies in the buffer that it is a view of."""
+    if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+        raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
+    start = parameter.storage_offset() - flat.storage_offset()
+    return Slot(parameter, start, start + parameter.numel())
+
+
+class _Holder(nn.Module):
+    """What DeepSpeed's engine is built around: the trained parameters alone. Its forward is never called, and nothing else of the
+    model is DeepSpeed's business (it would move and cast buffers, frozen parameters and modules)."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"parameter_{index}", parameter)
+
+
+class _Groups:
+    """The process groups of a mesh under the names that DeepSpeed asks its "mpu" for.
+
+    The model-parallel rank is the tensor-parallel one: DeepSpeed takes rank 0 for the owner of replicated parameters, and every
+    pipeline stage has parameters of its own. `get_sequence_*` must not exist.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._mesh.group(*DATA_AXES)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.size("dp") * self._mesh.size("cp")
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.get_data_parallel_group())
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._mesh.group("tp", "pp")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.size("tp") * self._mesh.size("pp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.index("tp")
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._mesh.group("tp")
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._mesh.size("tp")
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._mesh.index("tp")
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._mesh.size("pp")
+
+
+def _config(dtype: torch.dtype) -> dict[str, object]:
+    """DeepSpeed's configuration. Batch sizes are not used: micro-batches, accumulation and scaling are the strategy's."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1, "overlap_comm": False, "contiguous_gradients": False},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Hide parameter groups that are empty on this rank from DeepSpeed, which would remove them for good.
+
+    Schedulers have one learning rate per group and address them by position.
+    """
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
