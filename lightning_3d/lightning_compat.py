@@ -6,12 +6,19 @@ contract test for each, so that a new version which changes one of them fails th
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.errors import CheckpointError, ConfigError
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -148,9 +155,9 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
 def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
     """Call `callback(operator, tensors read, tensors written)` before every ATen operation of this thread.
 
-    Initialization has to know which tensors a model's own initializers write. `TorchDispatchMode` is documented ("Extending
-    PyTorch") but lives in `torch.utils._python_dispatch`, and what an operator writes stands in its `_schema` only
-    (torch 2.11 to 2.13). The operator is named like "normal_.default". Views count as neither read nor written.
+    Initialization has to know which tensors a model's own initializers write. `TorchDispatchMode` is documented
+    ("Extending PyTorch") but lives in `torch.utils._python_dispatch`, and what an operator writes stands in its `_schema`
+    only (torch 2.11 to 2.13). The operator is named like "normal_.default". Views count as neither read nor written.
     """
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -162,7 +169,8 @@ def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]
             written: list[Tensor] = []
             for position, argument in enumerate(func._schema.arguments):
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
-                tensors = [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
+                values = value if isinstance(value, list | tuple) else (value,)
+                tensors = [item for item in values if isinstance(item, Tensor)]
                 if argument.alias_info is None:
                     read += tensors
                 elif argument.alias_info.is_write:
@@ -175,8 +183,237 @@ def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is 0 for all.
+    """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is always 0.
 
-    `UntypedStorage._cdata` (torch 2.11 to 2.13); there is no public identity of a storage. Valid while the tensor lives.
+    `UntypedStorage._cdata` (torch 2.11 to 2.13); a storage has no public identity. Valid while the tensor lives.
     """
     return tensor.untyped_storage()._cdata
+
+
+def hush_sync_dist_advice(name: str) -> None:
+    """Keep Lightning from advising `sync_dist=True` for a value that already is the same on every rank.
+
+    Lightning 2.6 keeps the messages that it showed in a module-level set, under their full text; there is no other way to tell it
+    that a value was reduced.
+    """
+    from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
+
+    warning_cache.add(
+        f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level in distributed setting to"
+        " accumulate the metric across devices."
+    )
+
+
+@dataclass(frozen=True)
+class DeepSpeedGroup:
+    """What ZeRO stage 1 keeps of one parameter group of the optimizer.
+
+    Attributes:
+        parameters: views of `flat`.
+        flat: all parameters end to end, padded to a multiple of the data-parallel size.
+        owned: this rank's part of `flat`, shape (flat.numel() / ranks,).
+        master: the float32 weights of `owned`, which the optimizer trains.
+    """
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    owned: Tensor
+    master: Tensor
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed (0.19) for this kind of device, quietly and without what it would compile. Returns the module.
+
+    - `DS_ACCELERATOR` must be set before the import on a machine without GPU, else it warns on standard output.
+    - `deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]`: a shared-memory all-reduce that it would compile for 37 s.
+    - The first engine imports its Muon optimizer, whose `torch.compile` decorators import Dynamo and Inductor for 2 to 4 s. They
+      are imported here while `torch.compile` does nothing; Muon is refused with ZeRO (it needs whole matrices).
+    - Its logger writes to standard output.
+
+    Raises:
+        ConfigError: it was imported before, for another kind of device.
+    """
+    import logging
+    import os
+
+    chosen = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = device.type
+    try:
+        with _without_compiling():
+            import deepspeed
+            import deepspeed.runtime.zero.muon.muon_optimizer
+    finally:
+        if chosen is None:
+            del os.environ["DS_ACCELERATOR"]
+        else:
+            os.environ["DS_ACCELERATOR"] = chosen
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = deepspeed.get_accelerator().device_name()
+    if accelerator != device.type:
+        raise ConfigError(
+            f"DeepSpeed was imported for {accelerator} before training on {device.type}. Set the environment variable"
+            f" DS_ACCELERATOR={device.type}."
+        )
+    return deepspeed
+
+
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """`torch.compile` returns its argument, as a decorator with and without options."""
+    import torch
+
+    compile_ = torch.compile
+
+    def unchanged(function: Any = None, **options: Any) -> Any:
+        return (lambda decorated: decorated) if function is None else function
+
+    torch.compile = unchanged  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def deepspeed_engine(module: nn.Module, optimizer: Any, groups: Any, config: dict[str, Any], device: torch.device) -> Any:
+    """`deepspeed.initialize` (0.19) in a process whose process groups exist already. Collective over the data-parallel ranks.
+
+    - It takes the device from `LOCAL_RANK`, which not every launcher sets.
+    - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, waits for ever where pipeline ranks
+      have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this since 0.19.6.)
+    - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning.
+    """
+    import os
+
+    import deepspeed
+    import torch
+
+    attributes = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
+    local_rank = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, mpu=groups, config=config)
+    finally:
+        if local_rank is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = local_rank
+    engine.attributes_before = attributes
+    engine.optimizer.scaled_global_norm = lambda norm_type=2: torch.zeros((), device=device)
+    if hasattr(torch.distributed, "all_gather_single"):
+        deepspeed.comm.comm.cdb.all_gather_function = lambda **arguments: torch.distributed.all_gather_single(**arguments)
+    return engine
+
+
+def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
+    """The flat buffers of a ZeRO stage 1 engine (`DeepSpeedZeroOptimizer`, 0.19), one for each parameter group.
+
+    `bit16_groups`, `bit16_groups_flat`, `parallel_partitioned_bit16_groups` and `single_partition_of_fp32_groups` are not public; they
+    have these names for parameters of any type.
+    """
+    from torch.distributed import get_rank
+
+    zero = engine.optimizer
+    rank = get_rank(zero.dp_process_group)
+    partitions = [parts[rank] for parts in zero.parallel_partitioned_bit16_groups]
+    columns = (zero.bit16_groups, zero.bit16_groups_flat, partitions, zero.single_partition_of_fp32_groups)
+    return [DeepSpeedGroup(list(parameters), *tensors) for parameters, *tensors in zip(*columns, strict=True)]
+
+
+def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
+    """Hand a ZeRO stage 1 engine the reduced gradient of this rank's part of each parameter group, in float32, for its next step.
+
+    `averaged_gradients` (0.19) is what DeepSpeed's own reduction fills: for each group a list of pieces, here one, that together have
+    the size of the part. The step flattens it, without a copy, and deletes it.
+    """
+    engine.optimizer.averaged_gradients = {index: [gradient] for index, gradient in enumerate(gradients)}
+
+
+def release_deepspeed(engine: Any) -> None:
+    """Make DeepSpeed (0.19) forget an engine and its process groups.
+
+    `deepspeed.comm.comm.cdb` (its backend object) and `deepspeed.utils.groups.mpu` are module globals that nothing resets; a later
+    engine in the same process would use them. Parameters keep attributes that hold the data-parallel group.
+    """
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    engine.destroy()
+    for parameter, before in engine.attributes_before:
+        for name in vars(parameter).keys() - before:
+            delattr(parameter, name)
+    engine.attributes_before = []
+    engine.optimizer = None
+    engine.mpu = None
+    comm.cdb = None
+    groups.mpu = None
+
+
+def settle_gloo_at_exit() -> None:
+    """At the end of the process, wait until gloo's threads have let go of their last tensors.
+
+    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has told the caller
+    that it is done. If one of them has a Python object, that takes the interpreter's lock. When the main thread has begun to finalize
+    the interpreter meanwhile, Python ends the thread, which unwinds through a C++ destructor: "terminate called without an active
+    exception", and a run that succeeded ends with SIGABRT. It happens after about one short run in ten that ends soon after a
+    collective. Here the main thread waits without the lock until all of these threads are asleep. `atexit` runs before finalization.
+    """
+    atexit.unregister(_settle_gloo)
+    atexit.register(_settle_gloo)
+
+
+def _settle_gloo(patience_seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + patience_seconds
+    asleep = 0
+    # Twice: at the first look a thread may sleep because it waits for the interpreter's lock, which the pause gives it.
+    while asleep < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        asleep = asleep + 1 if _gloo_threads_sleep() else 0
+
+
+def _gloo_threads_sleep() -> bool:
+    """Whether no gloo worker thread of this process is running or ready to; True on systems without /proc."""
+    for status in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, state = status.read_text().rpartition(")")[0::2]
+        except OSError:  # the thread has ended
+            continue
+        if name.partition("(")[2] == "pt_gloo_runloop" and state.split()[0] != "S":
+            return False
+    return True
+
+
+def read_dcp_metadata(path: Path) -> Any:
+    """The table of contents of a torch.distributed.checkpoint folder, a `Metadata`.
+
+    DCP (torch 2.11 to 2.13) keeps it as a pickle and opens it with plain `pickle.load`, which runs whatever code a file asks for.
+    Here only the classes that DCP itself writes are let through: those of `checkpoint.metadata`, `_StorageInfo`, sizes, dtypes,
+    layouts and paths.
+
+    Raises:
+        CheckpointError: the file asks for anything else, or is damaged.
+    """
+    import pickle
+
+    import torch
+
+    metadata = ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    storage = ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")
+    known = {("torch.distributed.checkpoint.metadata", name) for name in (*metadata, *storage)}
+    known |= {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+    known |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size")}
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            if (module, name) not in known and not is_dtype:
+                raise CheckpointError(f"{path} asks for {module}.{name}, which no checkpoint of this kind holds. It was not loaded.")
+            return super().find_class(module, name)
+
+    try:
+        with path.open("rb") as file:
+            return Reader(file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path} cannot be read: {error!r}.") from error

@@ -7,7 +7,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
@@ -23,13 +30,20 @@ NO_DROPOUT = SimpleNamespace(enabled=False, layer=lambda index: None)
 
 def tiny(family: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    common = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, use_cache=False)
+    common = dict(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, use_cache=False
+    )
     if family == "gpt_neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(num_attention_heads=2, max_position_embeddings=16, **common)).double()
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention"] * layers
         config = Gemma3TextConfig(
-            num_attention_heads=2, num_key_value_heads=1, head_dim=8, sliding_window=4, layer_types=kinds[:layers], **common
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            sliding_window=4,
+            layer_types=kinds[:layers],
+            **common,
         )
         return Gemma3ForCausalLM(config).double()
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **common)).double()
@@ -50,7 +64,27 @@ class Owner(nn.Module):
         return loss_of(self.model(input_ids=tokens).logits, tokens)
 
 
-def run_schedule(family: str, schedule: str, vp: int, micro_batches: int, layers: int) -> tuple[float, list[float], int]:
+class CountedStep:
+    """Plays what the strategy gives the engine."""
+
+    def __init__(self, user: Owner, tokens: Tensor) -> None:
+        self.user, self.tokens = user, tokens
+        self.losses: list[float] = []
+        self.calls = 0
+
+    def enter(self, micro_batch: int) -> None:
+        """Nothing random here."""
+
+    def __call__(self, micro_batch: int) -> Tensor:
+        self.calls += 1
+        loss = self.user.step(self.tokens[micro_batch])
+        self.losses.append(loss.item())
+        return loss
+
+
+def run_schedule(
+    family: str, schedule: str, vp: int, micro_batches: int, layers: int
+) -> tuple[float, list[float], int]:
     """Largest gradient error on this rank, the losses (last stage), and how often the user's step was called."""
     world = torch.distributed.get_world_size()
     layout = Layout(pp=world, vp=vp)
@@ -77,17 +111,11 @@ def run_schedule(family: str, schedule: str, vp: int, micro_batches: int, layers
     for rows in (ROWS, ROWS + 1):  # batches whose shape differs from step to step
         user.zero_grad()
         full.zero_grad()
-        losses = []
         tokens = torch.randint(VOCABULARY, (micro_batches, rows, LENGTH), generator=torch.Generator().manual_seed(rows))
 
-        def step(index: int, tokens: Tensor = tokens) -> Tensor:
-            nonlocal calls
-            calls += 1
-            loss = user.step(tokens[index])
-            losses.append(loss.item())
-            return loss
-
+        step = CountedStep(user, tokens)
         engine.train(micro_batches, rows, step)
+        losses, calls = step.losses, calls + step.calls
         for micro_batch in tokens:
             loss_of(full(input_ids=micro_batch).logits, micro_batch).backward()
         expected = dict(full.named_parameters())
@@ -95,7 +123,11 @@ def run_schedule(family: str, schedule: str, vp: int, micro_batches: int, layers
     return max(errors), losses, calls
 
 
-CASES = [(s.name, 2, s.default_vp, 4) for s in SCHEDULES.values()] + [("1F1B", 4, 1, 5), ("ZBVZeroBubble", 4, 2, 8), ("Interleaved1F1B", 4, 2, 8)]
+CASES = [(s.name, 2, s.default_vp, 4) for s in SCHEDULES.values()] + [
+    ("1F1B", 4, 1, 5),
+    ("ZBVZeroBubble", 4, 2, 8),
+    ("Interleaved1F1B", 4, 2, 8),
+]
 
 
 @pytest.mark.parametrize(("schedule", "pp", "vp", "micro_batches"), CASES)
@@ -122,7 +154,9 @@ def test_every_micro_batch_runs_once_forward_and_once_backward(name: str) -> Non
     assert done[Kind.BACKWARD] | done[Kind.BACKWARD_INPUT] == everything
     assert done[Kind.BACKWARD_INPUT] == done[Kind.BACKWARD_WEIGHT]
     assert sum(len(actions) for actions in order) == sum(len(found) for found in done.values())
-    assert {(a.stage, a.micro_batch) for actions in forward_order(name, 2, info.default_vp, 4) for a in actions} == everything
+    assert {
+        (a.stage, a.micro_batch) for actions in forward_order(name, 2, info.default_vp, 4) for a in actions
+    } == everything
 
 
 def call_outside_a_step() -> str:

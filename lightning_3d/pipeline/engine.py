@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,16 @@ from lightning_3d.pipeline.schedule import Kind, Order, forward_order, training_
 from lightning_3d.pipeline.state import Chunk, PipelineState, StageBoundary
 from lightning_3d.pipeline.transport import Message, Transport
 
-Step = Callable[[int], Tensor | None]
-"""Runs the user's step on micro-batch i: returns the weighted loss on the last stage, ends in a StageBoundary before it."""
+
+class Step(Protocol):
+    """The user's step on the micro-batches of one batch."""
+
+    def enter(self, micro_batch: int) -> None:
+        """Called before every forward and backward of a micro-batch: sets the random state that recomputation must find again."""
+
+    def __call__(self, micro_batch: int) -> Tensor | None:
+        """Run the step: returns the weighted loss on the last stage, ends in a StageBoundary before it."""
+
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,9 @@ class PipelineEngine:
                 chunk = self._chunks[action.stage]
                 if action.kind is Kind.FORWARD:
                     self._forward(chunk, action.micro_batch, transport, step)
-                elif action.kind is Kind.BACKWARD_WEIGHT:
+                    continue
+                step.enter(action.micro_batch)
+                if action.kind is Kind.BACKWARD_WEIGHT:
                     self._backward_weight(chunk, action.micro_batch)
                 else:
                     self._backward(chunk, action.micro_batch, transport, split=action.kind is Kind.BACKWARD_INPUT)
@@ -166,6 +176,7 @@ class PipelineEngine:
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_(True)
         with self._state.running(chunk, received):
+            step.enter(micro_batch)
             try:
                 output = step(micro_batch)
             except StageBoundary as boundary:

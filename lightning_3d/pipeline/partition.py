@@ -105,10 +105,10 @@ def keep_owned(
         if owns_first:
             specialize(child, GatedInput, pipeline_state=state)
         elif _has_parameters(child):
-            module.set_submodule(name, AbsentInput(name, state))
+            module.set_submodule(name, AbsentInput(name, child, state))
     if not owns_last:
         for name in plan.after:
-            module.set_submodule(name, Absent(name))
+            module.set_submodule(name, Absent(name, module.get_submodule(name)))
         _remove_beside(root, module_name)
     specialize(module, CountedModel, pipeline_state=state)
     return chunks
@@ -122,7 +122,7 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
         if index in owned:
             specialize(layer, GatedLayer, pipeline_state=state, pipeline_index=index)
         else:
-            layers[index] = AbsentLayer(f"{plan.layers}.{index}", index, state)
+            layers[index] = AbsentLayer(f"{plan.layers}.{index}", layer, index, state)
 
 
 def _remove_beside(root: nn.Module, module_name: str) -> None:
@@ -135,7 +135,7 @@ def _remove_beside(root: nn.Module, module_name: str) -> None:
             setattr(parent, name, None)
         for name, child in list(parent.named_children()):
             if name != step and _has_parameters(child):
-                setattr(parent, name, Absent(f"{prefix}.{name}".lstrip(".")))
+                setattr(parent, name, Absent(f"{prefix}.{name}".lstrip("."), child))
         parent = getattr(parent, step)
 
 

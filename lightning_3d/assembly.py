@@ -1,0 +1,201 @@
+"""A whole model on meta or in memory -> what this rank runs: partitioned, rewritten, materialized.
+
+The order is the one of the design: partition, rewrite, initialize. Every rank sees the whole model first, so that decisions that
+all ranks must share (stages, process groups) need no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.initialization import broadcast_eager, initialize
+from lightning_3d.layout import Layout
+from lightning_3d.layout_rules import check_model
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
+from lightning_3d.plans import ParallelPlan, find_pipeline_module, read_plan
+from lightning_3d.randomness import RandomState
+from lightning_3d.sharding import ShardSpec, reduction_groups, replicated
+from lightning_3d.tensor_parallel import TensorParallel, rewrite, shard_specs
+
+
+@dataclass
+class LocalModel:
+    """What this rank holds.
+
+    Attributes:
+        name: of the pipelined module inside the user's module.
+        module: the pipelined module.
+        plan: how it is cut.
+        specs: of every parameter that this rank holds, by full name in the user's module.
+        assignment: all stages of the pipeline.
+        parameters: of each of this rank's stages, by stage.
+        state: shared by gates and engine.
+    """
+
+    name: str
+    module: nn.Module
+    plan: ParallelPlan
+    specs: dict[str, ShardSpec]
+    assignment: StageAssignment
+    parameters: dict[int, list[nn.Parameter]]
+    state: PipelineState
+
+
+def assemble(
+    root: nn.Module,
+    mesh: Mesh,
+    *,
+    schedule: str,
+    seed: int,
+    device: torch.device,
+    user_plan: dict | None = None,
+    pipeline_module: str | None = None,
+) -> LocalModel:
+    """Turn `root`, the user's whole module, into this rank's part of it, in place.
+
+    Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
+
+    Raises:
+        PlanError: no plan, or parameters that no part of the plan covers. LayoutError: heads, layers, ... do not fit the layout.
+    """
+    layout = mesh.layout
+    name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
+    plan.require_dense(layout.tp, layout.pp)
+    _check(module, plan, layout, schedule)
+    broadcast_eager(root, mesh)
+    owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
+    specs = _all_specs(root, name, module, plan, mesh, owners)
+    _create_groups(specs.values(), mesh)
+
+    random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
+    state = PipelineState(random)
+    keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
+    local = _local_specs(root, specs)
+    if layout.tp > 1:
+        inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
+        context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random)
+        rewrite(module, plan, inner, context)
+    initialize(root, seed, specs=local, device=device)
+    parameters = {chunk.stage: [] for chunk in owners.assignment.chunks_of(mesh.index("pp"))}
+    for parameter_name, parameter in root.named_parameters():
+        for stage in owners.stages_of(parameter_name):
+            if stage in parameters:
+                parameters[stage].append(parameter)
+    return LocalModel(name, module, plan, local, owners.assignment, parameters, state)
+
+
+def _find_plan(
+    root: nn.Module, layout: Layout, user_plan: dict | None, pipeline_module: str | None
+) -> tuple[str, nn.Module, ParallelPlan]:
+    """The pipelined module with its name and plan; without tensor and pipeline parallelism none is needed."""
+    try:
+        name, module = find_pipeline_module(root, pipeline_module)
+        return name, module, read_plan(module, user_plan)
+    except PlanError:
+        if layout.tp * layout.pp > 1 or user_plan is not None or pipeline_module is not None:
+            raise
+        return "", root, ParallelPlan({})
+
+
+def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> None:
+    """Refuse what the model's own numbers show, before anything is allocated."""
+    config = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def number(*names: str) -> int | None:
+        found = (getattr(config, name, None) for name in names)
+        return next((value for value in found if isinstance(value, int)), None)
+
+    check_model(
+        layout,
+        heads=number("num_attention_heads"),
+        kv_heads=number("num_key_value_heads"),
+        layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
+        vocab=number("vocab_size"),
+        experts=number("num_local_experts", "num_experts", "n_routed_experts"),
+        schedule=schedule,
+    )
+
+
+@dataclass
+class _Owners:
+    """Which stages use a parameter, by its full name."""
+
+    root: nn.Module
+    module_name: str
+    plan: ParallelPlan
+    assignment: StageAssignment
+
+    def stages_of(self, name: str) -> list[int]:
+        """Stages that use the parameter called `name`; the last one for parameters beside the pipelined module."""
+        last = self.assignment.stages - 1
+        if last == 0:
+            return [0]
+        prefix = f"{self.module_name}." if self.module_name else ""
+        if not name.startswith(prefix):
+            return [last]
+        inner = name.removeprefix(prefix)
+        if inner.startswith(f"{self.plan.layers}."):
+            index = int(inner.removeprefix(f"{self.plan.layers}.").split(".")[0])
+            return [stage for stage, layers in enumerate(self.assignment.layers) if index in layers]
+        if any(inner.startswith(f"{part}.") for part in self.plan.before):
+            return [0]
+        if any(inner.startswith(f"{part}.") for part in self.plan.after):
+            return [last]
+        raise PlanError(
+            f"The parameter '{name}' is in no module of the pipeline plan (before: {', '.join(self.plan.before)}; blocks:"
+            f" {self.plan.layers}; after: {', '.join(self.plan.after)}). Name the module that holds it in the plan's 'pp' part,"
+            " in the place where it runs."
+        )
+
+    def ranks_of(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Pipeline ranks that hold a parameter known under these names."""
+        return tuple(sorted({self.assignment.rank_of_stage[stage] for name in names for stage in self.stages_of(name)}))
+
+
+def _all_specs(
+    root: nn.Module, name: str, module: nn.Module, plan: ParallelPlan, mesh: Mesh, owners: _Owners
+) -> dict[str, ShardSpec]:
+    """The specification of every parameter of the whole model, aliases of tied ones included."""
+    prefix = f"{name}." if name else ""
+    inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp")) if mesh.size("tp") > 1 else {}
+    names_of: dict[int, list[str]] = {}
+    for full_name, parameter in root.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(full_name)
+    specs = {}
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    for aliases in names_of.values():
+        canonical = aliases[0]
+        if canonical.startswith(prefix) and inner:
+            spec = inner[canonical.removeprefix(prefix)]
+        else:
+            spec = replicated(canonical, tuple(parameters[canonical].shape), mesh.size("tp"))
+        spec = replace(spec, name=canonical, pp_replicas=owners.ranks_of(aliases))
+        for alias in aliases:
+            specs[alias] = spec if alias == canonical else spec.renamed(alias, tied_to=canonical)
+    return specs
+
+
+def _create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
+    """Groups for partial gradients inside tp and for copies on two stages; all ranks pass the same list."""
+    specs = list(specs)
+    layout = mesh.layout
+    groups: list[tuple[int, ...]] = []
+    blocks = {len(coordinates) for coordinates in reduction_groups(specs)} - {layout.tp}
+    for size in sorted(blocks):
+        for ranks in layout.groups("tp"):
+            groups += [ranks[start : start + size] for start in range(0, layout.tp, size)]
+    for pipeline_ranks in sorted({spec.pp_replicas for spec in specs if len(spec.pp_replicas) > 1}):
+        groups += [tuple(ranks[pp] for pp in pipeline_ranks) for ranks in layout.groups("pp")]
+    mesh.create(groups)
+
+
+def _local_specs(root: nn.Module, specs: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
+    """The specifications of the parameters that are still here after partitioning."""
+    return {name: specs[name] for name, _ in root.named_parameters()}

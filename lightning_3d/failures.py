@@ -1,0 +1,324 @@
+"""One failing rank, one message: who failed first, who prints it, and how the other ranks end.
+
+A rank that raises takes its connections with it, so that within milliseconds the others fail as well, with messages
+about closed connections that bury the cause. Every rank therefore posts its failure on a board that all ranks share,
+before anything of it is torn down; the first post that is not about a lost peer is the cause and is shown once. The
+others end quietly, with its exit code.
+
+The board is a folder where one process supervises the ranks of a machine (`lightning_3d.launch`), and a store that all
+ranks reach everywhere else (torchrun, SLURM, a user's own script with Lightning's launcher). Importing this module
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from lightning_3d.errors import Lightning3DError
+
+FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
+"""Names the folder that serves as board. Set by the supervisor for its ranks."""
+
+_KEY = "lightning_3d/failure"
+_SEEN = "lightning_3d/failure_seen"
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was closed",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "gloo/transport",
+    "gloo connectfullmesh",
+    "nccl",
+    "failed to recv",
+    "process group has been aborted",
+)
+_NETWORK_ERRORS = ("DistNetworkError", "DistBackendError", "DistStoreError")
+_ENDINGS = ("KeyboardInterrupt", "SIGTERMException")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank tells the others.
+
+    Attributes:
+        exit_code: 2 for a mistake that the user can repair, 1 for everything else.
+        text: what to show: the message alone, or a traceback.
+        lost_peer: it may only be the consequence of another rank's failure.
+        time: seconds since the epoch.
+    """
+
+    rank: int
+    exit_code: int
+    text: str
+    lost_peer: bool
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Describe an exception."""
+        code = exit_code_of(error)
+        refused = isinstance(error, Lightning3DError)
+        text = str(error) if refused else "".join(traceback.format_exception(error)).rstrip()
+        return cls(rank, code, text, not refused and is_lost_peer(error), time.time())
+
+    def message(self, world_size: int) -> str:
+        """What is printed, once for the whole run."""
+        if self.exit_code == Lightning3DError.exit_code:
+            return f"lightning_3d: {self.text}"
+        reason = " after it lost a peer that left no word (killed, or out of memory?)" if self.lost_peer else ""
+        return f"lightning_3d: rank {self.rank} of {world_size} failed{reason}:\n{self.text}"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """2 for a mistake of the user, what a `SystemExit` carries, 130 for an interrupt, else 1."""
+    if isinstance(error, Lightning3DError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that another rank is gone or that this one was told to
+    end.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        names = {kind.__name__ for kind in type(seen).__mro__}
+        text = str(seen).lower()
+        if names.intersection(_NETWORK_ERRORS + _ENDINGS) or any(phrase in text for phrase in _LOST_PEER):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+class Board(Protocol):
+    """Where failures are posted. The methods may be called from any thread."""
+
+    def post(self, failure: Failure) -> bool:
+        """Post a failure; True when this rank is the one that shows what failed."""
+
+    def first(self) -> Failure | None:
+        """The failure that is the cause, None as long as there is none."""
+
+    def forget(self, rank: int) -> None:
+        """Begin anew: `rank`, like all others, caught what was posted and trains again."""
+
+
+class LocalBoard:
+    """The board of a single process, which shows its own failure."""
+
+    def post(self, failure: Failure) -> bool:
+        return True
+
+    def first(self) -> Failure | None:
+        return None
+
+    def forget(self, rank: int) -> None:
+        pass
+
+
+class FolderBoard:
+    """One file per failed rank in a folder of this machine. The supervisor shows the cause, so no rank ever does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def post(self, failure: Failure) -> bool:
+        path = self.folder / f"failure_{failure.rank}.json"
+        draft = self.folder / f"draft_{failure.rank}.json"
+        draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):  # the first words of a rank count
+            os.link(draft, path)
+        return False
+
+    def all(self) -> list[Failure]:
+        """Failures of all ranks, earliest first."""
+        posts = [Failure(**json.loads(path.read_text("utf-8"))) for path in self.folder.glob("failure_*.json")]
+        return sorted(posts, key=lambda failure: failure.time)
+
+    def first(self) -> Failure | None:
+        return next(iter(sorted(self.all(), key=lambda failure: failure.lost_peer)), None)
+
+    def forget(self, rank: int) -> None:
+        (self.folder / f"failure_{rank}.json").unlink(missing_ok=True)
+
+
+class StoreBoard:
+    """A key of a store that all ranks reach, set by the first rank that fails.
+
+    A rank that only lost a peer waits a moment for the peer's own words before it posts.
+
+    Args:
+        store: a `torch.distributed.Store`.
+        world_size: of the run.
+        serves: this process holds the store's server, so that it must outlive the others' reading.
+        patience: seconds to wait for the cause, and for readers.
+    """
+
+    def __init__(self, store: Any, world_size: int, *, serves: bool = False, patience: float = 3.0) -> None:
+        self._store = store
+        self._world_size = world_size
+        self._serves = serves
+        self._patience = patience
+        self._past = ""
+
+    def post(self, failure: Failure) -> bool:
+        try:
+            cause = _poll(self.first, self._patience) if failure.lost_peer else self.first()
+            if cause is None:
+                text = json.dumps(asdict(failure))
+                cause = Failure(**json.loads(self._store.compare_set(_KEY, self._past, text)))
+            self._store.add(_SEEN, 1)
+            if self._serves:
+                _poll(lambda: self._store.add(_SEEN, 0) >= self._world_size or None, self._patience)
+            return cause.rank == failure.rank
+        except RuntimeError:
+            # The store is gone with the process that served it, rank 0. Rank 1 speaks for all that are left.
+            return failure.rank == 1
+
+    def first(self) -> Failure | None:
+        text = self._posted()
+        return Failure(**json.loads(text)) if text != self._past else None
+
+    def forget(self, rank: int) -> None:
+        self._past = self._posted()
+
+    def tell_all(self, key: str, value: str, rank: int) -> str:
+        """What rank 0 says under a key, in all ranks. Collective; rank 0 returns when all have read it."""
+        key = f"lightning_3d/{key}"
+        if rank == 0:
+            self._store.set(key, value)
+        value = self._store.get(key).decode()
+        self._store.add(f"{key}/read", 1)
+        if rank == 0:
+            _poll(lambda: self._store.add(f"{key}/read", 0) >= self._world_size or None, 60.0)
+        return value
+
+    def _posted(self) -> str:
+        return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
+
+
+def _poll(look: Callable[[], Any], seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def connect_board(rank: int, world_size: int) -> Board:
+    """The board of this run: the supervisor's folder, else the store at MASTER_ADDR and MASTER_PORT.
+
+    The store is a connection of its own, which the ranks of a world find whether or not the process group is up.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        return FolderBoard(Path(folder))
+    if world_size == 1 or "MASTER_ADDR" not in os.environ:
+        return LocalBoard()
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return StoreBoard(connect_store(rank, world_size), world_size, serves=rank == 0 and not agent_serves)
+
+
+def connect_store(rank: int, world_size: int) -> Any:
+    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun."""
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(rendezvous("env://", rank, world_size))
+    return store
+
+
+class FailureReporter:
+    """A rank's side: posts its failure, shows it if it is the cause, and ends this process when another rank has
+    failed.
+
+    A strategy calls `watch` when its ranks are up, `note` at the first sight of an exception (before connections are
+    torn down) and `close` at the end of its teardown. The exception itself goes on to the user's script; one that
+    nothing catches ends in an exception hook that prints nothing where another rank is the cause.
+
+    Args:
+        board: shared by all ranks.
+        rank, world_size: of this process.
+        grace: seconds that this process has to end by itself after another rank failed; then it is ended, because it
+            may wait in a collective for ever.
+    """
+
+    def __init__(self, board: Board, rank: int, world_size: int, *, grace: float = 15.0) -> None:
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._grace = grace
+        self._noted: Failure | None = None
+        self._shows = False
+        self._previous_hook: Callable[..., Any] | None = None
+        self._closed = threading.Event()
+
+    @classmethod
+    def connect(cls, rank: int, world_size: int) -> FailureReporter:
+        """The reporter of this process over the board of this run. Collective over the world."""
+        board = connect_board(rank, world_size)
+        previous = getattr(sys.excepthook, "__self__", None)
+        if isinstance(previous, FailureReporter) and previous._noted is not None:
+            board.forget(rank)
+        return cls(board, rank, world_size)
+
+    def watch(self) -> None:
+        """Take over uncaught exceptions, and watch for other ranks' failures in a thread."""
+        if self._previous_hook is None:
+            self._previous_hook = sys.excepthook
+            sys.excepthook = self._on_uncaught
+            threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True).start()
+
+    def note(self, error: BaseException) -> None:
+        """Post an exception. Later calls change nothing: what follows a first exception is its consequence."""
+        if self._noted is None:
+            self._noted = Failure.of(error, self._rank)
+            self._shows = self._board.post(self._noted)
+
+    def finish(self, error: BaseException, stream: TextIO | None = None) -> int:
+        """Note an exception, print it if this rank is to show it, and return the exit code of the cause."""
+        if exit_code_of(error) == 0:  # sys.exit() is no failure
+            return 0
+        self.note(error)
+        assert self._noted is not None
+        if self._shows:
+            print(self._noted.message(self._world_size), file=stream or sys.stderr, flush=True)
+        cause = self._first()
+        return cause.exit_code if cause is not None else self._noted.exit_code
+
+    def close(self) -> None:
+        """End the watch. After a failure the exception hook stays, because the exception is still on its way."""
+        self._closed.set()
+        if self._noted is None and self._previous_hook is not None:
+            sys.excepthook, self._previous_hook = self._previous_hook, None
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        raise SystemExit(self.finish(error))
+
+    def _first(self) -> Failure | None:
+        try:
+            return self._board.first()
+        except (RuntimeError, OSError):  # store or folder are gone with the process that owned them
+            return None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(1.0):
+            failure = self._first()
+            if failure is not None and failure.rank != self._rank:
+                if not self._closed.wait(self._grace):
+                    os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
+                return

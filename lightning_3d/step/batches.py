@@ -1,0 +1,176 @@
+"""A rank's batch -> micro-batches of equal rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_3d.errors import DataError
+from lightning_3d.schedules import ScheduleInfo
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+"""`split_batch(batch, n)`: the user's own cut of a batch into n micro-batches of equal size."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one step on one data-parallel rank.
+
+    Attributes:
+        batches: as many as the schedule runs, all with the same shapes.
+        rows: rows of each.
+        fillers: how many of the last ones only fill the schedule and have weight zero.
+    """
+
+    batches: tuple[Any, ...]
+    rows: int
+    fillers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def is_filler(self, index: int) -> bool:
+        return index >= len(self.batches) - self.fillers
+
+    @property
+    def signature(self) -> Hashable:
+        """Shapes and types of the tensors of one micro-batch; activations between stages have one shape per signature."""
+        return tuple((tuple(t.shape), t.dtype) for t in tensors_of(self.batches[0]))
+
+
+def cut_batch(
+    batch: Any,
+    micro_batch_size: int | None,
+    *,
+    repeated: Callable[[int], int] | None = None,
+    schedule: ScheduleInfo | None = None,
+    pp: int = 1,
+    vp: int = 1,
+    split_batch: SplitBatch | None = None,
+) -> MicroBatches:
+    """Cut a batch along dimension 0 of its tensors.
+
+    A batch whose rows `micro_batch_size` does not divide is cut into the largest equal micro-batches that do. A batch that gives
+    the schedule too few micro-batches is filled up with copies of weight zero.
+
+    Args:
+        batch: tensors in any nesting of dicts, lists, tuples and dataclasses. Whatever is no tensor goes to every micro-batch.
+        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough micro-batches.
+        repeated: number of rows -> how many of them, at the end, the sampler repeated to give all data-parallel ranks as many;
+            they are left out.
+        schedule, pp, vp: what the micro-batches are for; None when there is no backward.
+        split_batch: the user's own cut, for batches whose tensors do not all have the rows in dimension 0.
+
+    Raises:
+        DataError: no tensor in the batch, or tensors that disagree about the number of rows.
+    """
+    rows = _rows(batch, split_batch)
+    kept = max(rows - (repeated(rows) if repeated is not None else 0), 0)
+    all_repeated = kept == 0
+    kept = kept or 1
+    size = _equal_size(kept, micro_batch_size, schedule, pp, vp)
+    count = kept // size
+    if split_batch is not None:
+        parts = list(split_batch(batch, max(rows // size, 1)))[:count]
+    else:
+        parts = [_slice(batch, start, start + size) for start in range(0, kept, size)]
+    fillers = count if all_repeated else 0
+    while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
+        parts.append(parts[0])
+        fillers += 1
+    return MicroBatches(tuple(parts), size, fillers)
+
+
+def _equal_size(rows: int, wanted: int | None, schedule: ScheduleInfo | None, pp: int, vp: int) -> int:
+    """The largest size, at most `wanted`, that divides `rows`; without a wish, that gives the schedule enough micro-batches."""
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    if wanted is not None:
+        return next(size for size in sizes if size <= wanted)
+    return next((size for size in sizes if schedule is None or schedule.accepts(pp, vp, rows // size)), 1)
+
+
+def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
+    """How many rows at the end of this batch a DistributedSampler repeated from the beginning of the data set.
+
+    Rank r of R reads the samples r, r + R, r + 2R, ... of the shuffled order, which is continued from its start until all ranks
+    have as many. What lies behind the end of the order is a repetition.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler) or not loader.batch_size:
+        return 0
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    first = batch_index * loader.batch_size
+    places = (first + row for row in range(rows))
+    return sum(place * sampler.num_replicas + sampler.rank >= samples for place in places)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors of a nested container, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0}
+    scalars = sum(tensor.ndim == 0 for tensor in tensors_of(batch))
+    if not sizes:
+        raise DataError(
+            "The batch contains no tensor with a batch dimension, so it cannot be cut into micro-batches."
+            " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
+        )
+    if split_batch is not None:
+        return next(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0)
+    if len(sizes) > 1 or scalars:
+        found = sorted(sizes) + ["no dimension at all"] * bool(scalars)
+        raise DataError(
+            f"The tensors of the batch disagree about the number of rows in dimension 0: {', '.join(map(str, found))}."
+            " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
+        )
+    return sizes.pop()
+
+
+def _slice(value: Any, start: int, stop: int) -> Any:
+    """Rows start .. stop - 1 of every tensor, in a container of the same type."""
+    if isinstance(value, Tensor):
+        return value[start:stop]
+    if isinstance(value, Mapping):
+        items = {key: _slice(item, start, stop) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_slice(item, start, stop) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_slice(item, start, stop) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _slice(getattr(value, f.name), start, stop) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def merge_outputs(outputs: Sequence[Any]) -> Any:
+    """Join what the user's step returned for each micro-batch: rows are concatenated, scalars averaged, the rest is the last."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(outputs)).mean(0) if first.ndim == 0 else torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: merge_outputs([output[key] for output in outputs]) for key in first}
+    if isinstance(first, list):
+        return [item for output in outputs for item in output]
+    if isinstance(first, tuple):
+        return tuple(merge_outputs(items) for items in zip(*outputs, strict=True))
+    return outputs[-1]

@@ -1,0 +1,48 @@
+"""Checks on what the ranks of one model replica see."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_3d.errors import DataError
+from lightning_3d.mesh import Mesh
+from lightning_3d.step.batches import tensors_of
+
+ALWAYS = 3
+EVERY = 64
+
+
+class SameBatch:
+    """Refuses to go on when ranks that must see the same batch do not.
+
+    Tensor- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
+    its own and train on nonsense without any error. One all-reduce of two numbers over ("tp", "cp", "pp") in the first steps and
+    in every 64th.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._seen = 0
+
+    def check(self, batch: Any) -> None:
+        self._seen += 1
+        if self._mesh.size("tp") * self._mesh.size("pp") == 1 or (self._seen > ALWAYS and self._seen % EVERY):
+            return
+        checksum = 0
+        for tensor in tensors_of(batch):
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+            checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+        extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._mesh.group("tp", "cp", "pp"))
+        highest, lowest = extremes[0].item(), -extremes[1].item()
+        if highest != lowest:
+            raise DataError(
+                "Ranks of one model replica (same data-parallel index, other tp or pp index) read different batches. Let Lightning"
+                " inject its DistributedSampler (use_distributed_sampler=True), or give your sampler"
+                " trainer.strategy.distributed_sampler_kwargs, and seed the order equally on all ranks (seed_everything)."
+            )

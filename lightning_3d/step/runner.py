@@ -1,0 +1,206 @@
+"""Runs the user's step over the micro-batches of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline import PipelineEngine
+from lightning_3d.randomness import RandomState
+from lightning_3d.step.batches import MicroBatches, merge_outputs
+from lightning_3d.step.logs import StepLog
+from lightning_3d.step.weighting import LossWeights
+from lightning_3d.zero import DataParallelBackend
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step did, the same numbers on every rank.
+
+    Attributes:
+        loss: mean over the global batch (per target token, or per row where the loss did not come through `loss_function`).
+        weight: target tokens (or rows) of the global batch.
+        grad_norm: global norm before clipping; None until it was computed.
+    """
+
+    loss: float
+    weight: float
+    grad_norm: float | None = None
+
+    @property
+    def tokens(self) -> float:
+        return self.weight
+
+
+class StepRunner:
+    """Drives engine, loss weights, log and gradients through one step.
+
+    Args:
+        module: the user's module.
+        context: a new precision context for each call of the user's step, by hook name.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: PipelineEngine,
+        mesh: Mesh,
+        weights: LossWeights,
+        random: RandomState,
+        device: torch.device,
+        context: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:
+        self._module = module
+        self._engine = engine
+        self._mesh = mesh
+        self._weights = weights
+        self._random = random
+        self._device = device
+        self._context = context
+        self._log = StepLog(module, mesh, engine.last_rank, device)
+        self._sums: list[Tensor] = []
+        self._outputs: list[Any] = []
+
+    def train(
+        self, micro_batches: MicroBatches, rest: tuple[Any, ...], backend: DataParallelBackend, step: int
+    ) -> tuple[StepResult, dict[str, Any]]:
+        """Forward, backward and reduction of one optimizer step; the gradients are those of the global batch's mean loss.
+
+        Returns:
+            The numbers of the step, and what the user's `training_step` returned (whole on the last stage, the loss elsewhere).
+        """
+        with backend.gradient_scope():
+            self._begin(step)
+            with self._random.isolated():
+                self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
+            loss, weight, checksum = self._share()
+            backend.reduce(1.0 / weight if weight > 0 else 0.0)
+        self._log.replay(checksum)
+        outputs = merge_outputs(self._outputs) if self._outputs else {}
+        outputs = dict(outputs) if isinstance(outputs, Mapping) else {}
+        outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
+        return StepResult(loss, weight), outputs
+
+    def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
+        """Forward only: `hook` is "validation", "test" or "predict".
+
+        Returns:
+            What the user's step returned, joined over micro-batches. Predictions go to every rank of the pipeline; of other
+            outputs the ranks before the last stage get the scalars.
+        """
+        self._begin(step=0)
+        self._engine.evaluate(len(micro_batches), micro_batches.signature, _UserStep(self, hook, micro_batches, rest))
+        _, _, checksum = self._share()
+        if hook != "predict":
+            self._log.replay(checksum)
+        kept = [output for index, output in enumerate(self._outputs) if not micro_batches.is_filler(index)]
+        outputs = merge_outputs(kept) if kept and kept[0] is not None else None
+        return self._tell(outputs, whole=hook == "predict")
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self._sums, self._outputs = [], []
+        self._log.begin()
+
+    def run_one(self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...]) -> Tensor | None:
+        """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
+        self._weights.begin()
+        with self._context(hook), self._log.collecting():
+            output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
+        weight = self._weights.weight(micro_batches.rows, self._device)
+        if micro_batches.is_filler(index):
+            weight = torch.zeros_like(weight)
+        self._log.weigh(weight)
+        return self._account(hook, output, weight)
+
+    def seed(self, micro_batches: MicroBatches, index: int) -> None:
+        """Set the random state of a micro-batch, which no two data-parallel ranks share."""
+        self._random.begin(self._step, self._mesh.index("dp") * len(micro_batches) + index)
+
+    def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
+        """Keep what the last stage produced; return the loss times its weight, to be differentiated."""
+        if hook != "training":
+            self._outputs.append(output)
+            return None
+        loss = _loss_of(output)
+        self._outputs.append({k: _detached(v) for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {})
+        counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
+        self._sums.append(torch.stack([counted, weight]))
+        return loss * weight.to(loss.dtype)
+
+    def _share(self) -> tuple[float, float, int]:
+        """(mean loss, total weight, checksum of the log keys) over all micro-batches and data-parallel ranks: one all-reduce."""
+        totals = torch.zeros(5, dtype=torch.float64, device=self._device)
+        if self._engine.owns_last:
+            checksum = self._log.checksum()
+            if self._sums:
+                totals[:2] = torch.stack(self._sums).sum(0)
+            totals[2:] = torch.tensor([checksum, checksum**2, 1.0], dtype=torch.float64)
+        dist.all_reduce(totals, group=self._mesh.group("cp", "pp", "dp"))
+        loss, weight, checksum, squares, sources = totals.tolist()
+        if squares * sources != checksum**2:
+            raise ConfigError(
+                "The names given to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
+            )
+        return (loss / weight if weight > 0 else float("nan")), weight, round(checksum / sources)
+
+    def _tell(self, outputs: Any, *, whole: bool) -> Any:
+        if self._mesh.size("pp") == 1:
+            return outputs
+        told = [outputs if whole else _scalars(outputs)]
+        dist.broadcast_object_list(told, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
+        return outputs if self._engine.owns_last else told[0]
+
+
+@dataclass(frozen=True)
+class _UserStep:
+    """What the engine calls for each micro-batch and stage."""
+
+    runner: StepRunner
+    hook: str
+    micro_batches: MicroBatches
+    rest: tuple[Any, ...]
+
+    def enter(self, micro_batch: int) -> None:
+        self.runner.seed(self.micro_batches, micro_batch)
+
+    def __call__(self, micro_batch: int) -> Tensor | None:
+        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        got = "None" if output is None else type(output).__name__
+        raise ConfigError(
+            f"training_step returned {got}; it must return the loss as a tensor, or a dict with the key 'loss'."
+            " Skipping a step by returning None is not possible when several ranks work on it."
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be a single number: average it, for example"
+            " with loss.mean()."
+        )
+    return loss.reshape(())
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _scalars(value: Any) -> Any:
+    """The numbers among an output."""
+    if isinstance(value, Mapping):
+        return {key: _scalars(item) for key, item in value.items() if _scalars(item) is not None}
+    if isinstance(value, Tensor):
+        return value if value.ndim == 0 else None
+    return value if isinstance(value, (int, float, str, bool)) else None

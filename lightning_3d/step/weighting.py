@@ -1,0 +1,76 @@
+"""What each micro-batch counts in the loss of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.tensor_parallel.loss import token_losses
+
+LossFunction = Callable[..., Tensor]
+
+
+class LossWeights:
+    """The weight of the micro-batch that is running.
+
+    A loss that came through `model.loss_function` weighs as many target tokens as it averages over, any other loss as many rows,
+    so that the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+
+    def begin(self) -> None:
+        self._tokens = None
+
+    def count_tokens(self, tokens: Tensor) -> None:
+        """Called by the loss function; calls within one step add up."""
+        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def weight(self, rows: int, device: torch.device) -> Tensor:
+        """Weight of the micro-batch: a float64 tensor without dimension."""
+        if self._tokens is not None:
+            return self._tokens.to(torch.float64)
+        return torch.tensor(float(rows), dtype=torch.float64, device=device)
+
+
+class TokenMeanLoss:
+    """Takes the place of a causal LM's `loss_function`: cross-entropy averaged over target tokens, on vocabulary shards.
+
+    The signature is the one of Transformers' `ForCausalLMLoss`. `num_items_in_batch` is accepted and not used: the strategy
+    normalizes by the target tokens of the global batch itself.
+    """
+
+    def __init__(self, weights: LossWeights) -> None:
+        self._weights = weights
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        shift_labels = shift_labels.to(logits.device)
+        tokens = (shift_labels != ignore_index).sum()
+        self._weights.count_tokens(tokens)
+        return token_losses(logits, shift_labels, ignore_index).sum() / tokens.clamp(min=1)
+
+
+def weigh_loss(module: nn.Module, weights: LossWeights) -> None:
+    """Put `TokenMeanLoss` in the place of the pipelined module's loss function, if it is the usual one for causal LMs.
+
+    Other losses stay: they see full-vocabulary logits and are weighted by rows.
+    """
+    current = getattr(module, "loss_function", None)
+    if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
+        module.loss_function = TokenMeanLoss(weights)  # type: ignore[assignment]

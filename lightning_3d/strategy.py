@@ -1,0 +1,500 @@
+"""Lightning3DStrategy: trains an unmodified LightningModule over tensor, pipeline and data-parallel ranks.
+
+Every hook is a few lines that delegate: `assembly` builds this rank's part of the model, `step` runs the user's step over
+micro-batches, `zero` owns gradients and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.assembly import LocalModel, assemble
+from lightning_3d.checkpoint import (
+    LocalState,
+    describe_optimizer,
+    load_checkpoint,
+    load_optimizer,
+    load_weights,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.failures import FailureReporter
+from lightning_3d.layout import Layout
+from lightning_3d.layout_rules import check_available, resolve_layout
+from lightning_3d.lightning_compat import connect_process_group, run_after_closure, subprocess_launcher
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline import PipelineEngine
+from lightning_3d.schedules import find_schedule
+from lightning_3d.step import LossWeights, StepResult, StepRunner, cut_batch, repeated_rows
+from lightning_3d.step.batches import SplitBatch
+from lightning_3d.step.checks import SameBatch
+from lightning_3d.step.logs import share_metrics
+from lightning_3d.step.weighting import weigh_loss
+from lightning_3d.zero import DataParallelBackend, make_backend
+
+PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
+
+
+class Lightning3DStrategy(ParallelStrategy):
+    """Tensor x pipeline x data parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
+
+    The user's module stays as it is. Its model is a Transformers causal LM, or any module with a plan; its steps run once per
+    micro-batch and stage.
+
+    Args:
+        layout: name such as "tp2_pp2_dp2" or a `Layout`; None is data parallelism over all ranks.
+        micro_batch_size: rows of a micro-batch; None is the whole batch of a rank, cut only where the schedule needs more.
+        schedule: a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
+            "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
+        vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
+        zero_stage: 0 (our own gradient reduction and the plain optimizer) or 1 (DeepSpeed shards the optimizer's state).
+        order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
+        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
+        pipeline_module: name of the submodule that is parallelized, where several have a plan.
+        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be cut along dimension 0.
+        seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
+        timeout: of collectives.
+
+    Raises:
+        LayoutError, PlanError, ConfigError, DataError: with one message that says what is wrong and what works.
+    """
+
+    def __init__(
+        self,
+        layout: str | Layout | None = None,
+        *,
+        micro_batch_size: int | None = None,
+        schedule: str | None = None,
+        vp: int | None = None,
+        zero_stage: int = 0,
+        order: tuple[str, ...] | None = None,
+        plan: dict[str, Any] | None = None,
+        pipeline_module: str | None = None,
+        split_batch: SplitBatch | None = None,
+        seed: int | None = None,
+        timeout: timedelta | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
+        self.layout, self.schedule = _resolve(layout, schedule, vp, order)
+        self.zero_stage = zero_stage
+        self.micro_batch_size = micro_batch_size
+        self.last_step: StepResult | None = None
+        self.model_parts: LocalModel | None = None
+        self.mesh: Mesh | None = None
+        self._plan = plan
+        self._pipeline_module = pipeline_module
+        self._split_batch = split_batch
+        self._seed = seed
+        self._timeout = timeout or timedelta(minutes=30)
+        self._num_nodes = 1
+        self._backend: DataParallelBackend | None = None
+        self._runner: StepRunner | None = None
+        self._same_batch: SameBatch | None = None
+        self._failures: FailureReporter | None = None
+
+    # Ranks and processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks for this attribute by name: without it neither samplers nor `sync_dist` know of several ranks."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different data."""
+        return self.layout.dp if self.layout is not None else self.num_nodes * self.num_processes
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that share a data coordinate see the same batch."""
+        mesh = self._require_mesh()
+        return {"num_replicas": mesh.size("dp"), "rank": mesh.index("dp")}
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """Where every parameter of this rank lies in the whole model: `ShardSpec` by full parameter name."""
+        assert self.model_parts is not None, "the model is built in setup"
+        return self.model_parts.specs
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        world_size = self.num_nodes * self.num_processes
+        if self.layout is None:
+            self.layout = Layout(dp=world_size)
+        self.layout.require_world_size(world_size)
+        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.layout is not None
+        connect_process_group(self, self._timeout)
+        if self._failures is None:
+            self._failures = FailureReporter.connect(self.global_rank, self.world_size)
+            self._failures.watch()
+        if self.mesh is None:
+            self.mesh = Mesh(self.layout, timeout=self._timeout)
+            self.mesh.warm_up()
+
+    def _require_mesh(self) -> Mesh:
+        assert self.mesh is not None, "the process groups are created in setup_environment"
+        return self.mesh
+
+    # Building
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """`configure_model` builds on meta: no rank ever holds the whole model in memory."""
+        with torch.device("meta"):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            refuse_unsupported(trainer)
+        self._build()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _build(self) -> None:
+        """Partition, rewrite and materialize the model, once per module."""
+        module = self.lightning_module
+        assert module is not None
+        if self.model_parts is not None and module.get_submodule(self.model_parts.name) is self.model_parts.module:
+            self.model_to_device()
+            return
+        if self.model_parts is not None:
+            raise ConfigError(
+                "configure_model built the model a second time, which would throw away its trained weights. Begin it with"
+                " `if self.model is not None: return`."
+            )
+        mesh = self._require_mesh()
+        self.model = self.precision_plugin.convert_module(module)
+        seed = self._seed if self._seed is not None else _global_seed()
+        self.model_parts = assemble(
+            module,
+            mesh,
+            schedule=self.schedule,
+            seed=seed,
+            device=self.root_device,
+            user_plan=self._plan,
+            pipeline_module=self._pipeline_module,
+        )
+        self.model_to_device()
+        self._connect(self.model_parts, mesh)
+
+    def _connect(self, parts: LocalModel, mesh: Mesh) -> None:
+        """Put backend, engine and step runner around the local model."""
+        module = self.lightning_module
+        assert module is not None
+        precision = PRECISIONS.get(str(self.precision_plugin.precision))
+        if precision is None:
+            raise ConfigError(
+                f"precision={self.precision_plugin.precision!r} is not supported by Lightning3DStrategy: loss scaling across"
+                f" stages would not be exact. Use one of {', '.join(PRECISIONS)}."
+            )
+        self._backend = make_backend(self.zero_stage, mesh, parts.specs, precision=precision)
+        weights = LossWeights()
+        weigh_loss(parts.module, weights)
+        engine = PipelineEngine(
+            mesh,
+            parts.assignment,
+            parts.parameters,
+            schedule=self.schedule,
+            vp=mesh.layout.vp,
+            state=parts.state,
+            device=self.root_device,
+            after_backward=self._backend.after_backward,
+        )
+        share_metrics(module, mesh, engine.last_rank)
+        self._runner = StepRunner(module, engine, mesh, weights, parts.state.random, self.root_device, self._step_context)
+        self._same_batch = SameBatch(mesh, self.root_device)
+
+    def _step_context(self, hook: str) -> AbstractContextManager[Any]:
+        names = {"training": "train_step_context", "validation": "val_step_context", "test": "test_step_context"}
+        return getattr(self.precision_plugin, names.get(hook, "predict_step_context"))()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None and self._backend is not None
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; Lightning3DStrategy drives exactly one. Use"
+                " parameter groups of one optimizer instead."
+            )
+        self.optimizers = [self._backend.prepare(module, self.optimizers[0])]
+        # Gradients are made inside training_step, after this strategy zeroed them; Lightning would wipe them between it and the step.
+        module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]
+        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of all micro-batches and the reduction of their gradients."""
+        batch, *rest = (*args, *kwargs.values())
+        assert self._runner is not None and self._backend is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        micro_batches = self._micro_batches(batch, trainer.train_dataloader, rest, training=True)
+        self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, trainer.global_step)
+        self.last_step.grad_norm = self._backend.grad_norm()
+        return outputs
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict", args, kwargs)
+
+    def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        assert self._runner is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        loaders = {"validation": trainer.val_dataloaders, "test": trainer.test_dataloaders}.get(hook)
+        if isinstance(loaders, (list, tuple)):
+            loaders = loaders[rest[1] if len(rest) > 1 else 0]
+        return self._runner.evaluate(hook, self._micro_batches(batch, loaders, rest, training=False), tuple(rest))
+
+    def _micro_batches(self, batch: Any, loader: object, rest: list[Any], *, training: bool) -> Any:
+        assert self.layout is not None and self._same_batch is not None
+        self._same_batch.check(batch)
+        rows_known = bool(rest) and isinstance(rest[0], int)
+        return cut_batch(
+            batch,
+            self.micro_batch_size,
+            repeated=partial(repeated_rows, loader, rest[0]) if rows_known else None,
+            schedule=find_schedule(self.schedule) if training else None,
+            pp=self.layout.pp,
+            vp=self.layout.vp,
+            split_batch=self._split_batch,
+        )
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The backward already ran inside `training_step`; this calls the hooks around it."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
+    ) -> Any:
+        assert self._backend is not None and self.lightning_module is not None
+        result = closure()
+        run_after_closure(self.precision_plugin, self.lightning_module, optimizer)
+        self._backend.step()
+        return result
+
+    def _clip_gradients(
+        self, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: str | None = "norm"
+    ) -> None:
+        """Clip by the true global norm, or by value."""
+        assert self._backend is not None
+        if not clip_val or clip_val <= 0:
+            return
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
+            self._backend.clip(value=float(clip_val))
+        else:
+            self._backend.clip(max_norm=float(clip_val))
+
+    # Checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Parameters exist only after setup; they are filled in place."""
+        return True
+
+    def _local_state(self) -> LocalState:
+        assert self.lightning_module is not None
+        return LocalState(self.lightning_module, self.specs, self._require_mesh())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Class and hyper parameters; every rank writes the tensors of its part itself."""
+        return describe_optimizer(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself and passes them to no CheckpointIO.")
+        assert self.layout is not None
+        about = {
+            "layout": self.layout.name,
+            "schedule": self.schedule,
+            "zero_stage": self.zero_stage,
+            "precision": str(self.precision_plugin.precision),
+        }
+        save_checkpoint(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's state; tensors are read later, by slices. `weights_only` is about pickles, of which there are none."""
+        return load_checkpoint(self.broadcast(str(checkpoint_path)))
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_weights(checkpoint, self._local_state(), strict=strict)
+        if self.optimizers and self._backend is not None:
+            self._backend.refresh_master_weights()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._backend is not None
+        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self._backend)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove_checkpoint(filepath)
+
+    # Collectives that Lightning asks for
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        told = [obj]
+        dist.broadcast_object_list(told, src)
+        return told[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks; tensor and pipeline replicas hold equal values, so that a mean is the mean over data ranks."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
+        result = tensor.clone()
+        dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else op, group=group)
+        return result / dist.get_world_size(group) if mean else result
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits."""
+        if self._failures is not None:
+            self._failures.note(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._failures is not None:
+            self._failures.close()
+            self._failures = None
+        if self._backend is not None:
+            self._backend.teardown()
+        module = self.lightning_module
+        if module is not None and "optimizer_zero_grad" in module.__dict__:
+            del module.optimizer_zero_grad
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("lightning_3d", cls, description=(cls.__doc__ or "").splitlines()[0])
+
+
+def _resolve(
+    layout: str | Layout | None, schedule: str | None, vp: int | None, order: tuple[str, ...] | None
+) -> tuple[Layout | None, str]:
+    """The layout with the stages per rank that its name, the keyword and the schedule agree on, and the schedule's name."""
+    if layout is None:
+        return None, find_schedule(schedule or "1F1B").name
+    resolved, name = resolve_layout(layout, schedule, vp, order)
+    check_available(resolved)
+    return resolved, name
+
+
+def refuse_unsupported(trainer: pl.Trainer) -> None:
+    """Name in one line what a fit of this strategy cannot do."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "automatic_optimization=False: Lightning3DStrategy drives forward, backward and step itself and cannot call a manual"
+            " optimization. Return the loss from training_step instead."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is already cut into micro-batches. Use a"
+            f" {trainer.accumulate_grad_batches} times larger batch_size and set micro_batch_size."
+        )
+
+
+def _keep_gradients(*args: Any, **kwargs: Any) -> None:
+    """In the place of `LightningModule.optimizer_zero_grad` during a fit."""
+
+
+def _global_seed() -> int:
+    import os
+
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+if "lightning_3d" not in StrategyRegistry.available_strategies():
+    Lightning3DStrategy.register_strategies(StrategyRegistry)
