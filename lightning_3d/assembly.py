@@ -46,6 +46,12 @@ class LocalModel:
     parameters: dict[int, list[nn.Parameter]]
     state: PipelineState
 
+    @property
+    def module_specs(self) -> dict[str, ShardSpec]:
+        """The specifications of the pipelined module's parameters, by name inside it."""
+        prefix = f"{self.name}." if self.name else ""
+        return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
+
 
 def assemble(
     root: nn.Module,
@@ -82,12 +88,17 @@ def assemble(
         context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random)
         rewrite(module, plan, inner, context)
     initialize(root, seed, specs=local, device=device)
-    parameters = {chunk.stage: [] for chunk in owners.assignment.chunks_of(mesh.index("pp"))}
-    for parameter_name, parameter in root.named_parameters():
-        for stage in owners.stages_of(parameter_name):
+    return LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
+
+
+def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
+    """The parameters that each of this rank's stages uses; one that is tied within the rank belongs to both of its stages."""
+    parameters: dict[int, list[nn.Parameter]] = {chunk.stage: [] for chunk in owners.assignment.chunks_of(pp_rank)}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        for stage in owners.stages_of(name):
             if stage in parameters:
                 parameters[stage].append(parameter)
-    return LocalModel(name, module, plan, local, owners.assignment, parameters, state)
+    return parameters
 
 
 def _find_plan(
@@ -194,6 +205,7 @@ def _create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
     for pipeline_ranks in sorted({spec.pp_replicas for spec in specs if len(spec.pp_replicas) > 1}):
         groups += [tuple(ranks[pp] for pp in pipeline_ranks) for ranks in layout.groups("pp")]
     mesh.create(groups)
+    mesh.warm_up()
 
 
 def _local_specs(root: nn.Module, specs: dict[str, ShardSpec]) -> dict[str, ShardSpec]:

@@ -70,6 +70,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Describe an exception."""
+        error = cause_of(error)
         code = exit_code_of(error)
         refused = isinstance(error, Lightning3DError)
         text = str(error) if refused else "".join(traceback.format_exception(error)).rstrip()
@@ -81,6 +82,17 @@ class Failure:
             return f"lightning_3d: {self.text}"
         reason = " after it lost a peer that left no word (killed, or out of memory?)" if self.lost_peer else ""
         return f"lightning_3d: rank {self.rank} of {world_size} failed{reason}:\n{self.text}"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The mistake of the user that an exception came from, else the exception itself.
+
+    What is half built when a mistake is found may raise again while it is torn down, and hide it.
+    """
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Lightning3DError):
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return seen or error
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -225,9 +225,9 @@ def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed (0.19) for this kind of device, quietly and without what it would compile. Returns the module.
 
     - `DS_ACCELERATOR` must be set before the import on a machine without GPU, else it warns on standard output.
-    - `deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]`: a shared-memory all-reduce that it would compile for 37 s.
-    - The first engine imports its Muon optimizer, whose `torch.compile` decorators import Dynamo and Inductor for 2 to 4 s. They
-      are imported here while `torch.compile` does nothing; Muon is refused with ZeRO (it needs whole matrices).
+    - `deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]`: a shared-memory all-reduce that it would compile (37 s).
+    - The first engine imports its Muon optimizer, whose `torch.compile` decorators import Dynamo and Inductor: 1 to
+      4 s. It is imported here while `torch.compile` does nothing; Muon is refused with ZeRO, as it needs whole matrices.
     - Its logger writes to standard output.
 
     Raises:
@@ -275,12 +275,15 @@ def _without_compiling() -> Iterator[None]:
         torch.compile = compile_
 
 
-def deepspeed_engine(module: nn.Module, optimizer: Any, groups: Any, config: dict[str, Any], device: torch.device) -> Any:
-    """`deepspeed.initialize` (0.19) in a process whose process groups exist already. Collective over the data-parallel ranks.
+def deepspeed_engine(
+    module: nn.Module, optimizer: Any, groups: Any, config: dict[str, Any], device: torch.device
+) -> Any:
+    """`deepspeed.initialize` (0.19) where process groups exist already. Collective over the data-parallel ranks.
 
     - It takes the device from `LOCAL_RANK`, which not every launcher sets.
-    - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, waits for ever where pipeline ranks
-      have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this since 0.19.6.)
+    - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, waits for ever where
+      pipeline ranks have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this too, but
+      only in versions after 0.19.5.)
     - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning.
     """
     import os
@@ -301,15 +304,15 @@ def deepspeed_engine(module: nn.Module, optimizer: Any, groups: Any, config: dic
     engine.attributes_before = attributes
     engine.optimizer.scaled_global_norm = lambda norm_type=2: torch.zeros((), device=device)
     if hasattr(torch.distributed, "all_gather_single"):
-        deepspeed.comm.comm.cdb.all_gather_function = lambda **arguments: torch.distributed.all_gather_single(**arguments)
+        deepspeed.comm.comm.cdb.all_gather_function = lambda **given: torch.distributed.all_gather_single(**given)
     return engine
 
 
 def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
     """The flat buffers of a ZeRO stage 1 engine (`DeepSpeedZeroOptimizer`, 0.19), one for each parameter group.
 
-    `bit16_groups`, `bit16_groups_flat`, `parallel_partitioned_bit16_groups` and `single_partition_of_fp32_groups` are not public; they
-    have these names for parameters of any type.
+    `bit16_groups`, `bit16_groups_flat`, `parallel_partitioned_bit16_groups` and `single_partition_of_fp32_groups` are
+    not public; they have these names for parameters of any type.
     """
     from torch.distributed import get_rank
 
@@ -321,10 +324,10 @@ def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
 
 
 def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
-    """Hand a ZeRO stage 1 engine the reduced gradient of this rank's part of each parameter group, in float32, for its next step.
+    """Hand a ZeRO stage 1 engine the reduced gradient, in float32, of this rank's part of each parameter group.
 
-    `averaged_gradients` (0.19) is what DeepSpeed's own reduction fills: for each group a list of pieces, here one, that together have
-    the size of the part. The step flattens it, without a copy, and deletes it.
+    `averaged_gradients` (0.19) is what DeepSpeed's own reduction fills: for each group a list of pieces, here one, that
+    together have the size of the part. The step flattens it, without a copy, and deletes it.
     """
     engine.optimizer.averaged_gradients = {index: [gradient] for index, gradient in enumerate(gradients)}
 
@@ -332,8 +335,9 @@ def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
 def release_deepspeed(engine: Any) -> None:
     """Make DeepSpeed (0.19) forget an engine and its process groups.
 
-    `deepspeed.comm.comm.cdb` (its backend object) and `deepspeed.utils.groups.mpu` are module globals that nothing resets; a later
-    engine in the same process would use them. Parameters keep attributes that hold the data-parallel group.
+    `deepspeed.comm.comm.cdb` (its backend object) and `deepspeed.utils.groups.mpu` are module globals that nothing
+    resets; a later engine in the same process would use them. Parameters keep attributes that hold the data-parallel
+    group.
     """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -352,11 +356,12 @@ def release_deepspeed(engine: Any) -> None:
 def settle_gloo_at_exit() -> None:
     """At the end of the process, wait until gloo's threads have let go of their last tensors.
 
-    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has told the caller
-    that it is done. If one of them has a Python object, that takes the interpreter's lock. When the main thread has begun to finalize
-    the interpreter meanwhile, Python ends the thread, which unwinds through a C++ destructor: "terminate called without an active
-    exception", and a run that succeeded ends with SIGABRT. It happens after about one short run in ten that ends soon after a
-    collective. Here the main thread waits without the lock until all of these threads are asleep. `atexit` runs before finalization.
+    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has
+    told the caller that it is done. If one of them has a Python object, that takes the interpreter's lock. When the
+    main thread has begun to finalize the interpreter meanwhile, Python ends the thread, which unwinds through a C++
+    destructor: "terminate called without an active exception", and a run that succeeded ends with SIGABRT. That is
+    about one in ten short runs which end soon after a collective, with DeepSpeed or without. Here the main thread
+    waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
     """
     atexit.unregister(_settle_gloo)
     atexit.register(_settle_gloo)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -268,7 +268,7 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
 def _find_head(module: nn.Module, after: tuple[str, ...]) -> str | None:
     """The linear layer that makes the logits: the model's own answer, else the last module after the blocks."""
     if is_transformers_model(module):
-        head = module.get_output_embeddings()
+        head = cast(Any, module).get_output_embeddings()
         return _name_of(module, head) if isinstance(head, nn.Linear) else None
     if after and isinstance(module.get_submodule(after[-1]), nn.Linear):
         return after[-1]
@@ -278,7 +278,7 @@ def _find_head(module: nn.Module, after: tuple[str, ...]) -> str | None:
 def _find_embedding(module: nn.Module, before: tuple[str, ...], head: str | None) -> str | None:
     """The embedding of token ids: in a plain module the first one before the blocks with as many rows as the head."""
     if is_transformers_model(module):
-        embedding = module.get_input_embeddings()
+        embedding = cast(Any, module).get_input_embeddings()
         return _name_of(module, embedding) if isinstance(embedding, nn.Embedding) else None
     if head is None:
         return None

@@ -46,6 +46,7 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch
 from lightning_3d.step.logs import share_metrics
 from lightning_3d.step.weighting import weigh_loss
+from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.zero import DataParallelBackend, make_backend
 
 PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
@@ -255,7 +256,17 @@ class Lightning3DStrategy(ParallelStrategy):
             after_backward=self._backend.after_backward,
         )
         share_metrics(module, mesh, engine.last_rank)
-        self._runner = StepRunner(module, engine, mesh, weights, parts.state.random, self.root_device, self._step_context)
+        check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"))
+        self._runner = StepRunner(
+            module,
+            engine,
+            mesh,
+            weights,
+            parts.state.random,
+            self.root_device,
+            context=self._step_context,
+            after_first_backward=check if mesh.size("tp") > 1 else None,
+        )
         self._same_batch = SameBatch(mesh, self.root_device)
 
     def _step_context(self, hook: str) -> AbstractContextManager[Any]:

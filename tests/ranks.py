@@ -198,9 +198,13 @@ class RankPool:
         error = RankTimeout(f"ranks {missing} of {world_size} have not finished after {timeout:g} s")
         for rank in missing:
             os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)  # faulthandler writes the stack, see _serve
-        time.sleep(0.5)
-        for rank in missing:
-            stack = (self._require_folder() / f"rank_{rank}.stack").read_text()
+        stacks = [self._require_folder() / f"rank_{rank}.stack" for rank in missing]
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(stack.stat().st_size for stack in stacks) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # from the first line to the last
+        for rank, path in zip(missing, stacks, strict=True):
+            stack = path.read_text()
             error.add_note(f"rank {rank} is at:\n{stack}{self._log_tail(rank)}")
         return error
 

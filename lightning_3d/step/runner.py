@@ -47,6 +47,7 @@ class StepRunner:
     Args:
         module: the user's module.
         context: a new precision context for each call of the user's step, by hook name.
+        after_first_backward: called once, when the first step has its unreduced gradients.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StepRunner:
         random: RandomState,
         device: torch.device,
         context: Callable[[str], AbstractContextManager[Any]],
+        after_first_backward: Callable[[], None] | None = None,
     ) -> None:
         self._module = module
         self._engine = engine
@@ -66,6 +68,7 @@ class StepRunner:
         self._random = random
         self._device = device
         self._context = context
+        self._check = after_first_backward
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self._sums: list[Tensor] = []
         self._outputs: list[Any] = []
@@ -82,6 +85,9 @@ class StepRunner:
             self._begin(step)
             with self._random.isolated():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
+            if self._check is not None:
+                self._check()
+                self._check = None
             loss, weight, checksum = self._share()
             backend.reduce(1.0 / weight if weight > 0 else 0.0)
         self._log.replay(checksum)

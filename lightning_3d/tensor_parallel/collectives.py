@@ -39,8 +39,9 @@ def reduce_from_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = Fal
     """
     if not x.is_contiguous():
         x, owned = x.contiguous(), True
-    # Autograd keeps track of overwritten views at the price of copies, so a view gains nothing.
-    if owned and not x._is_view():
+    # Autograd keeps track of overwritten views at the price of copies, so a view gains nothing; a compiler removes
+    # copies by itself, and cannot follow an overwritten input.
+    if owned and not torch.compiler.is_compiling() and not x._is_view():
         return _ReduceInPlace.apply(x, group)
     return _Reduce.apply(x, group)
 

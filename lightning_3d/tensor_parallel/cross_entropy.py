@@ -14,7 +14,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss of every token, as `F.cross_entropy(..., reduction="none")` of the full logits gives it.
 
-    Two all-reduces of one and three numbers per token over `group`, none backward (Megatron-LM, Shoeybi et al. 2019,
+    Two all-reduces of two numbers per token over `group`, none backward (Megatron-LM, Shoeybi et al. 2019,
     section 3).
 
     Args:
@@ -42,19 +42,20 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int
     ) -> Tensor:
         scores = logits.to(wide(logits.dtype))
-        highest = scores.amax(-1)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-
-        # amax is subtracted before the exponential and from the target's score alike, as log_softmax does.
-        shifted = scores - highest.unsqueeze(-1)
         local, mine = _locate(targets, vocab_offset, logits.shape[-1])
+        extremes = torch.stack([scores.amax(-1), mine.to(scores.dtype)])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        highest, is_held = extremes
+
+        # The highest score is subtracted before the exponential and from the target's alike, as log_softmax does.
+        shifted = scores - highest.unsqueeze(-1)
         target_score = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
-        sums = torch.stack([shifted.exp_().sum(-1), target_score, mine.to(scores.dtype)])
+        sums = torch.stack([shifted.exp_().sum(-1), target_score])
         dist.all_reduce(sums, group=group)
 
-        total, target_score, holders = sums
+        total, target_score = sums
         log_total = total.log()
-        losses = (log_total - target_score).masked_fill(holders == 0, float("nan"))
+        losses = (log_total - target_score).masked_fill(is_held == 0, float("nan"))
         ctx.save_for_backward(logits, targets, highest + log_total)
         ctx.vocab_offset, ctx.ignore_index = vocab_offset, ignore_index
         return losses.masked_fill(targets == ignore_index, 0.0)

@@ -199,7 +199,7 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
 
 # Families that declare a gather pair for packed layers, and whose code is known to slice `gate_up_proj` into halves.
 _PACKED_MLP_FAMILIES = frozenset(
-    "phi3 phi4_multimodal glm glm4 glm4v glm4v_text glm_image glm_image_text glm_ocr glm_ocr_text".split()
+    {"phi3", "phi4_multimodal", "glm", "glm4", "glm4v", "glm4v_text", "glm_image_text", "glm_ocr_text"}
 )
 # The same for `qkv_proj`, sliced by config.num_attention_heads and self.num_key_value_heads.
 _PACKED_ATTENTION_FAMILIES = frozenset({"phi3", "phi4_multimodal"})

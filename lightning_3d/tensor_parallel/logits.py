@@ -88,8 +88,7 @@ class VocabParallelLogits(Tensor):
         if _changes_in_place(func, kwargs):
             raise PlanError(
                 f"{func.__name__} would change logits in place, but with tensor parallelism each rank holds a part of"
-                " the"
-                " vocabulary. Make a new tensor instead, for example logits = logits.masked_fill(mask, value)."
+                " the vocabulary. Make a new tensor instead, for example logits = logits.masked_fill(mask, value)."
             )
         return func(*_whole(args), **_whole(kwargs))
 
@@ -120,9 +119,7 @@ _IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
 
 
 def _is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation treats all entries alike and, should an argument be trained, needs no gradient of all of
-    them.
-    """
+    """Whether the operation treats all entries alike, and no trained number needs the gradient of all of them."""
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values):
         return False

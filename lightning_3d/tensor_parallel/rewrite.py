@@ -49,20 +49,21 @@ def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: in
     partial = tuple(f"{name}." for name, cut in cuts.items() if cut.style == "replicated_with_grad_allreduce")
     specs: dict[str, ShardSpec] = {}
     canonical_names = tied_names(module)
+    modules = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shape = tuple(parameter.shape)
         if f"{name}.".startswith(partial):
-            spec = replicated(name, shape, tp_size, grad_sum=True)
+            specs[name] = replicated(name, shape, tp_size, grad_sum=True)
         else:
-            spec = _spec(name, shape, cuts, tp_size, tp_rank)
+            specs[name] = _spec(name, shape, cuts, tp_size, tp_rank)
         canonical = canonical_names[name]
         if canonical != name:
-            if replace(spec, name=canonical) != specs[canonical]:
+            same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
+            if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
                 raise PlanError(
                     f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently."
                 )
-            spec = replace(spec, tied_to=canonical)
-        specs[name] = spec
+            specs[name] = specs[canonical].renamed(name, tied_to=canonical)
     return specs
 
 

@@ -1,7 +1,7 @@
 """The data-parallel backend: gradients, optimizer state and the optimizer's step over data-parallel ranks.
 
-One interface (`base`), two implementations: stage 0 is our own reduction with the plain optimizer (`bucketed`), stage 1 lets
-DeepSpeed shard the optimizer's state (`deepspeed`, imported only when it is asked for: that takes a second).
+One interface (`base`), two implementations: stage 0 is our own reduction with the plain optimizer (`bucketed`), stage 1
+lets DeepSpeed shard the optimizer's state (`deepspeed`, imported only when it is asked for: that takes a second).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def make_backend(
     Args:
         stage: 0 or 1.
         mesh: process groups.
-        specs: where each parameter that is trained lies in the whole model, by its name in the module that `prepare` gets.
+        specs: where each parameter that is trained lies in the whole model, by its name in the module that `prepare`
+            gets.
         precision: "fp32", "fp64", "bf16" (bf16 parameters with fp32 master weights) or "bf16_mixed" (fp32 parameters).
         bucket_bytes: upper bound of the bytes of one all-reduce of gradients, except for a single larger parameter.
 
@@ -44,8 +45,8 @@ def make_backend(
         return BucketedBackend(mesh, specs, bucket_bytes=bucket_bytes, precision=precision)
     if precision == "fp64":
         raise ConfigError(
-            "zero_stage=1 cannot keep double precision: DeepSpeed's master weights are float32. Use zero_stage=0 for float64, or"
-            " precision 32-true."
+            "zero_stage=1 cannot keep double precision: DeepSpeed's master weights are float32. Use zero_stage=0 for"
+            " float64, or precision 32-true."
         )
     from lightning_3d.zero.deepspeed import DeepSpeedBackend
 

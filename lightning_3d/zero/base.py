@@ -1,4 +1,4 @@
-"""The interface between a step of training and the data-parallel ranks: who owns gradients, their reduction, and the optimizer."""
+"""The interface between a step of training and the data-parallel ranks: gradients, their reduction, the optimizer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_3d.zero.norm import clip_coefficient
 from lightning_3d.zero.partial import PartialSums
 
 BUCKET_BYTES = 32 * 2**20
-"""Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough that copying the next bucket
-overlaps with it."""
+"""Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough that copying the
+next bucket overlaps with it."""
 
 DATA_AXES = ("dp", "cp")
 """Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
@@ -43,8 +43,8 @@ class DataParallelBackend(ABC):
     A step is::
 
         with backend.gradient_scope():
-            ...                                    # forward and backward of all micro-batches; gradients add up in `.grad`
-            backend.after_backward(parameters)     # after every action that adds to their gradients
+            ...                                    # forward and backward of all micro-batches
+            backend.after_backward(parameters)     # after every action that adds to `.grad` of these parameters
             backend.reduce(1 / tokens)             # all collectives over gradients happen here, once
         backend.grad_norm(), backend.clip(...)     # optional
         backend.step()
@@ -53,8 +53,9 @@ class DataParallelBackend(ABC):
         mesh: process groups.
         specs: where each trained parameter lies in the whole model, by its name in the module that `prepare` gets.
         bucket_bytes: upper bound of the bytes of one all-reduce of gradients, except for a single larger parameter.
-        precision: "fp32", "fp64", "bf16" or "bf16_mixed". With "bf16" the parameters are bf16; gradients are summed and reduced in
-            float32, and the optimizer updates float32 master weights. With the others all of these have the parameters' type.
+        precision: "fp32", "fp64", "bf16" or "bf16_mixed". With "bf16" the parameters are bf16; gradients are summed and
+            reduced in float32, and the optimizer updates float32 master weights. With the others all of these have the
+            parameters' type.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class DataParallelBackend(ABC):
         settle_gloo_at_exit()
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Take over the gradients of `module` and the step of `optimizer`. Called once, with the rank's own, final parameters.
+        """Take over the gradients of `module`, this rank's part of the model, and the step of `optimizer`. Called once.
 
         Returns:
             The optimizer whose `param_groups` learning-rate schedulers drive: the user's own object.
@@ -111,17 +112,20 @@ class DataParallelBackend(ABC):
         self._norm, self._reduced = None, False
         yield
         if not self._reduced:
-            raise RuntimeError("The gradients were not reduced inside their scope; call reduce() after the last backward.")
+            raise RuntimeError(
+                "The gradients were not reduced inside their scope; call reduce() after the last backward."
+            )
 
     def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Called after each action that adds to the gradients of `parameters`: adds bf16 gradients to their float32 sums."""
+        """Called after each action that adds to the gradients of `parameters`: moves bf16 ones to float32 sums."""
         self._sums.absorb(parameters)
 
     def reduce(self, scale: float | Tensor) -> None:
-        """Make the local gradients those of the whole batch: partial tensor-parallel and tied ones are summed, then all are summed over
-        the data-parallel ranks and multiplied by `scale`. Called once, inside the scope, by all ranks.
+        """Make the local gradients those of the whole batch. Called once, inside the scope, by all ranks.
 
-        A rank that has no gradient for a parameter counts as zero. One that no rank has a gradient for is left as it is by `step`.
+        Partial tensor-parallel gradients and those of tied copies are summed, then all are summed over the
+        data-parallel ranks and multiplied by `scale`. A rank that has no gradient for a parameter counts as zero; a
+        parameter that no rank has a gradient for is left as it is by `step`.
 
         Args:
             scale: a number or a tensor of shape () on the parameters' device; the same on all ranks.
@@ -134,7 +138,10 @@ class DataParallelBackend(ABC):
         self._reduced = True
 
     def grad_norm(self) -> float:
-        """Euclidean norm of the whole model's gradient before clipping, the same on every rank. Collective once a step: one all-reduce."""
+        """Euclidean norm of the whole model's gradient before clipping, the same on every rank.
+
+        One all-reduce at the first call in a step, which all ranks make.
+        """
         if self._norm is None:
             self._norm = self._global_norm()
         return self._norm
@@ -155,7 +162,7 @@ class DataParallelBackend(ABC):
 
     @abstractmethod
     def refresh_master_weights(self) -> None:
-        """Take over parameter values that were written into the module from outside, such as a loaded checkpoint. Local."""
+        """Take over values that were written into the module's parameters from outside, as by a checkpoint. Local."""
 
     def optimizer_shards(self) -> list[OptimizerShard]:
         """What this rank's optimizer keeps of each trained parameter, for checkpoints: views; after `teardown` copies
@@ -167,8 +174,8 @@ class DataParallelBackend(ABC):
         """Make the optimizer's state as it would be after some steps, for a checkpoint to be read into. Local.
 
         Args:
-            state: by parameter name and key: numbers and tensors of shape (), which are taken over, and tensors of other
-                shapes (on meta), for which zeros of this rank's shape are made.
+            state: by parameter name and key: numbers and tensors of shape (), which are taken over, and tensors of
+                other shapes (on meta), for which zeros of this rank's shape are made.
         """
 
     def teardown(self) -> None:
@@ -220,7 +227,9 @@ def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         torch._foreach_mul_(list(gradients), scale)
 
 
-def new_state(template: Tensor | float, like: Tensor, whole: Sequence[int], group: Mapping[str, object]) -> Tensor | float:
+def new_state(
+    template: Tensor | float, like: Tensor, whole: Sequence[int], group: Mapping[str, object]
+) -> Tensor | float:
     """One state of `like`, a trained tensor that is a part of a parameter of shape `whole`.
 
     Args:
@@ -237,7 +246,7 @@ def new_state(template: Tensor | float, like: Tensor, whole: Sequence[int], grou
 
 
 def _trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardSpec]) -> list[Trained]:
-    """The parameters that `optimizer` trains, by name: frozen ones are left out, names give all data-parallel ranks one order."""
+    """The parameters that `optimizer` trains, in the order of their names, the same on all ranks of a stage."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     trained = []
     for group in optimizer.param_groups:
@@ -247,8 +256,8 @@ def _trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardS
             name = names.get(id(parameter))
             if name is None:
                 raise ConfigError(
-                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module. Build it from"
-                    " the module's own parameters, in configure_optimizers."
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module."
+                    " Build it from the module's own parameters, in configure_optimizers."
                 )
             if name not in specs:
                 raise KeyError(f"no specification says how the parameter '{name}' is sharded")
@@ -260,20 +269,26 @@ def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
     """Refuse parameters whose type this precision does not train exactly."""
     for name, parameter in ((entry.name, entry.parameter) for entry in trained):
         if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-            raise ConfigError(f"The parameter '{name}' is {parameter.dtype}; float32, float64 and bfloat16 can be trained.")
+            raise ConfigError(
+                f"The parameter '{name}' is {parameter.dtype}; float32, float64 and bfloat16 can be trained."
+            )
         if parameter.dtype == torch.bfloat16 and precision != "bf16":
-            raise ConfigError(f"The parameter '{name}' is bfloat16 but the precision is {precision}. Use precision bf16-true.")
+            raise ConfigError(
+                f"The parameter '{name}' is bfloat16 but the precision is {precision}. Use precision bf16-true."
+            )
 
 
 def check_optimizer(optimizer: Optimizer, *, cut: bool) -> None:
-    """Refuse optimizers that cannot be exact: those that want a closure, and on cut tensors those that look at whole ones."""
+    """Refuse optimizers that cannot be exact: with a closure, or, where tensors are cut, with a view of whole ones."""
     name = type(optimizer).__name__
     if name == "LBFGS":
-        raise ConfigError("LBFGS calls the loss several times in a step, which a pipeline cannot do. Use AdamW, Adam or SGD.")
+        raise ConfigError(
+            "LBFGS calls the loss several times in a step, which a pipeline cannot do. Use AdamW, Adam or SGD."
+        )
     if cut and name in WHOLE_TENSOR_OPTIMIZERS:
         raise ConfigError(
-            f"{name} computes its update from whole weight matrices, but this layout cuts them. Use an element-wise optimizer such"
-            " as AdamW, or a layout with tp1 and zero_stage=0."
+            f"{name} computes its update from whole weight matrices, but this layout cuts them. Use an element-wise"
+            " optimizer such as AdamW, or a layout with tp1 and zero_stage=0."
         )
 
 

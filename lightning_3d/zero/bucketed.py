@@ -16,9 +16,9 @@ from lightning_3d.zero.norm import global_norm
 
 
 class BucketedBackend(DataParallelBackend):
-    """One all-reduce per bucket and step over the data-parallel ranks, whatever the number of micro-batches. Keeps double precision.
+    """One all-reduce per bucket and step over the data-parallel ranks, whatever the number of micro-batches.
 
-    Memory beside parameters and gradients: for bf16 parameters float32 sums and float32 master weights.
+    Keeps double precision. Beside bf16 parameters there are float32 sums of gradients and float32 master weights.
     """
 
     _masters: dict[nn.Parameter, nn.Parameter]
@@ -102,7 +102,7 @@ class BucketedBackend(DataParallelBackend):
 
 
 def swap_parameters(optimizer: Optimizer, masters: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Let `optimizer` train the master of each parameter that has one; state that it made for the parameter goes along in float32."""
+    """Let `optimizer` train the master of each parameter that has one. State that exists goes along, in float32."""
     for group in optimizer.param_groups:
         group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
     for parameter, master in masters.items():

@@ -1,13 +1,14 @@
 """Stage 1: DeepSpeed shards the optimizer's state over the data-parallel ranks.
 
-DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each data-parallel rank owns a contiguous part with
-its float32 master weights and optimizer state; after the optimizer's step the parts are all-gathered. That is what it does here. The
-reduction, the norm and clipping are ours:
+DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each data-parallel rank owns a
+contiguous part with its float32 master weights and optimizer state; after the optimizer's step the parts are
+all-gathered. That is what it does here. The reduction, the norm and clipping are ours:
 
-- Gradients are reduced by `FlatGradients` in DeepSpeed's own layout, so that the owned part is a view and nothing is copied twice.
-  DeepSpeed's reduction (`coalesce_grad_reduction`) sends even when the rank raised inside it, keeps float32 sums of bf16 gradients only
-  under another stage, and on CPU skips the reduction altogether up to 0.19.5.
-- DeepSpeed's norm costs one all-reduce per parameter group, which waits for ever where pipeline ranks have different groups.
+- Gradients are reduced by `FlatGradients` in DeepSpeed's own layout, so that the owned part is a view and nothing is
+  copied twice. DeepSpeed's reduction (`coalesce_grad_reduction`) sends even when the rank raised inside it, keeps
+  float32 sums of bf16 gradients only under another stage, and on CPU skips the reduction altogether up to 0.19.5.
+- DeepSpeed's norm costs one all-reduce per parameter group, which waits for ever where pipeline ranks have different
+  groups.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from lightning_3d.zero.norm import global_norm
 class DeepSpeedBackend(DataParallelBackend):
     """ZeRO-1: one all-reduce of gradients per bucket and one all-gather of parameters per optimizer group in each step.
 
-    Optimizer state and float32 master weights take 1 / (dp * cp) of their size. `clip` changes the part that this rank steps with;
-    `.grad` shows the whole reduced gradient until the step.
+    Optimizer state and float32 master weights take 1 / (dp * cp) of their size. `clip` changes the part that this rank
+    steps with; `.grad` shows the whole reduced gradient until the step.
     """
 
     _engine: Any = None
@@ -59,12 +60,18 @@ class DeepSpeedBackend(DataParallelBackend):
         super()._check(optimizer)
         name = type(optimizer).__name__
         if name in WHOLE_TENSOR_OPTIMIZERS:
-            raise ConfigError(f"{name} needs whole weight matrices, but zero_stage=1 cuts them. Use zero_stage=0, or AdamW.")
+            raise ConfigError(
+                f"{name} needs whole weight matrices, but zero_stage=1 cuts them. Use zero_stage=0, or AdamW."
+            )
         if name == "Adagrad":
-            raise ConfigError("DeepSpeed replaces Adagrad by a copy that schedulers do not reach. Use zero_stage=0, or RMSprop.")
+            raise ConfigError(
+                "DeepSpeed replaces Adagrad by a copy that schedulers do not reach. Use zero_stage=0, or RMSprop."
+            )
         dtypes = {entry.parameter.dtype for entry in self._trained}
         if torch.float64 in dtypes:
-            raise ConfigError("zero_stage=1 cannot keep float64 parameters: DeepSpeed's master weights are float32. Use zero_stage=0.")
+            raise ConfigError(
+                "zero_stage=1 cannot keep float64 parameters: DeepSpeed's master weights are float32. Use zero_stage=0."
+            )
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(map(str, dtypes)))
             raise ConfigError(f"zero_stage=1 needs trained parameters of one type, found {kinds}. Use zero_stage=0.")
@@ -137,7 +144,7 @@ class DeepSpeedBackend(DataParallelBackend):
 
     @contextmanager
     def _kept(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Undo what the step does to parameters without a gradient on any rank: a single process would not decay their weights."""
+        """Undo what the step does to parameters that no rank has a gradient for: one process would not decay them."""
         chosen = {id(parameter) for parameter in parameters}
         with ExitStack() as undo:
             for partition in self._partitions if chosen else ():
@@ -191,7 +198,8 @@ class _Partition:
         optimizer: has the state of `group.master`.
 
     Attributes:
-        slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted from its start.
+        slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted
+            from its start.
         gradient: reduced gradient of the part, float32, between reduction and step.
     """
 
@@ -201,7 +209,7 @@ class _Partition:
         self.numel = group.flat.numel()
         self.gradient: Tensor | None = None
         self._optimizer = optimizer
-        self._start = group.owned.storage_offset() - group.flat.storage_offset()
+        self._start = int(group.owned.storage_offset() - group.flat.storage_offset())
         self.slots = [_place(parameter, group.flat) for parameter in group.parameters]
         self.owned_slots = [
             Slot(slot.parameter, max(slot.start, self._start) - self._start, min(slot.stop, self._stop) - self._start)
@@ -233,7 +241,7 @@ class _Partition:
         return owned.start + self._start - whole.start
 
     def values_of(self, owned: Slot) -> dict[str, Tensor | float]:
-        """Views of the optimizer's state of one piece, and what is not per element; master weights where parameters are narrower."""
+        """The optimizer's state of one piece, views where it is per element, and its master weights if they differ."""
         per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self._tensors().items()}
         if self.group.owned.dtype == self.group.master.dtype:
             del per_element["master"]
@@ -243,7 +251,9 @@ class _Partition:
     def _tensors(self) -> dict[str, Tensor]:
         master = self.group.master
         state = self._optimizer.state.get(master, {})
-        per_element = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == master.shape}
+        per_element = {
+            name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == master.shape
+        }
         return {**per_element, "master": master.data}
 
 
@@ -251,13 +261,15 @@ def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
     """Where a parameter lies in the buffer that it is a view of."""
     if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
         raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
-    start = parameter.storage_offset() - flat.storage_offset()
+    start = int(parameter.storage_offset() - flat.storage_offset())
     return Slot(parameter, start, start + parameter.numel())
 
 
 class _Holder(nn.Module):
-    """What DeepSpeed's engine is built around: the trained parameters alone. Its forward is never called, and nothing else of the
-    model is DeepSpeed's business (it would move and cast buffers, frozen parameters and modules)."""
+    """What DeepSpeed's engine is built around: the trained parameters alone.
+
+    Its forward is never called. The rest of the model is not DeepSpeed's business: it would move and cast it.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -268,8 +280,8 @@ class _Holder(nn.Module):
 class _Groups:
     """The process groups of a mesh under the names that DeepSpeed asks its "mpu" for.
 
-    The model-parallel rank is the tensor-parallel one: DeepSpeed takes rank 0 for the owner of replicated parameters, and every
-    pipeline stage has parameters of its own. `get_sequence_*` must not exist.
+    The model-parallel rank is the tensor-parallel one: DeepSpeed takes rank 0 for the owner of replicated parameters,
+    and every pipeline stage has parameters of its own. `get_sequence_*` must not exist.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -307,7 +319,7 @@ class _Groups:
 
 
 def _config(dtype: torch.dtype) -> dict[str, object]:
-    """DeepSpeed's configuration. Batch sizes are not used: micro-batches, accumulation and scaling are the strategy's."""
+    """DeepSpeed's configuration. Its batch sizes mean nothing here: micro-batches and scaling are the strategy's."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -1,4 +1,4 @@
-"""Where the gradients of one rank add up over the micro-batches of a step, and how they lie in flat buffers for collectives."""
+"""Where the gradients of one rank add up over the micro-batches of a step, and their flat buffers for collectives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def sum_dtype(parameter: Tensor) -> torch.dtype:
 class GradientSums:
     """The local gradients of some parameters, None where nothing has arrived since `clear`.
 
-    Parameters of 32 and more bits sum in their own `.grad`, as autograd does. For bf16 ones `.grad` is only a place to arrive in:
-    `absorb` adds it to a float32 sum and removes it. (Summed in bf16, 32 micro-batches are off by 6e-3 relative.)
+    Parameters of 32 and more bits sum in their own `.grad`, as autograd does. For bf16 ones `.grad` is only a place to
+    arrive in: `absorb` adds it to a float32 sum and removes it. (Summed in bf16, 32 micro-batches are off by 6e-3
+    relative.)
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -52,7 +53,7 @@ class GradientSums:
             parameter.grad = None
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._apart[parameter] if parameter in self._apart else parameter.grad
+        return self._apart.get(parameter, parameter.grad)
 
     def __setitem__(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if parameter in self._apart:
@@ -89,14 +90,15 @@ def end_to_end(parameters: Iterable[nn.Parameter]) -> list[Slot]:
 class FlatGradients:
     """A layout of gradients in one flat buffer that is summed over a group in buckets.
 
-    The buffer exists from `all_reduce` on until its gradients are replaced; a gradient is freed as soon as it is copied.
-    Behind the gradients lies one number per parameter, the count of ranks that had a gradient: one that no rank had stays None,
-    as in a single process, where the optimizer would leave such a parameter alone.
+    The buffer exists from `all_reduce` on until its gradients are replaced; a gradient is freed as soon as it is
+    copied. Behind the gradients lies one number per parameter, the count of ranks that had a gradient: one that no rank
+    had stays None, as in a single process, where the optimizer would leave such a parameter alone.
 
     Args:
         slots: where each parameter lies, rising; the same on all ranks of the group. Gaps are zero.
         numel: elements of the buffer, without the counts.
-        bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger parameter; None for one all-reduce.
+        bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger parameter; None for one
+            all-reduce.
     """
 
     def __init__(self, slots: Sequence[Slot], numel: int, *, bucket_bytes: int | None) -> None:
@@ -143,7 +145,7 @@ class FlatGradients:
                 pending.append(dist.all_reduce(flat[start:stop], group=group, async_op=True))
         for work in pending:
             work.wait()
-        # Only a rank that lacks a gradient has to look at the counts, which on an accelerator would wait for the reduction.
+        # Only a rank that lacks a gradient looks at the counts: on an accelerator that waits for the reduction.
         nowhere = {index for index in absent if flat[self.numel + index].item() == 0}
         for index, slot in enumerate(self._slots):
             view = flat[slot.start : slot.stop].view(slot.parameter.shape)

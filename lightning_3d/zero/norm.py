@@ -1,7 +1,8 @@
 """The norm of the whole model's gradient, the same number in every layout and on every rank, and clipping by it.
 
-Every element counts once: a shard that several tensor-parallel ranks hold, and a copy that is tied across pipeline stages, count on
-one of them (`ShardSpec.counts_in_norm`). Squares are added in float64, so that the number does not depend on how the model is cut.
+Every element counts once: a shard that several tensor-parallel ranks hold, and a copy that is tied across pipeline
+stages, count on one of them (`ShardSpec.counts_in_norm`). Squares are added in float64, so that the number does not
+depend on how the model is cut.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ EPSILON = 1e-6
 """Added to the norm when clipping, as torch.nn.utils.clip_grad_norm_ does."""
 
 ROW = 16384
-"""Elements whose squares are added in the gradients' own type. On a CPU torch adds the squares of a float32 tensor one after the
-other: the norm of 10 million elements is off by 4e-4, of rows of this length, added in float64, by 2e-8, in the same time."""
+"""Elements whose squares are added in the gradients' own type. On a CPU torch adds the squares of a float32 tensor one
+after the other: the norm of 10 million elements is off by 4e-4, of rows of this length, added in float64, by 2e-8, in
+the same time."""
 
 
 def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -40,7 +42,7 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def global_norm(tensors: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Euclidean norm of the gradients that the ranks of `group` (None: all ranks) count between them: one all-reduce of one number."""
+    """Euclidean norm of the gradients that the ranks of `group` (None: all) count: one all-reduce of one number."""
     square = squared_norm(tensors, device)
     if dist.get_world_size(group) > 1:
         dist.all_reduce(square, group=group)

@@ -1,8 +1,9 @@
-"""Sums of gradients inside the model-parallel ranks: what each tensor-parallel rank or each tied copy knows only in part.
+"""Sums of gradients that each tensor-parallel rank, or each tied copy of a parameter, knows only in part.
 
-Two kinds: a parameter that several tensor-parallel ranks hold and that sees only a part of its gradient on each (`tp_grad_sum`), and a
-parameter that several pipeline ranks hold, an embedding tied to the output head (`pp_replicas`). All parameters that are summed over
-the same ranks travel in one all-reduce per step, whatever the number of micro-batches.
+Two kinds: a parameter that several tensor-parallel ranks hold and that sees only a part of its gradient on each
+(`tp_grad_sum`), and a parameter that several pipeline ranks hold, an embedding tied to the output head (`pp_replicas`).
+All parameters that are summed over the same ranks travel in one all-reduce per step, whatever the number of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PartialSums:
         return len(self._sums)
 
     def reduce(self, sums: GradientSums) -> None:
-        """Replace the partial gradients by their sums: one all-reduce for each set of ranks (and each type of gradients)."""
+        """Replace partial gradients by their sums: one all-reduce for each set of ranks and each type of gradients."""
         for entry in self._sums:
             entry.gradients.all_reduce(sums, entry.group)
 
@@ -76,4 +77,3 @@ def _sums(mesh: Mesh, members: list[tuple[tuple[int, ...], Named]]) -> list[_Sum
 def _ranks(mesh: Mesh, axis: str, indices: Sequence[int]) -> tuple[int, ...]:
     """Global ranks at these indices of one axis and at this rank's place on all others, rising."""
     return tuple(sorted(mesh.layout.rank(**{**mesh.coordinates, axis: index}) for index in indices))
-

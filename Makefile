@@ -1,0 +1,48 @@
+# make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
+# make test       lint, types and tests
+# make test-full  the long sweeps
+# Each makes the environment it needs in .venv first. `make train ARGS="parallelism=tp4_pp2"` passes overrides on.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
+CPU_TORCH := torch==2.13.0
+
+.PHONY: train test test-full lint clean-venv
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.installed
+	$(BIN)/python train.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m full $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean-venv:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	if $(BIN)/python -c "import torch" 2>/dev/null; then echo "torch is there"; \
+	elif nvidia-smi -L >/dev/null 2>&1; then echo "an NVIDIA GPU: torch comes with the package"; \
+	else $(PIP) install "$(CPU_TORCH)"; fi
+	touch $@
+
+$(VENV)/.installed: pyproject.toml setup.py $(VENV)/.torch
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install -e ".[test]"
+	touch $@

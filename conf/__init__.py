@@ -1,0 +1,1 @@
+"""The Hydra config groups of lightning_3d. Installed as `lightning_3d.conf`."""

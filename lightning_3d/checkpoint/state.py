@@ -1,0 +1,224 @@
+"""What of a model in training goes into a checkpoint, and how it comes back, under the names it has on one process.
+
+Names of tensors: `model.<parameter or buffer>` and `optimizer.state.<parameter>.<state>`, as
+torch.distributed.checkpoint's own helpers call them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.slices import Slices, flat_range, shard, whole
+from lightning_3d.checkpoint.tensors import TensorFolder
+from lightning_3d.errors import CheckpointError
+from lightning_3d.mesh import Mesh
+from lightning_3d.sharding import OptimizerShard, ShardSpec
+
+MODEL, OPTIMIZER = "model.", "optimizer.state."
+MASTER = "master"
+"""State key of float32 master weights, where parameters are narrower."""
+
+SHOWN = 10
+"""At most so many names in one list of an error."""
+
+
+class OptimizerOwner(Protocol):
+    """The data-parallel backend, as far as checkpoints know it: see `lightning_3d.zero.DataParallelBackend`."""
+
+    def optimizer_shards(self) -> list[OptimizerShard]: ...
+    def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None: ...
+
+
+class LocalState:
+    """This rank's part of a model in training.
+
+    Args:
+        module: the user's module, partitioned and sharded.
+        specs: where each of its parameters lies in the whole model.
+        mesh: where this rank stands.
+
+    Attributes:
+        aliases: other names of tied parameters on this rank -> their name in the checkpoint.
+    """
+
+    def __init__(self, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
+        self._module = module
+        self._specs = specs
+        self._mesh = mesh
+        # A tied parameter is saved once, by its first name in the whole model, which may be on another stage.
+        self._parameters: dict[str, tuple[str, ShardSpec]] = {}
+        first: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            here = first.setdefault(id(parameter), name)
+            self._parameters[name] = (specs[here].tied_to or here, specs[here])
+        self.aliases = {name: canonical for name, (canonical, _) in self._parameters.items() if name != canonical}
+
+    def weights(self, state: Mapping[str, Any], *, offered: bool) -> dict[str, Slices]:
+        """Slices of the tensors in a state dict of the module, by their names in the checkpoint.
+
+        Args:
+            offered: only what this rank may write. Buffers are whole on every rank that has them, but differ between
+                data-parallel ranks (running means), so those of the first are taken.
+        """
+        slices = {}
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                warnings.warn(
+                    f"'{name}' in the module's state is no tensor, so it is not in checkpoints.", stacklevel=2
+                )
+            elif name in self._parameters:
+                canonical, spec = self._parameters[name]
+                slices[MODEL + canonical] = shard(tensor, spec)
+            elif not offered or self._mesh.index("dp") == 0:
+                slices[MODEL + name] = whole(tensor)
+        return slices
+
+    def optimizer(self, shards: Iterable[OptimizerShard], *, offered: bool) -> tuple[dict[str, Slices], set[str]]:
+        """Slices of optimizer state, by their names in the checkpoint, and the keys of states that are plain numbers.
+
+        Args:
+            offered: only what this rank may write. Ranges of elements may be dealt differently where a parameter has
+                replicas, so those of the replica that counts in the gradient norm are taken.
+        """
+        slices, numbers = {}, set()
+        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
+        for held in shards:
+            spec = self._specs[held.name]
+            for key, value in held.values.items():
+                name = f"{OPTIMIZER}{spec.tied_to or held.name}.{key}"
+                if not isinstance(value, Tensor):
+                    numbers.add(key)
+                    slices[name] = whole(torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
+                elif value.ndim == 0 or held.start is None:
+                    slices[name] = _state_slices(held.name, key, value, spec)
+                elif not offered or spec.counts_in_norm(tp, pp):
+                    slices[name] = flat_range(value, held.start, spec)
+        return slices, numbers
+
+    def load_weights(self, folder: TensorFolder, *, strict: bool) -> None:
+        """Fill parameters and buffers from a checkpoint of any layout.
+
+        Collective over the pipeline ranks, which compare names. Each rank reads the slices that it holds.
+        Parameters wider than the saved ones come from the master weights, if there are any.
+
+        Raises:
+            CheckpointError: names or shapes differ; on every rank, with a list. Without `strict` only for shapes.
+        """
+        targets = self.weights(self._module.state_dict(), offered=False)
+        saved = folder.names(MODEL)
+        gathered: list[Any] = [None] * self._mesh.size("pp")
+        own_shapes = {name.removeprefix(MODEL): slices.shape for name, slices in targets.items()}
+        dist.all_gather_object(gathered, own_shapes, group=self._mesh.control)
+        _compare({name: shape for part in gathered for name, shape in part.items()}, saved, strict=strict)
+        masters = folder.names(OPTIMIZER)
+        sources = {}
+        for name, slices in targets.items():
+            short = name.removeprefix(MODEL)
+            width = max((part.dtype.itemsize for part in slices.parts.values()), default=0)
+            if short in saved:
+                wider = f"{short}.{MASTER}" in masters and width > folder.dtype(name).itemsize
+                sources[f"{OPTIMIZER}{short}.{MASTER}" if wider else name] = slices
+        folder.read_into(sources)
+
+    def load_optimizer(self, folder: TensorFolder, owner: OptimizerOwner) -> None:
+        """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Reads slices; no communication."""
+        owner.create_optimizer_state(self._saved_state(folder, [held.name for held in owner.optimizer_shards()]))
+        slices, _ = self.optimizer(owner.optimizer_shards(), offered=False)
+        saved = folder.names("")
+        targets = {}
+        for name, part in slices.items():
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            if key == MASTER and name not in saved:
+                name = MODEL + parameter  # what the master weights of a run without any are
+            if name in saved and part.shape:
+                targets[name] = part
+        folder.read_into(targets)
+
+    def _saved_state(self, folder: TensorFolder, names: Iterable[str]) -> dict[str, dict[str, Tensor | float]]:
+        """Saved states of some parameters: numbers and tensors of shape () as they were, others as meta tensors."""
+        saved: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in folder.names(OPTIMIZER).items():
+            parameter, _, key = name.rpartition(".")
+            saved.setdefault(parameter, {})[key] = shape
+        state: dict[str, dict[str, Tensor | float]] = {}
+        scalars: dict[str, Tensor] = {}
+        for name in names:
+            canonical = self._specs[name].tied_to or name
+            for key, shape in saved.get(canonical, {}).items():
+                full_name = f"{OPTIMIZER}{canonical}.{key}"
+                tensor = torch.empty(shape, dtype=folder.dtype(full_name), device="meta" if shape else "cpu")
+                state.setdefault(name, {})[key] = tensor
+                if not shape:
+                    scalars[full_name] = tensor
+        folder.read_into({name: whole(tensor) for name, tensor in scalars.items()})
+        for values in state.values():
+            values.pop(MASTER, None)
+            for key in values.keys() & folder.notes.get("numbers", {}).keys():
+                values[key] = values[key].item()  # type: ignore[union-attr]
+        return state
+
+
+def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices:
+    """Slices of a state that is not a range: of the parameter's shape, of shape (), or of an uncut parameter."""
+    if tuple(value.shape) == spec.local_shape:
+        return shard(value, spec)
+    if value.ndim == 0 or not spec.is_cut:
+        return whole(value)
+    raise CheckpointError(
+        f"The optimizer keeps '{key}' of shape {tuple(value.shape)} for '{name}', of which this rank has a shard of"
+        f" shape {spec.local_shape}: nothing tells which part of the whole that is. Save weights only, or use an"
+        " optimizer such as AdamW."
+    )
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Class and hyper parameters of an optimizer, without its tensors."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"class": type(optimizer).__name__, "param_groups": groups}
+
+
+def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any]) -> None:
+    """Give the parameter groups of `optimizer` the values that they had.
+
+    Raises:
+        CheckpointError: another class of optimizer, or another number of groups.
+    """
+    own = type(optimizer).__name__
+    groups = described["param_groups"]
+    if described["class"] != own:
+        raise CheckpointError(
+            f"The checkpoint has the state of {described['class']}, but configure_optimizers made {own}."
+        )
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers made"
+            f" {len(optimizer.param_groups)}."
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            current = group.get(key)
+            group[key] = (
+                value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
+            )
+
+
+def _compare(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:
+    missing = sorted(wanted.keys() - saved.keys()) if strict else []
+    unknown = sorted(saved.keys() - wanted.keys()) if strict else []
+    shapes = [
+        f"{n} {saved[n]} (model: {wanted[n]})" for n in sorted(wanted.keys() & saved.keys()) if wanted[n] != saved[n]
+    ]
+    problems = [
+        f"{title} {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."
+        for title, names in (("Not in it:", missing), ("Not in the model:", unknown), ("Of another shape:", shapes))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"The checkpoint is of another model. {' '.join(problems)}")

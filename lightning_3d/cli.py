@@ -1,0 +1,78 @@
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same.
+
+Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from lightning_3d import __version__
+from lightning_3d.errors import Lightning3DError, did_you_mean
+from lightning_3d.launch import OutsideRank, outside_rank
+
+USAGE = """\
+lightning-3d: tensor x pipeline x data parallel training, driven by Hydra configs
+
+Usage: lightning-3d COMMAND [ARGUMENTS]
+
+  train       train a model; `lightning-3d train --help` explains the configuration
+  --version   print the version
+  --help      print this
+"""
+
+_REFUSED = Lightning3DError.exit_code
+_PATIENCE_SECONDS = 3.0
+
+
+def entry_point() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command and return the exit code."""
+    command, *rest = arguments or ["--help"]
+    if command in ("--help", "-h", "help"):
+        print(USAGE, end="")
+        return 0
+    if command == "--version":
+        print(__version__)
+        return 0
+    if command == "train":
+        return train(rest)
+    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, ["train"])}', file=sys.stderr)
+    return _REFUSED
+
+
+def train(arguments: list[str]) -> int:
+    """Compose, check and run, or do one of Hydra's other services (`--help`, `--cfg job`, ...)."""
+    try:
+        outside = outside_rank()
+    except Lightning3DError as error:
+        print(f"lightning_3d: {error}", file=sys.stderr)
+        return error.exit_code
+    if outside is None:
+        from lightning_3d.hydra_app import run
+
+        return run(arguments, None)
+    return _as_outside_rank(arguments, outside)
+
+
+def _as_outside_rank(arguments: list[str], outside: OutsideRank) -> int:
+    """Every rank refuses for itself, before any is connected, and rank 0 prints why.
+
+    Launchers send SIGTERM to all ranks when one has ended. So that they do not end rank 0 before it has printed, it
+    ignores the signal until its checks are over, and the others wait a little with a refusal.
+    """
+    if outside.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    from lightning_3d.hydra_app import run
+
+    code = run(arguments, outside)
+    if code == _REFUSED and outside.rank > 0:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_REFUSED))
+        time.sleep(_PATIENCE_SECONDS)
+    return code

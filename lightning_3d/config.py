@@ -1,0 +1,415 @@
+"""The configuration of a run: which keys there are, and what a run makes of them. Imports no torch.
+
+`plan_run` is the check that comes before anything is started: it takes a composed configuration, refuses what the
+configuration alone shows to be wrong, and returns what was left open in it (schedule, accelerator, precision, number of
+micro-batches).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_3d.config_files import conf_folder
+from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, did_you_mean, listed
+from lightning_3d.launch import OutsideRank
+from lightning_3d.layout import AXES, Layout, divisors, nearest_layouts
+from lightning_3d.layout_rules import (
+    check_batch,
+    check_model,
+    check_number,
+    check_sizes,
+    few_micro_batches,
+    resolve_layout,
+)
+from lightning_3d.model_spec import ModelSpec
+from lightning_3d.schedules import find_schedule
+from lightning_3d.training.optimizers import check_optimizer
+
+PRECISIONS = {"fp32": "32-true", "fp64": "64-true", "bf16": "bf16-true", "bf16_mixed": "bf16-mixed"}
+"""`precision.name` and what Lightning calls it."""
+
+ZERO_STAGES = (0, 1)
+START_METHODS = ("auto", "fork", "spawn")
+GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
+MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config")
+
+
+@dataclass
+class ParallelismConfig:
+    """Group `parallelism`: arguments of `Lightning3DStrategy`."""
+
+    layout: str = MISSING
+    order: list[str] = field(default_factory=lambda: list(AXES))
+    schedule: str | None = None
+    vp: int | None = None
+    zero_stage: int = 1
+    micro_batch_size: int | None = None
+    pipeline_module: str | None = None
+
+
+@dataclass
+class ClusterConfig:
+    """Group `cluster`: the machines."""
+
+    name: str = "local"
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    accelerator: str = "auto"
+
+
+@dataclass
+class PrecisionConfig:
+    """Group `precision`: a name of `PRECISIONS`, or auto."""
+
+    name: str = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    """Group `trainer`: how long, how often, and arguments of Lightning's `Trainer`."""
+
+    max_steps: int = MISSING
+    max_time: str | None = None
+    val_check_interval: int = MISSING
+    limit_val_batches: int | None = None
+    gradient_clip_val: float | None = None
+    log_every_n_steps: int = 10
+    checkpoint_every_n_steps: int = MISSING
+    resume: str | None = None
+    start_method: str = "auto"
+    dry: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunConfig:
+    """A whole run. `model`, `data` and `optimizer` are checked by what they are for; loggers and callbacks have a
+    `_target_`.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    seed: int = 0
+    run_folder: str = ""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will be.
+
+    Attributes:
+        layout: with `vp` as the schedule implies it.
+        micro_batches: of one optimizer step on each data-parallel rank.
+        accelerator: cpu or gpu.
+        precision: a name of `PRECISIONS`.
+        warnings: for the user, before the start.
+    """
+
+    layout: Layout
+    schedule: str
+    zero_stage: int
+    micro_batch_size: int
+    micro_batches: int
+    accelerator: str
+    precision: str
+    warnings: tuple[str, ...] = ()
+
+    def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration with everything that was left open in it filled in."""
+        filled = {
+            "parallelism": {
+                "layout": self.layout.name,
+                "schedule": self.schedule,
+                "vp": self.layout.vp,
+                "micro_batch_size": self.micro_batch_size,
+            },
+            "cluster": {"accelerator": self.accelerator},
+            "precision": {"name": self.precision},
+        }
+        return config | {group: config[group] | values for group, values in filled.items()}
+
+    def describe(self) -> str:
+        """One line for the user."""
+        count = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
+        micro = f"{count} of {self.micro_batch_size}"
+        where = "GPUs" if self.accelerator == "gpu" else "CPU"
+        words = [
+            f"{self.layout.name}: {self.layout.world_size} rank{'s' * (self.layout.world_size > 1)} on {where}",
+            self.schedule,
+            f"ZeRO-{self.zero_stage}",
+        ]
+        return ", ".join([*words, self.precision, micro])
+
+
+def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
+    """Check a composed configuration.
+
+    Args:
+        config: all groups; `hydra` is ignored.
+        outside: this process as a rank of torchrun or SLURM; None when the ranks are still to be started.
+
+    Raises:
+        LayoutError, ConfigError: the first thing found wrong. The number of launched ranks comes first.
+    """
+    run = check_keys(config)
+    parallelism = run.parallelism
+    layout, schedule = resolve_layout(
+        parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order)
+    )
+    if outside is not None:
+        layout.require_world_size(outside.world_size)
+    accelerator, warnings = choose_accelerator(run, layout, outside)
+    precision = _choose_precision(run, accelerator)
+    _check_trainer(run.trainer)
+    _check_targets(run)
+    micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule)
+    check_optimizer(run.optimizer)
+    bubble = few_micro_batches(layout, schedule, micro_batches)
+    return RunPlan(
+        layout=layout,
+        schedule=schedule,
+        zero_stage=parallelism.zero_stage,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        accelerator=accelerator,
+        precision=precision,
+        warnings=(*warnings, *((bubble,) if bubble else ())),
+    )
+
+
+def check_keys(config: DictConfig) -> RunConfig:
+    """The configuration with types.
+
+    Raises:
+        ConfigError: a key that does not exist, a value of a wrong type, or one that must be given and is not.
+    """
+    for group in GROUPS:
+        if config.get(group) is None:
+            raise ConfigError(
+                f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
+            )
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if merged.trainer.dry:  # files of data may be named when the run is started
+            for key in (name for name in missing if name.startswith("data.")):
+                OmegaConf.update(merged, key, None)
+            missing = [key for key in missing if not key.startswith("data.")]
+        if missing:
+            raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
+        run = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise explain_value(error) from error
+    assert isinstance(run, RunConfig)
+    _check_group_keys("model", run.model, MODEL_KEYS)
+    _check_group_keys("data", run.data, data_keys(run.data.get("name")))
+    return run
+
+
+def data_keys(name: object) -> tuple[str, ...]:
+    """Options of a data module: those of its configuration file, and what is given elsewhere. Empty when there is no
+    file.
+    """
+    file = conf_folder() / "data" / f"{name}.yaml"
+    return (*OmegaConf.load(file), "global_batch_size", "seed", "vocab_size") if file.is_file() else ()
+
+
+def _check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in values if known else ():
+        if key not in known:
+            raise ConfigError(unknown_key(f"{group}.{key}", known))
+
+
+def explain_value(error: OmegaConfBaseException) -> ConfigError:
+    """What is wrong with a key or a value, in the words of this package."""
+    key = str(error.full_key or error.key or "")
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        parent = error.parent_node
+        return ConfigError(unknown_key(key, [str(name) for name in parent] if isinstance(parent, DictConfig) else ()))
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(f"{key} must be given, for example {key}=... on the command line.")
+    text = str(error.msg or error).strip().splitlines()[0]
+    return ConfigError(f"{key}: {text}." if key else text)
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The message for a key that does not exist; `known` are its possible siblings."""
+    group, _, name = key.rpartition(".")
+    near = did_you_mean(name, known)
+    if group:
+        near = near.replace('"', f'"{group}.', 1)
+    where = f"{group} has" if group else "A run has"
+    return f'There is no configuration key "{key}".{near}' + (f" {where} {listed(sorted(known))}." if known else "")
+
+
+def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | None) -> tuple[str, tuple[str, ...]]:
+    """(cpu or gpu, warnings) for the ranks on this machine.
+
+    Raises:
+        LayoutError: the layout does not fill the cluster, or the GPUs of this machine are fewer than its ranks.
+        ConfigError: an unknown accelerator, or several nodes without a launcher that reaches them.
+    """
+    cluster = run.cluster
+    if cluster.accelerator not in ("auto", "cpu", "gpu"):
+        raise ConfigError(f"cluster.accelerator is {cluster.accelerator!r}; it must be auto, cpu or gpu.")
+    check_sizes(**{"cluster.nodes": cluster.nodes})
+    _require_cluster(cluster, layout)
+    if run.trainer.dry and cluster.accelerator != "auto":
+        return cluster.accelerator, ()
+    if cluster.nodes > 1 and outside is None:
+        raise ConfigError(
+            f"The cluster {cluster.name} has {cluster.nodes} nodes, but this process reaches one. Start the ranks with"
+            f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} or with srun, or add"
+            " trainer.dry=true to check the configuration."
+        )
+    needed = outside.local_world_size if outside is not None else layout.world_size
+    there = visible_gpus()
+    if cluster.accelerator == "gpu" and there < needed:
+        near = listed((other.name for other in nearest_layouts(layout, there)), last="or")
+        layouts = f" Layouts for {there}: {near}." if near else ""
+        raise LayoutError(
+            f"{needed} ranks need {needed} GPUs on this machine, but it has {there}.{layouts} Or run on the CPU with"
+            " cluster=local_cpu."
+        )
+    if cluster.accelerator == "auto" and 0 < there < needed:
+        return "cpu", (f"This machine has {there} GPUs for {needed} ranks: running on the CPU.",)
+    return ("gpu" if cluster.accelerator != "cpu" and there >= needed else "cpu"), ()
+
+
+def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
+    """A cluster of known size is used as a whole."""
+    if not cluster.gpus_per_node:
+        return
+    check_sizes(**{"cluster.gpus_per_node": cluster.gpus_per_node})
+    size = cluster.nodes * cluster.gpus_per_node
+    if layout.world_size != size:
+        near = listed((other.name for other in nearest_layouts(layout, size)), last="or")
+        raise LayoutError(
+            f"Layout {layout} has {layout.world_size} ranks, but the cluster {cluster.name} has {size} GPUs"
+            f" ({cluster.nodes} nodes of {cluster.gpus_per_node}). Layouts for {size} ranks: {near}."
+        )
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, without asking CUDA, which would forbid a fork."""
+    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()])
+    allowed = environment.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return there
+    names = [name.strip() for name in allowed.split(",")]
+    named = names.index("-1") if "-1" in names else len([name for name in names if name])
+    return min(there, named)
+
+
+def _choose_precision(run: RunConfig, accelerator: str) -> str:
+    name, zero_stage = run.precision.name, run.parallelism.zero_stage
+    if zero_stage not in ZERO_STAGES:
+        later = " Stages 2 and 3 are not available in this version." if zero_stage in (2, 3) else ""
+        raise ConfigError(f"parallelism.zero_stage is {zero_stage}; it must be 0 or 1.{later}")
+    if name == "auto":
+        return "bf16" if accelerator == "gpu" else "fp32"
+    if name not in PRECISIONS:
+        raise ConfigError(
+            f'There is no precision "{name}".{did_you_mean(name, PRECISIONS)} It must be auto,'
+            f" {listed(PRECISIONS, last='or')}."
+        )
+    if name == "fp64" and zero_stage > 0:
+        raise ConfigError(
+            f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32. Use"
+            " parallelism.zero_stage=0."
+        )
+    return name
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    steps = trainer.max_steps
+    check_sizes(
+        **{
+            "trainer.max_steps": steps,
+            "trainer.val_check_interval": trainer.val_check_interval,
+            "trainer.log_every_n_steps": trainer.log_every_n_steps,
+            "trainer.checkpoint_every_n_steps": trainer.checkpoint_every_n_steps,
+        }
+    )
+    if steps % trainer.val_check_interval:
+        near = min(divisors(steps), key=lambda interval: abs(interval - trainer.val_check_interval))
+        raise ConfigError(
+            f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
+            f" run would end without a validation. The nearest that does is {near}."
+        )
+    if trainer.limit_val_batches is not None:
+        check_number("trainer.limit_val_batches", trainer.limit_val_batches, least=0)
+    if trainer.gradient_clip_val is not None:
+        check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
+    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
+        raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
+    if trainer.resume is not None and not Path(trainer.resume).exists():
+        raise CheckpointError(f"There is no checkpoint {trainer.resume} to resume from (trainer.resume).")
+    if trainer.start_method not in START_METHODS:
+        raise ConfigError(
+            f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
+        )
+
+
+def _check_targets(run: RunConfig) -> None:
+    """Loggers and callbacks are objects, by the name of their class."""
+    for group, entries in (("logger", run.logger), ("callbacks", run.callbacks)):
+        for name, entry in entries.items():
+            if entry is not None and not (isinstance(entry, dict) and isinstance(entry.get("_target_"), str)):
+                raise ConfigError(
+                    f"{group}.{name} has no _target_, the class to make. Write for example"
+                    f" +{group}.{name}._target_=lightning.pytorch.callbacks.LearningRateMonitor."
+                )
+
+
+def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str) -> tuple[int, int]:
+    """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
+    if not isinstance(run.model.get("config"), dict):
+        raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
+    spec = ModelSpec.from_config(run.model["config"])
+    if spec.experts and spec.top_k > spec.experts:
+        raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
+    check_model(
+        layout,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        layers=spec.layers,
+        vocab=spec.vocab,
+        intermediate=spec.intermediate,
+        seq_len=run.data.get("sequence_length"),
+        max_positions=spec.max_positions,
+        experts=spec.experts or None,
+        schedule=schedule,
+    )
+    global_batch = run.data.get("global_batch_size")
+    if global_batch is None:
+        raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")
+    micro_batch_size = run.parallelism.micro_batch_size
+    if micro_batch_size is None:
+        micro_batch_size = _largest_micro_batch(layout, schedule, global_batch)
+    return micro_batch_size, check_batch(layout, global_batch, micro_batch_size, schedule)
+
+
+def _largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
+    """The largest micro-batch that the schedule runs with; 1 when none works, for `check_batch` to explain."""
+    check_sizes(global_batch=global_batch)
+    rows, info = global_batch // layout.dp, find_schedule(schedule)
+    sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]
+    return max(sizes, default=1)

@@ -1,0 +1,57 @@
+"""What Hydra and OmegaConf say about a wrong command line, in one message with the nearest thing that works."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_3d.config import explain_value
+from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
+from lightning_3d.layout import Layout
+
+_HYDRA = Path(hydra.__file__).parent
+
+
+def is_composition_error(error: Exception) -> bool:
+    """Whether composing a configuration raised it because the command line or a file is wrong.
+
+    Hydra also raises plain ValueErrors; those count when they come out of its own code.
+    """
+    if isinstance(error, (HydraException, OmegaConfBaseException, Lightning3DError)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_HYDRA)
+
+
+def explain(error: Exception) -> Lightning3DError:
+    """What to show for an error that `is_composition_error`."""
+    if isinstance(error, Lightning3DError):
+        return error
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_such_option(error)
+    if isinstance(error, OmegaConfBaseException):
+        return explain_value(error)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        return explain_value(error.__cause__)
+    text = " ".join(str(error).split())
+    if isinstance(error, OverrideParseException):
+        return ConfigError(f'The override "{error.override}" is not understood: {text}')
+    return ConfigError(text)
+
+
+def _no_such_option(error: MissingConfigException) -> Lightning3DError:
+    """A group has no configuration of this name. Names of layouts explain themselves."""
+    group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    options = [str(option) for option in error.options or ()]
+    if group == "parallelism":
+        try:
+            Layout.parse(name)
+        except Lightning3DError as refusal:
+            return refusal
+    near = did_you_mean(name, options)
+    what = f'There is no {group} "{name}".' if group else f'There is no configuration "{name}".'
+    return ConfigError(f"{what}{near}" + (f" There are: {', '.join(sorted(options))}." if options else ""))

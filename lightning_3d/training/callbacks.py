@@ -1,0 +1,394 @@
+"""What a run shows and leaves behind, on rank 0: a progress line, a metrics file, a closing table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from torch import Tensor
+from typing_extensions import override
+
+COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss")
+"""Columns of `metrics.csv`; an empty cell is a number that does not exist for that step."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What is known about one optimizer step.
+
+    Attributes:
+        step: 1 for the first.
+        loss: mean over the global batch, in nats per target token.
+        grad_norm: global norm before clipping; None where the strategy does not tell.
+        lr: learning rate of the first parameter group in this step.
+        tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
+        seconds: from the batch being there to the end of the optimizer step; waiting for data, validation and
+            checkpoints are not in it.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class StepClock:
+    """Measures steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
+    Lightning.
+    """
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._lr = 0.0
+
+    def start(self, trainer: Trainer) -> None:
+        # Read before the step: schedulers move on before `on_train_batch_end`.
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
+        self._started = time.perf_counter()
+
+    def stop(self, trainer: Trainer, outputs: Any, batch: Any) -> StepNumbers:
+        last = getattr(trainer.strategy, "last_step", None)
+        if last is not None:
+            loss, grad_norm, tokens = float(last.loss), last.grad_norm, float(last.tokens)
+        else:
+            loss, grad_norm, tokens = _loss_of(trainer, outputs), None, _tokens_of(trainer, batch)
+        # The loss is read first: on an accelerator that waits for the step to end.
+        seconds = time.perf_counter() - self._started
+        norm = None if grad_norm is None else float(grad_norm)
+        return StepNumbers(trainer.global_step, loss, norm, self._lr, tokens, seconds)
+
+
+def _loss_of(trainer: Trainer, outputs: Any) -> float:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if loss is None:
+        loss = trainer.callback_metrics.get("loss")
+    return float("nan") if loss is None else float(loss)
+
+
+def _tokens_of(trainer: Trainer, batch: Any) -> float:
+    tokens = batch.get("input_ids") if isinstance(batch, dict) else None
+    replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return float(tokens.numel() * replicas) if isinstance(tokens, Tensor) else 0.0
+
+
+def _val_loss(trainer: Trainer) -> float | None:
+    value = trainer.callback_metrics.get("val_loss")
+    return None if value is None else float(value)
+
+
+class MetricsCSV(Callback):
+    """Writes one row per optimizer step, complete on disk when the step ends. A validation is put into the row of the
+    step before it.
+
+    A resumed run goes on in the same file: rows of steps that it repeats are removed first.
+
+    Args:
+        path: of the file, usually `metrics.csv` in the run folder; its folder is created.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._clock = StepClock()
+        self._file: TextIO | None = None
+        self._row: dict[str, Any] = {}
+        self._row_start = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        kept = rows_until(self._path, trainer.global_step)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("w", newline="")
+        self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
+        self._file.flush()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._clock.start(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._file is None:
+            return
+        numbers = self._clock.stop(trainer, outputs, batch)
+        self._row_start = self._file.tell()
+        self._row = {
+            "step": numbers.step,
+            "loss": f"{numbers.loss:.9g}",
+            "grad_norm": "" if numbers.grad_norm is None else f"{numbers.grad_norm:.9g}",
+            "lr": f"{numbers.lr:.9g}",
+            "tokens": round(numbers.tokens),
+            "tokens_per_second": f"{numbers.tokens_per_second:.1f}",
+            "step_seconds": f"{numbers.seconds:.6f}",
+        }
+        self._write_row()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = _val_loss(trainer)
+        if self._file is None or trainer.sanity_checking or value is None or not self._row:
+            return
+        self._file.seek(self._row_start)
+        self._file.truncate()
+        self._row["val_loss"] = f"{value:.9g}"
+        self._write_row()
+
+    def _write_row(self) -> None:
+        assert self._file is not None
+        self._file.write(_csv_lines([self._row]))
+        self._file.flush()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._row = {}
+
+
+def rows_until(path: Path, step: int) -> list[dict[str, str]]:
+    """Rows of a metrics file whose step is at most `step`; none when there is no file. A last row cut off by a crash is
+    left out.
+    """
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
+    return [row for row in rows if int(row["step"]) <= step]
+
+
+def _csv_lines(rows: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+class ProgressBar(LightningProgressBar):
+    """One line with step, loss, tokens/s, step time and time left.
+
+    On a terminal the line is rewritten in place; elsewhere a new one is printed every `every` steps. Step time and
+    tokens/s are means over the last `window` steps.
+
+    Args:
+        every: steps between lines when the output is no terminal.
+        stream: where to write; None is the standard output of the moment.
+    """
+
+    def __init__(self, every: int = 10, *, window: int = 20, stream: TextIO | None = None) -> None:
+        super().__init__()
+        self._every = max(1, every)
+        self._recent: deque[StepNumbers] = deque(maxlen=max(1, window))
+        self._clock = StepClock()
+        self._stream = stream
+        self._enabled = True
+        self._width = 0
+
+    @override
+    def disable(self) -> None:
+        self._enabled = False
+
+    @override
+    def enable(self) -> None:
+        self._enabled = True
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self._end_line()
+        print(*args, file=self._out, flush=True)
+
+    @property
+    def _out(self) -> TextIO:
+        return self._stream if self._stream is not None else sys.stdout
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._clock.start(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._enabled:
+            return
+        self._recent.append(self._clock.stop(trainer, outputs, batch))
+        total = _total_steps(trainer)
+        step = trainer.global_step
+        if self._out.isatty():
+            line = progress_line(self._recent, total)
+            self._out.write("\r" + line.ljust(self._width))
+            self._out.flush()
+            self._width = len(line)
+        elif step % self._every == 0 or step == 1 or step == total:
+            print(progress_line(self._recent, total), file=self._out, flush=True)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = _val_loss(trainer)
+        if self._enabled and not trainer.sanity_checking and value is not None:
+            self.print(f"step {trainer.global_step}: validation loss {value:.4f}")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._enabled:
+            self._end_line()
+
+    def _end_line(self) -> None:
+        """Leave the line that is being rewritten."""
+        if self._width:
+            self._out.write("\n")
+            self._width = 0
+
+
+def progress_line(recent: Iterable[StepNumbers], total: int | None) -> str:
+    """One line on the latest of some consecutive steps; speeds are means over them.
+
+    Args:
+        total: steps of the run, None when it has no end.
+    """
+    steps = list(recent)
+    latest = steps[-1]
+    seconds = sum(step.seconds for step in steps)
+    mean = seconds / len(steps)
+    speed = sum(step.tokens for step in steps) / seconds if seconds > 0 else 0.0
+    place = f"step {latest.step}" if total is None else f"step {latest.step:{len(str(total))}d}/{total}"
+    line = f"{place} | loss {latest.loss:.4f} | {speed:,.0f} tokens/s | {mean:.3f} s/step"
+    if total is not None:
+        line += f" | {format_seconds(max(0, total - latest.step) * mean)} left"
+    return line
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    if trainer.max_steps > 0:
+        return trainer.max_steps
+    estimate = trainer.estimated_stepping_batches
+    return None if estimate == float("inf") else int(estimate)
+
+
+def format_seconds(seconds: float) -> str:
+    """`0:42`, `12:05`, `3:07:30`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Summary(Callback):
+    """Prints a table when a fit has ended: model, layout, steps, speed, losses beside the entropies of the text,
+    checkpoint.
+
+    Args:
+        model_name: name of the model for the first row; None is the type of the configuration or the module's class.
+        stream: where to write; None is the standard output of the moment.
+    """
+
+    def __init__(self, model_name: str | None = None, *, stream: TextIO | None = None) -> None:
+        self._model_name = model_name
+        self._stream = stream
+        self._clock = StepClock()
+        self._steps: int = 0
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._losses: deque[float] = deque(maxlen=20)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._clock.start(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        numbers = self._clock.stop(trainer, outputs, batch)
+        self._steps += 1
+        self._tokens += numbers.tokens
+        self._seconds += numbers.seconds
+        self._losses.append(numbers.loss)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self._steps:
+            out = self._stream if self._stream is not None else sys.stdout
+            print("\n" + format_table(self.rows(trainer, pl_module)), file=out, flush=True)
+
+    def rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
+        """The rows of the table, as (label, value)."""
+        unit = getattr(trainer.datamodule, "unit", "token")  # type: ignore[attr-defined]
+        rows = [("model", self._describe_model(pl_module)), ("layout", _describe_layout(trainer))]
+        rows.append(
+            (
+                "steps",
+                f"{trainer.global_step:,}"
+                + (f" ({self._steps:,} in this run)" if self._steps != trainer.global_step else ""),
+            )
+        )
+        rows.append(("tokens", f"{self._tokens:,.0f}"))
+        rows.append(("time in steps", f"{format_seconds(self._seconds)} ({self._seconds / self._steps:.3f} s/step)"))
+        rows.append(("speed", f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"))
+        mean = sum(self._losses) / len(self._losses)
+        rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))
+        rows += _validation_rows(trainer, unit)
+        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
+        rows.append(("checkpoint", checkpoint or "none"))
+        return rows
+
+    def _describe_model(self, pl_module: LightningModule) -> str:
+        config = getattr(pl_module, "config", None)
+        name = self._model_name or getattr(config, "model_type", None) or type(pl_module).__name__
+        count = getattr(pl_module, "parameter_count", 0)
+        return f"{name}, {count:,} parameters" if count else name
+
+
+def _describe_layout(trainer: Trainer) -> str:
+    """Layout, schedule and ZeRO stage, of strategies that have them."""
+    strategy = trainer.strategy
+    layout = getattr(strategy, "layout", None)
+    if layout is None:
+        return f"{trainer.world_size} x {type(strategy).__name__}"
+    words = [f"{layout.name} on {trainer.world_size} ranks"]
+    if getattr(layout, "pp", 1) > 1:
+        words.append(str(getattr(strategy, "schedule", "")))
+    stage = getattr(strategy, "zero_stage", None)
+    if stage is not None:
+        words.append(f"ZeRO-{stage}")
+    return ", ".join(word for word in words if word)
+
+
+def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:
+    """The held-out loss beside what models of frequencies alone would reach."""
+    value = _val_loss(trainer)
+    if value is None:
+        return []
+    rows = [("validation loss", f"{value:.4f} nats/{unit}")]
+    entropy = getattr(trainer.datamodule, "entropy", lambda: None)()  # type: ignore[attr-defined]
+    if entropy is not None:
+        rows.append(("  bigram entropy", f"{entropy.bigram:.4f} nats/{unit}, of the held-out text"))
+        rows.append(("  unigram entropy", f"{entropy.unigram:.4f} nats/{unit}"))
+    return rows
+
+
+def format_table(rows: Iterable[tuple[str, str]]) -> str:
+    """Two aligned columns between two rules, in plain text."""
+    rows = list(rows)
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:{width}}  {value}" for label, value in rows]
+    rule = "-" * max(len(line) for line in lines)
+    return "\n".join([rule, *lines, rule])

@@ -1,0 +1,83 @@
+"""Data modules that pack text into samples of equal length, and the table by which a `data/` config file names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+
+if TYPE_CHECKING:
+    from lightning_3d.training.data.base import PackedDataModule
+
+DATA_MODULES: dict[str, str] = {
+    "python_stdlib": "lightning_3d.training.data.python_stdlib:PythonStdlib",
+    "tokens": "lightning_3d.training.data.tokens:TokenFiles",
+    "huggingface": "lightning_3d.training.data.huggingface:HuggingFaceText",
+}
+"""Where the data module behind each `data.name` is. Imported when it is asked for."""
+
+
+def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModule:
+    """Build the data module that a `data/` config file describes.
+
+    Args:
+        config: `name`, one of `DATA_MODULES`, and the arguments of that data module; "???" is a missing one, as in
+            Hydra.
+        **given: arguments that stand elsewhere in the configuration, such as `global_batch_size`, `vocab_size` and
+            `seed`.
+
+    Raises:
+        ConfigError: an unknown name, or arguments that are missing, unknown, or given twice with different values.
+        DataError: a place on disk that does not exist.
+    """
+    arguments = {str(key): None if value == "???" else value for key, value in config.items()}
+    name = arguments.pop("name", None)
+    if name not in DATA_MODULES:
+        raise ConfigError(
+            f"data.name is {name!r}; it must be {listed(DATA_MODULES, last='or')}."
+            f"{did_you_mean(str(name), DATA_MODULES)}"
+        )
+    for key, value in given.items():
+        if arguments.get(key) is None:
+            arguments[key] = value
+        elif arguments[key] != value:
+            raise ConfigError(f"data.{key} is {arguments[key]}, but the run says {value}. Give it once.")
+    module_name, class_name = DATA_MODULES[name].split(":")
+    data_module: Callable[..., PackedDataModule] = getattr(import_module(module_name), class_name)
+    _check_arguments(data_module, arguments, f"data={name}")
+    return data_module(**arguments)
+
+
+def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) -> None:
+    """Refuse an argument that the data module does not take, and the absence of one that it needs."""
+    known = _parameters(data_module)
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(
+                f"{what} has no option '{key}'. Its options are {listed(sorted(known))}.{did_you_mean(key, known)}"
+            )
+    missing = [
+        f"data.{key}"
+        for key, parameter in known.items()
+        if parameter.default is Parameter.empty and arguments.get(key) is None
+    ]
+    if missing:
+        raise ConfigError(f"{what} needs {listed(missing)}.")
+
+
+def _parameters(data_module: Any) -> dict[str, Parameter]:
+    """Keyword arguments of a class, those that it passes on to its parents included."""
+    known: dict[str, Parameter] = {}
+    for parent in data_module.__mro__:
+        if "__init__" not in parent.__dict__:
+            continue
+        parameters = signature(parent.__dict__["__init__"]).parameters.values()
+        for parameter in parameters:
+            if parameter.kind is Parameter.KEYWORD_ONLY:
+                known.setdefault(parameter.name, parameter)
+        if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return known

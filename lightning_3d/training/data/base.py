@@ -1,0 +1,260 @@
+"""The data module behind all packed text: samplers, loaders, checks and the position in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.training.data.entropy import Entropy, entropy
+from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
+
+_FULL_SCAN = 1 << 30
+"""Bytes up to which a run of tokens is checked as a whole before training. Each sample is checked when it is read."""
+
+
+class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
+    """Order of samples that depends on the seed and the epoch only, whatever the number of data-parallel ranks.
+
+    The samples of a step are the next global batch of one shuffled order, of which this rank reads every
+    `num_replicas`-th. In a resumed epoch those that were used before are left out.
+
+    Args:
+        position: returns (epoch, samples used in it), asked when an epoch begins.
+    """
+
+    def __init__(self, dataset: PackedDataset, position: Callable[[], tuple[int, int]], **kwargs: Any) -> None:
+        super().__init__(dataset, shuffle=True, drop_last=True, **kwargs)
+        self._position = position
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        epoch, used = self._position()
+        return islice(super().__iter__(), used // self.num_replicas if epoch == self.epoch else 0, None)
+
+
+class TrainLoader(DataLoader[dict[str, Tensor]]):
+    """A loader whose position Lightning puts into checkpoints and restores: it looks for these two methods."""
+
+    data_module: PackedDataModule
+
+    def state_dict(self) -> dict[str, int]:
+        return self.data_module.position_state()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.data_module.go_on_from(state_dict)
+
+
+class PackedDataModule(LightningDataModule):
+    """Training and held-out tokens, packed into samples of equal length.
+
+    The number of data-parallel ranks comes from the trainer's strategy (its `data_parallel_size`, or what it tells
+    Lightning's samplers); each reads `global_batch_size / ranks` rows a step. `train_dataloader` drops the last
+    incomplete global batch of an epoch. The position in the data is part of Lightning's checkpoints, and a run that
+    resumes without one is refused.
+
+    Args:
+        sequence_length: tokens of a sample.
+        global_batch_size: samples of a step over all ranks.
+        val_sequences: held-out samples that a validation runs over, spread evenly over the split; None for all.
+        seed: of the order of documents and samples.
+        vocab_size: of the model, against which token ids are checked; None: no check.
+        predict_across_documents: see `PackedDataset`.
+        num_workers: processes that read ahead, per rank; 0 reads in the rank itself, which memory-mapped tokens are
+            fast enough for.
+    """
+
+    unit = "token"
+    """What one token is, for figures per token."""
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int,
+        global_batch_size: int,
+        val_sequences: int | None = None,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        predict_across_documents: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if sequence_length < 2:
+            raise ConfigError(
+                f"data.sequence_length is {sequence_length}; it must be at least 2: an input and its target."
+            )
+        if global_batch_size < 1:
+            raise ConfigError(f"The global batch has {global_batch_size} samples; it must have at least 1.")
+        if val_sequences is not None and val_sequences < 1:
+            raise ConfigError(
+                f"data.val_sequences is {val_sequences}; give a positive number, or null for the whole split."
+            )
+        self.sequence_length = sequence_length
+        self.global_batch_size = global_batch_size
+        self.val_sequences = val_sequences
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.predict_across_documents = predict_across_documents
+        self.num_workers = num_workers
+        self.train_set: PackedDataset | None = None
+        self.val_set: PackedDataset | None = None
+        self._restored: dict[str, int] | None = None
+        self._entropy: Entropy | None = None
+
+    def load_tokens(self) -> tuple[Tokens, Tokens | None]:
+        """Training tokens and held-out tokens (None: no validation). Called once per process."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Read the tokens and check them.
+
+        Raises:
+            DataError: a token id outside the vocabulary, or fewer samples than one global batch.
+        """
+        if self.train_set is not None:
+            return
+        train, val = self.load_tokens()
+        for tokens in (train, val):
+            if tokens is not None and self.vocab_size is not None and tokens.values.nbytes <= _FULL_SCAN:
+                tokens.check_vocabulary(self.vocab_size)
+        self.train_set = self._pack(train, None)
+        self._require_global_batch(train)
+        if val is None:
+            return
+        samples = len(val) // self.sequence_length
+        if samples == 0:
+            raise DataError(
+                f"The held-out part of {val.name} has {len(val)} tokens, fewer than one sample of"
+                f" {self.sequence_length}. Use a data.sequence_length of at most {len(val)}, or hold out more."
+            )
+        self.val_set = self._pack(val, self.val_sequences)
+
+    def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
+        return PackedDataset(
+            tokens,
+            self.sequence_length,
+            vocab_size=self.vocab_size,
+            predict_across_documents=self.predict_across_documents,
+            samples=spread(len(tokens) // self.sequence_length, wanted),
+        )
+
+    def _require_global_batch(self, tokens: Tokens) -> None:
+        samples = len(tokens) // self.sequence_length
+        if samples >= self.global_batch_size:
+            return
+        works = f"Use a global batch of at most {samples}" if samples else "Use more data"
+        raise DataError(
+            f"{tokens.name} has {len(tokens)} tokens to train on, which is {samples} samples of {self.sequence_length}:"
+            f" fewer than one global batch of {self.global_batch_size}. {works} or a shorter data.sequence_length."
+        )
+
+    # Loaders
+
+    def _replicas(self) -> tuple[int, int]:
+        """(number of data-parallel ranks, index of this one)."""
+        if self.trainer is None:
+            return 1, 0
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        replicas = int(getattr(self.trainer.strategy, "data_parallel_size", kwargs["num_replicas"]))
+        return replicas, int(kwargs["rank"])
+
+    def _batch_size(self, replicas: int) -> int:
+        """Rows that each data-parallel rank reads per step."""
+        if self.global_batch_size % replicas:
+            lower = self.global_batch_size // replicas * replicas
+            near = " or ".join(str(size) for size in (lower, lower + replicas) if size)
+            raise ConfigError(
+                f"A global batch of {self.global_batch_size} cannot be dealt evenly to {replicas} data-parallel ranks."
+                f" Use {near}."
+            )
+        return self.global_batch_size // replicas
+
+    @override
+    def train_dataloader(self) -> TrainLoader:
+        assert self.train_set is not None, "setup() comes first"
+        replicas, index = self._replicas()
+        sampler = GlobalOrderSampler(self.train_set, self._position, num_replicas=replicas, rank=index, seed=self.seed)
+        options = self._loader_options(self._batch_size(replicas))
+        loader = TrainLoader(self.train_set, sampler=sampler, drop_last=True, **options)
+        loader.data_module = self
+        return loader
+
+    def _position(self) -> tuple[int, int]:
+        """(epoch, samples used in it) where training goes on.
+
+        Raises:
+            DataError: the run was resumed from a checkpoint that does not say.
+        """
+        if self._restored is not None:
+            return self._restored["epoch"], self._restored["samples"]
+        if self.trainer is not None and self.trainer.global_step > 0 and self.trainer.ckpt_path is not None:
+            raise DataError(
+                f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but holds no position"
+                " in the data: training would silently see the first samples again. Resume with the data module that"
+                " wrote it, or start a new run from its weights."
+            )
+        return 0, 0
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        if self.val_set is None:
+            return []
+        return DataLoader(self.val_set, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
+
+    def _loader_options(self, batch_size: int) -> dict[str, Any]:
+        return {
+            "batch_size": batch_size,
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+        }
+
+    # What others ask for
+
+    def entropy(self) -> Entropy | None:
+        """Unigram and bigram entropy of the held-out split in nats per token; None without one."""
+        if self._entropy is None and self.val_set is not None:
+            self._entropy = entropy(self.val_set.tokens.values)
+        return self._entropy
+
+    def position_state(self) -> dict[str, int]:
+        """Where training is: samples used in the order of this epoch, and what that order depends on."""
+        assert self.trainer is not None and self.train_set is not None
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return {
+            "epoch": self.trainer.current_epoch,
+            "samples": batches * self.global_batch_size,
+            "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            "train_samples": len(self.train_set),
+        }
+
+    def go_on_from(self, state: dict[str, int]) -> None:
+        """Take a position that `position_state` returned.
+
+        Raises:
+            DataError: the order that it counts in is not the one of this data module.
+        """
+        assert self.train_set is not None, "setup() comes first"
+        present = {
+            "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            "train_samples": len(self.train_set),
+        }
+        different = [f"{key} {state[key]}, now {value}" for key, value in present.items() if state[key] != value]
+        if different:
+            raise DataError(
+                f"The checkpoint's position in the data does not fit this run: {'; '.join(different)}. Set them back,"
+                " or start a new run from the checkpoint's weights."
+            )
+        self._restored = dict(state)

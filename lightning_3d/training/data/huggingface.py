@@ -1,0 +1,191 @@
+"""Text from the `datasets` library, tokenized by a tokenizer of Transformers. Both are imported when they are used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed
+from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.packing import Tokens, join_documents, smallest_dtype
+from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
+
+_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+_BATCH = 1000
+
+
+class HuggingFaceText(PackedDataModule):
+    """Documents of a data set, tokenized once per node into a cached token file that all ranks then map into memory.
+
+    Each document ends with the tokenizer's end-of-sequence token. Documents keep the order of the data set; samples are
+    shuffled.
+
+    Args:
+        path: name on the hub, a folder written by `save_to_disk`, a folder of json, jsonl, parquet, csv, txt or arrow
+            files, or one such file.
+        tokenizer: name on the hub or folder of a tokenizer.
+        dataset: configuration of the data set, for those on the hub that have several.
+        split: training split.
+        val_split: held-out split; None holds out the end of the training split.
+        val_fraction: share of the training split's samples that is held out when there is no `val_split`; 0: no
+            validation.
+        text_column: column that holds the text.
+        max_documents: use only the first ones of each split; None for all.
+        cache_dir: folder of the token files; None is `lightning_3d` in the user's cache folder (XDG_CACHE_HOME).
+        **kwargs: see `PackedDataModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        tokenizer: str,
+        dataset: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        val_fraction: float = 0.01,
+        text_column: str = "text",
+        max_documents: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not 0 <= val_fraction < 1:
+            raise ConfigError(f"data.val_fraction is {val_fraction}; it must be at least 0 and less than 1.")
+        if _is_local(path) and not Path(path).exists():
+            raise DataError(f"The data set {path} does not exist. Give a folder, a file, or a name on the hub.")
+        if _is_local(tokenizer) and not Path(tokenizer).exists():
+            raise DataError(
+                f"The tokenizer {tokenizer} does not exist. Give a folder with a tokenizer, or a name on the hub."
+            )
+        self.path, self.tokenizer, self.dataset = path, tokenizer, dataset
+        self.split, self.val_split, self.val_fraction = split, val_split, val_fraction
+        self.text_column, self.max_documents = text_column, max_documents
+        self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
+
+    @override
+    def prepare_data(self) -> None:
+        """Tokenize what is not in the cache yet. Lightning calls it on one rank per node while the others wait."""
+        for split in self._splits():
+            path = self.token_path(split)
+            if index_path(path).is_file() and path.is_file():
+                continue
+            tokens, vocab_size, separator = self._tokenize(split)
+            write_tokens(path, tokens, vocab_size=vocab_size, document_separator=separator)
+
+    @override
+    def load_tokens(self) -> tuple[Tokens, Tokens | None]:
+        train = self._map(self.split)
+        if self.val_split is not None:
+            return train, self._map(self.val_split)
+        return train.hold_out(self.val_fraction, self.sequence_length)
+
+    def _splits(self) -> list[str]:
+        return [self.split] if self.val_split is None else [self.split, self.val_split]
+
+    def _map(self, split: str) -> Tokens:
+        values, index = open_tokens(self.token_path(split))
+        return Tokens(values, f"split '{split}' of {self.path}", index.document_separator)
+
+    def token_path(self, split: str) -> Path:
+        """Token file of a split. Its name is a hash of all that its content depends on, local files' sizes and times
+        included.
+        """
+        sources = {
+            "data": [self.path, self.dataset, split, self.text_column, self.max_documents, _state(self.path)],
+            "tokenizer": [self.tokenizer, _state(self.tokenizer)],
+        }
+        return self.cache_dir / f"{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]}.bin"
+
+    def _tokenize(self, split: str) -> tuple[np.ndarray, int, int]:
+        """(tokens, vocabulary size, separator) of a split."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        separator = tokenizer.eos_token_id
+        if separator is None:
+            raise DataError(
+                f"The tokenizer {self.tokenizer} has no end-of-sequence token to mark the end of a document. Set its"
+                " eos_token."
+            )
+        dtype = smallest_dtype(len(tokenizer) - 1)
+        documents = (
+            np.asarray(ids, dtype=dtype)
+            for texts in self._texts(split)
+            for ids in tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+                "input_ids"
+            ]
+        )
+        return join_documents(documents, separator), len(tokenizer), separator
+
+    def _texts(self, split: str) -> Iterator[list[str]]:
+        """The documents of a split, `_BATCH` at a time."""
+        dataset = load_split(self.path, self.dataset, split)
+        if self.text_column not in dataset.column_names:
+            columns = listed(dataset.column_names)
+            near = did_you_mean(self.text_column, dataset.column_names)
+            raise DataError(
+                f"{self.path} has no column '{self.text_column}'; it has {columns}.{near} Set data.text_column."
+            )
+        count = len(dataset) if self.max_documents is None else min(self.max_documents, len(dataset))
+        for start in range(0, count, _BATCH):
+            yield dataset[start : min(start + _BATCH, count)][self.text_column]
+
+
+def load_split(path: str, name: str | None, split: str) -> Any:
+    """One split as a `datasets.Dataset`, from disk or from the hub.
+
+    Raises:
+        DataError: there is no such split, no file of a known type, or the library cannot read it.
+    """
+    import datasets
+
+    place = Path(path)
+    try:
+        if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
+            saved = datasets.load_from_disk(path)
+            return saved if isinstance(saved, datasets.Dataset) else saved[split]
+        if place.exists():
+            reader, files = local_files(place)
+            return datasets.load_dataset(reader, data_files={split: files}, split=split)
+        return datasets.load_dataset(path, name, split=split)
+    except DataError:
+        raise
+    except KeyError:
+        raise DataError(f"{path} has no split '{split}'; it has {listed(saved)}.") from None
+    except Exception as error:
+        raise DataError(f"The data set {path} cannot be read: {error}") from error
+
+
+def local_files(place: Path) -> tuple[str, list[str]]:
+    """(reader of `datasets`, files) of a folder or of one file; a folder's most frequent known type counts."""
+    found = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    known = [path for path in found if path.suffix in _READERS]
+    if not known:
+        raise DataError(f"{place} holds no file of a known type ({', '.join(_READERS)}).")
+    readers = [_READERS[path.suffix] for path in known]
+    reader = max(sorted(set(readers)), key=readers.count)
+    return reader, [str(path) for path in known if _READERS[path.suffix] == reader]
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d"
+
+
+def _is_local(name: str) -> bool:
+    """Whether the user means a place on disk: names on the hub are `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in _READERS
+
+
+def _state(name: str) -> list[Any]:
+    """Relative path, size and time of change of each file, for something local; empty for a name on the hub."""
+    place = Path(name)
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    return [[path.relative_to(place).as_posix(), path.stat().st_size, path.stat().st_mtime_ns] for path in files]

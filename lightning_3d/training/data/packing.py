@@ -1,0 +1,146 @@
+"""Documents of tokens -> samples of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_3d.errors import DataError
+
+IGNORE_INDEX = -100
+"""Label of a target that does not count in the loss, as in torch's cross-entropy and Transformers."""
+
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A run of tokens: documents one after the other, each followed by a separator.
+
+    Attributes:
+        values: (tokens,) of uint16 or uint32; an array in memory or a memory-mapped file.
+        name: where they come from, for messages.
+        separator: token at the end of each document; None when documents are not marked.
+        first: position of `values[0]` in the source, for messages.
+    """
+
+    values: np.ndarray
+    name: str
+    separator: int | None = None
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def part(self, start: int, stop: int) -> Tokens:
+        return Tokens(self.values[start:stop], self.name, self.separator, self.first + start)
+
+    def hold_out(self, fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]:
+        """(training part, held-out part): the last samples are held out, at least one; None when `fraction` is 0."""
+        if fraction == 0:
+            return self, None
+        samples = len(self) // sequence_length
+        cut = max(0, samples - max(1, round(samples * fraction))) * sequence_length
+        return self.part(0, cut), self.part(cut, len(self))
+
+    def check_vocabulary(self, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
+        """Refuse a token id that the model has no row for.
+
+        Raises:
+            DataError: with the first such id and its position.
+        """
+        stop = len(self.values) if stop is None else stop
+        for begin in range(start, stop, _CHUNK):
+            chunk = self.values[begin : min(begin + _CHUNK, stop)]
+            if len(chunk) and int(chunk.max()) >= vocab_size:
+                place = int(np.argmax(chunk >= vocab_size))
+                raise DataError(
+                    f"Token {int(chunk[place])} at position {self.first + begin + place} of {self.name} is outside the"
+                    f" model's vocabulary of {vocab_size} (ids 0 to {vocab_size - 1}). Use a model whose vocab_size is"
+                    f" at least {int(self.values[start:stop].max()) + 1}, or the tokenizer that belongs to this model."
+                )
+
+
+def join_documents(documents: Iterable[np.ndarray], separator: int) -> np.ndarray:
+    """Put documents one after the other, a separator behind each.
+
+    Args:
+        documents: arrays of token ids; empty ones are left out.
+
+    Returns:
+        (tokens,) of uint16 where all ids fit, else uint32.
+    """
+    kept = [document for document in documents if len(document)]
+    largest = max([separator, *(int(document.max()) for document in kept)])
+    joined = np.empty(sum(len(document) + 1 for document in kept), dtype=smallest_dtype(largest))
+    end = 0
+    for document in kept:
+        joined[end : end + len(document)] = document
+        end += len(document) + 1
+        joined[end - 1] = separator
+    return joined
+
+
+def smallest_dtype(largest_id: int) -> np.dtype:
+    """The smaller one of the two types that token files have."""
+    return np.dtype(np.uint16 if largest_id < 1 << 16 else np.uint32)
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Samples of `sequence_length` tokens, cut from a run of tokens without gaps and without overlap.
+
+    A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of Transformers: labels
+    equal the inputs, and the model shifts them. A sample may hold the end of one document and the beginning of the
+    next; attention is not cut there. The separator is a target like any other, so the model learns where documents end,
+    and by default so is the first
+    token after it: the separator stands for the beginning of a document too. The tail that fills no sample is left out.
+
+    Args:
+        tokens: the run.
+        sequence_length: tokens of a sample.
+        vocab_size: of the model; each sample is checked before it is handed out. None: no check.
+        predict_across_documents: False gives the first token after a separator the label -100: the one target whose
+            context belongs to another document does not count.
+        samples: indices of samples to use, in this order; None for all.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        sequence_length: int,
+        *,
+        vocab_size: int | None = None,
+        predict_across_documents: bool = True,
+        samples: np.ndarray | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._mask_separator = None if predict_across_documents else tokens.separator
+        self._samples = np.arange(len(tokens) // sequence_length) if samples is None else samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = int(self._samples[index]) * self.sequence_length
+        stop = start + self.sequence_length
+        if self._vocab_size is not None:
+            self.tokens.check_vocabulary(self._vocab_size, start, stop)
+        input_ids = torch.from_numpy(self.tokens.values[start:stop].astype(np.int64))
+        labels = input_ids.clone()
+        if self._mask_separator is not None:
+            labels[1:][input_ids[:-1] == self._mask_separator] = IGNORE_INDEX
+        return {"input_ids": input_ids, "labels": labels}
+
+
+def spread(available: int, wanted: int | None) -> np.ndarray:
+    """Indices of `wanted` samples, spread evenly over `available` ones (all of them when None or too few)."""
+    if wanted is None or wanted >= available:
+        return np.arange(available)
+    return np.arange(wanted) * available // wanted

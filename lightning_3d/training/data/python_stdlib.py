@@ -1,0 +1,86 @@
+"""Real text that is on every machine: the source code of Python's standard library, as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.packing import Tokens, join_documents
+
+SEPARATOR = 256
+"""Token behind each file; tokens 0 to 255 are the bytes."""
+
+VOCAB_SIZE = 257
+
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+class PythonStdlib(PackedDataModule):
+    """Every `.py` file under the standard library's folder, without installed packages and tests.
+
+    A document is a file, a token is a byte, and a document ends with `SEPARATOR`: 257 token ids. Whether a file is held
+    out is a hash of its path, so that the split is the same in every run; the order of the files is a hash of the seed
+    and the path. About 700 files and 12 million tokens, read in about 0.1 s per process and kept as two bytes a token.
+
+    Args:
+        val_fraction: share of the files that are held out, more than 0 and less than 1.
+        root: another folder of `.py` files; None is the standard library of the running interpreter.
+        **kwargs: see `PackedDataModule`.
+    """
+
+    unit = "byte"
+
+    def __init__(
+        self, *, val_fraction: float = 0.05, root: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        if not 0 < val_fraction < 1:
+            raise ConfigError(
+                f"data.val_fraction is {val_fraction}; it must be more than 0 and less than 1, for example 0.05."
+            )
+        self.val_fraction = val_fraction
+        self.root = Path(root if root is not None else sysconfig.get_paths()["stdlib"])
+
+    @override
+    def load_tokens(self) -> tuple[Tokens, Tokens]:
+        paths = sorted(source_files(self.root), key=lambda path: _digest(f"{self.seed}:{path}"))
+        if not paths:
+            raise DataError(f"There is no .py file under {self.root}. Set data.root to a folder of Python sources.")
+        held_out = [path for path in paths if is_held_out(path, self.val_fraction)]
+        training = [path for path in paths if not is_held_out(path, self.val_fraction)]
+        return self._read(training, "training files"), self._read(held_out, "held-out files")
+
+    def _read(self, paths: list[str], what: str) -> Tokens:
+        documents = (np.frombuffer((self.root / path).read_bytes(), dtype=np.uint8) for path in paths)
+        return Tokens(join_documents(documents, SEPARATOR), f"the {what} of {self.root}", SEPARATOR)
+
+
+def source_files(root: Path) -> Iterator[str]:
+    """Relative paths, with forward slashes, of the `.py` files under `root`, in no particular order."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+        for name in files:
+            if name.endswith(".py"):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def is_held_out(path: str, fraction: float) -> bool:
+    """Whether the file belongs to the held-out split: a function of its relative path alone.
+
+    With these eight bytes of the hash the 5 % are text like the rest (unigram and bigram entropy 3.22 and 2.44
+    nats/byte in Python 3.11, 3.24 and 2.42 for all files). Others hold out `pydoc_data/topics.py`, a table of prose
+    that would be most of the split."""
+    return int.from_bytes(_digest(path)[-8:], "big") < fraction * 2**64
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,149 @@
+"""Files of tokens: a `.bin` of uint16 or uint32 in little-endian order, and a JSON of the same name beside it.
+
+`corpus.bin` goes with `corpus.json`:
+
+    {"dtype": "uint16", "tokens": 1200000, "vocab_size": 50257, "document_separator": 50256}
+
+`document_separator` may be null or missing. This module needs NumPy only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_3d.errors import DataError
+
+DTYPES = ("uint16", "uint32")
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """What the JSON beside a token file says.
+
+    Attributes:
+        tokens: how many the file holds.
+        vocab_size: ids are smaller than this.
+        document_separator: id behind each document; None when documents are not marked.
+    """
+
+    dtype: str
+    tokens: int
+    vocab_size: int
+    document_separator: int | None = None
+
+
+def index_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
+    """Map a token file into memory, read-only.
+
+    Raises:
+        DataError: the file or its JSON is missing or unreadable, or they do not match.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"There is no token file {path}.{_candidates(path)}")
+    index = read_index(path)
+    width = np.dtype(index.dtype).itemsize
+    size = path.stat().st_size
+    if size != index.tokens * width:
+        held = f"{size // width} tokens" + (f" and {size % width} bytes" if size % width else "")
+        other = next((name for name in DTYPES if size == index.tokens * np.dtype(name).itemsize), None)
+        reason = (
+            f"its size fits {other}: correct dtype in the JSON"
+            if other
+            else "it is truncated or of another version: copy it again"
+        )
+        raise DataError(
+            f"{path} has {size} bytes, which is {held} of {index.dtype}, but {index_path(path).name} says"
+            f" {index.tokens} tokens ({index.tokens * width} bytes); {reason}."
+        )
+    if index.tokens == 0:
+        return np.empty(0, dtype=index.dtype), index
+    return np.memmap(path, dtype=np.dtype(index.dtype).newbyteorder("<"), mode="r"), index
+
+
+def read_index(path: Path) -> TokenIndex:
+    """Read and check the JSON beside the token file `path`.
+
+    Raises:
+        DataError: it is missing, is no JSON object, or has a wrong or unknown entry.
+    """
+    beside = index_path(path)
+    try:
+        entries = json.loads(beside.read_text())
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} has no {beside.name} beside it. Write one such as"
+            ' {"dtype": "uint16", "tokens": 1200000, "vocab_size": 50257, "document_separator": 50256}.'
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{beside} cannot be read as JSON: {error}.") from None
+    return _check_entries(beside, entries)
+
+
+def _check_entries(beside: Path, entries: Any) -> TokenIndex:
+    if not isinstance(entries, dict):
+        raise DataError(
+            f"{beside} holds {type(entries).__name__}, not a JSON object with dtype, tokens and vocab_size."
+        )
+    required, known = {"dtype", "tokens", "vocab_size"}, set(TokenIndex.__dataclass_fields__)
+    for wrong, names in (("lacks", required - entries.keys()), ("has the unknown entry", entries.keys() - known)):
+        if names:
+            raise DataError(f"{beside} {wrong} {', '.join(sorted(names))}. Its entries are {', '.join(sorted(known))}.")
+    if entries["dtype"] not in DTYPES:
+        raise DataError(f"dtype in {beside} is {entries['dtype']!r}. Token files hold {' or '.join(DTYPES)}.")
+    for name, least in (("tokens", 0), ("vocab_size", 1), ("document_separator", 0)):
+        value = entries.get(name)
+        optional = value is None and name not in required
+        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise DataError(f"{name} in {beside} is {value!r}; it must be a whole number of at least {least}.")
+    separator = entries.get("document_separator")
+    if separator is not None and separator >= entries["vocab_size"]:
+        raise DataError(
+            f"document_separator in {beside} is {separator}, outside its vocab_size of {entries['vocab_size']}."
+        )
+    return TokenIndex(**entries)
+
+
+def write_tokens(
+    path: str | os.PathLike[str], tokens: np.ndarray, *, vocab_size: int, document_separator: int | None = None
+) -> None:
+    """Write a token file and its JSON. A reader sees the old files or the new ones, never a part.
+
+    Args:
+        path: of the `.bin`.
+        tokens: (tokens,) of uint16 or uint32.
+    """
+    path = Path(path)
+    index = TokenIndex(str(tokens.dtype), len(tokens), vocab_size, document_separator)
+    if index.dtype not in DTYPES:
+        raise DataError(
+            f"Tokens of type {index.dtype} cannot be written to {path}. Convert them to {' or '.join(DTYPES)}."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may write the same cache file: each has its own temporary one, and the JSON comes last.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tofile(temporary)
+        os.replace(temporary, path)
+        temporary.write_text(json.dumps(asdict(index)))
+        os.replace(temporary, index_path(path))
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _candidates(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" The folder {path.parent} does not exist either."
+    names = sorted(found.name for found in path.parent.glob("*.bin"))[:5]
+    return f" {path.parent} has {', '.join(names)}." if names else f" {path.parent} has no .bin file."

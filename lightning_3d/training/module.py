@@ -1,0 +1,106 @@
+"""A causal language model as an ordinary LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.training.optimizers import check_optimizer, lr_factor, make_optimizer, undecayed_names
+
+
+class CausalLM(LightningModule):
+    """Trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
+
+    The model is built from its configuration, with new weights. It logs `loss` every step and `val_loss` per
+    validation, both in nats per target token.
+
+    Args:
+        model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration,
+            `attn_implementation` is optional. Other entries are only kept.
+        optimizer: an `optimizer/` config file; None for a module that is only evaluated.
+
+    Raises:
+        ConfigError: the model type is unknown to Transformers, or the optimizer's options cannot work.
+    """
+
+    def __init__(self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        model, optimizer = _plain(model), _plain(optimizer)
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        self.save_hyperparameters({"model": model, "optimizer": optimizer})
+        self.model_config = model
+        self.optimizer_config = optimizer
+        self.config = transformers_config(model["config"])
+        self.model: PreTrainedModel | None = None
+        self.parameter_count = 0
+        self._undecayed: frozenset[str] = frozenset()
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        attention = self.model_config.get("attn_implementation")
+        self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
+        # Taken from the model as it is built here: a strategy may leave only a part of it on this rank.
+        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self._undecayed = undecayed_names(self.model, (self.optimizer_config or {}).get("no_decay") or ())
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.model is not None, "configure_model comes first"
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        assert self.model is not None, "configure_model comes first"
+        if self.optimizer_config is None:
+            raise ConfigError("CausalLM was built without an optimizer, so it cannot be trained. Give it optimizer=.")
+        trainable = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        optimizer = make_optimizer(self.optimizer_config, trainable, self._undecayed)
+        schedule = self.optimizer_config.get("scheduler")
+        if schedule is None:
+            return optimizer
+        factor = lr_factor(schedule, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def transformers_config(fields: Mapping[str, Any]) -> Any:
+    """A Transformers configuration from its `model_type` and fields.
+
+    Raises:
+        ConfigError: Transformers does not know the model type, or refuses a field.
+    """
+    fields = dict(fields)
+    model_type = fields.pop("model_type", None)
+    # Training keeps no keys and values of earlier tokens.
+    fields.setdefault("use_cache", False)
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:
+        raise ConfigError(f"Transformers cannot make a configuration of model_type {model_type!r}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Nested dicts and lists, whatever kind of mapping and sequence they were: checkpoints hold no classes of Hydra."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

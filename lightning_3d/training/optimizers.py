@@ -1,0 +1,158 @@
+"""The optimizer and the learning-rate schedule that an `optimizer/` config file describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+# Arguments of each, besides lr, weight_decay, no_decay and scheduler.
+_OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("betas", "eps", "fused"), "sgd": ("momentum", "nesterov")}
+_SCHEDULES = ("constant", "linear", "cosine")
+_KINDS = ("norm", "bias", "embedding")
+_COMMON = ("name", "lr", "weight_decay", "no_decay", "scheduler")
+_SCHEDULER_KEYS = ("name", "warmup_steps", "min_lr_ratio", "decay_steps")
+
+
+def check_optimizer(config: Mapping[str, Any]) -> None:
+    """Refuse an optimizer configuration that cannot work. Needs no torch, so it can run before ranks are started.
+
+    Raises:
+        ConfigError: an unknown name or key, or a number out of range.
+    """
+    name = config.get("name")
+    if name not in _OPTIMIZERS:
+        raise ConfigError(f"optimizer.name is {name!r}; it must be {listed(_OPTIMIZERS, last='or')}.")
+    _check_keys("optimizer", config, (*_COMMON, *_OPTIMIZERS[name]))
+    _require("optimizer.lr", config.get("lr"), lambda x: x > 0, "more than 0, for example 3e-4")
+    for key in ("weight_decay", "eps", "momentum"):
+        if config.get(key) is not None:
+            _require(f"optimizer.{key}", config[key], lambda x: x >= 0, "at least 0")
+    betas = config.get("betas", (0.9, 0.95))
+    if len(betas) != 2:
+        raise ConfigError(f"optimizer.betas has {len(betas)} numbers; AdamW has two, for example [0.9, 0.95].")
+    for beta in betas:
+        _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "at least 0 and less than 1")
+    for kind in config.get("no_decay") or ():
+        if kind not in _KINDS:
+            raise ConfigError(
+                f"optimizer.no_decay names {kind!r}; it knows {listed(_KINDS)}.{did_you_mean(str(kind), _KINDS)}"
+            )
+    if config.get("scheduler") is not None:
+        _check_scheduler(config["scheduler"])
+
+
+def _check_scheduler(config: Mapping[str, Any]) -> None:
+    name = config.get("name")
+    if name not in _SCHEDULES:
+        raise ConfigError(f"optimizer.scheduler.name is {name!r}; it must be {listed(_SCHEDULES, last='or')}.")
+    _check_keys("optimizer.scheduler", config, _SCHEDULER_KEYS)
+    _require("optimizer.scheduler.warmup_steps", config.get("warmup_steps", 0), lambda x: x >= 0, "at least 0")
+    if config.get("min_lr_ratio") is not None:
+        _require("optimizer.scheduler.min_lr_ratio", config["min_lr_ratio"], lambda x: 0 <= x <= 1, "from 0 to 1")
+    if config.get("decay_steps") is not None:
+        _require("optimizer.scheduler.decay_steps", config["decay_steps"], lambda x: x >= 1, "at least 1")
+
+
+def _check_keys(what: str, config: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in config:
+        if key not in known:
+            raise ConfigError(
+                f"{what} has no option '{key}'. Its options are {listed(known)}.{did_you_mean(str(key), known)}"
+            )
+
+
+def _require(what: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not holds(value):
+        raise ConfigError(f"{what} is {value!r}; it must be a number of {wanted}.")
+
+
+def undecayed_names(model: nn.Module, kinds: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters of a whole model that weight decay leaves alone.
+
+    Args:
+        model: the model as the user built it; tensors may be on meta.
+        kinds: of "norm" (parameters of modules whose class name says so), "bias", and "embedding" (input embeddings,
+            and an output head that is tied to one).
+    """
+    from torch import nn
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            kind = "norm" if "norm" in type(module).__name__.lower() else "bias" if name.endswith("bias") else ""
+            kind = "embedding" if id(parameter) in embeddings else kind
+            if kind in kinds:
+                names.add(f"{path}.{name}" if path else name)
+    return frozenset(names)
+
+
+def make_optimizer(
+    config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], undecayed: frozenset[str]
+) -> Optimizer:
+    """Build the optimizer.
+
+    Args:
+        config: see `conf/optimizer/`.
+        parameters: trainable parameters by name.
+        undecayed: names for which weight decay is 0. Without weight decay there is one parameter group, else two.
+    """
+    import torch
+
+    check_optimizer(config)
+    decay = float(config.get("weight_decay") or 0.0)
+    groups = [{"params": list(parameters.values()), "weight_decay": decay}]
+    if decay > 0 and undecayed:
+        decayed = [p for name, p in parameters.items() if name not in undecayed]
+        kept = [p for name, p in parameters.items() if name in undecayed]
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+    options = {key: config[key] for key in _OPTIMIZERS[config["name"]] if config.get(key) is not None}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config["name"]]
+    return optimizer(groups, lr=float(config["lr"]), **options)
+
+
+def lr_factor(config: Mapping[str, Any], total_steps: float) -> Callable[[int], float]:
+    """The learning rate of step 0, 1, ... as a multiple of the configured one.
+
+    Warm-up is linear and reaches 1 at its last step. Then the factor stays at 1 ("constant"), or falls to
+    `min_lr_ratio` along a line or half a cosine until `decay_steps` (default: the end of the run) and stays there.
+
+    Args:
+        config: `optimizer.scheduler`.
+        total_steps: optimizer steps of the run, warm-up included; infinite when it has no end.
+
+    Raises:
+        ConfigError: a schedule that falls, in a run without an end.
+    """
+    name, warmup = config["name"], int(config.get("warmup_steps") or 0)
+    floor = float(config.get("min_lr_ratio") or 0.0)
+    end = config.get("decay_steps") or total_steps
+    if name != "constant" and not math.isfinite(end):
+        raise ConfigError(
+            f"optimizer.scheduler.name={name} falls until the end of the run, but the run has none. Set"
+            " trainer.max_steps or optimizer.scheduler.decay_steps."
+        )
+
+    # A function, not an object: LambdaLR would store an object's fields in checkpoints and a resumed run could not be
+    # longer.
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if name == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, end - warmup))
+        height = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return floor + (1 - floor) * height
+
+    return factor

@@ -1,0 +1,125 @@
+"""One rank of a training run: configuration -> data, module, strategy, Trainer -> fit."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
+
+from lightning_3d.config import PRECISIONS
+from lightning_3d.errors import ConfigError
+from lightning_3d.launch import outside_rank
+from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.training.data import make_data_module
+from lightning_3d.training.module import CausalLM
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train as the configuration says, in every rank: fit, a validation with the last step, a checkpoint.
+
+    Args:
+        config: complete and resolved, as `RunPlan.freeze` returns it.
+
+    Raises:
+        Lightning3DError: what data or model show to be wrong, before the first step.
+    """
+    _quiet()
+    seed_everything(config["seed"], verbose=False)
+    module = CausalLM(config["model"], config["optimizer"])
+    data = make_data(config)
+    trainer = make_trainer(config)
+    trainer.fit(module, datamodule=data, ckpt_path=config["trainer"]["resume"])
+
+
+def make_data(config: Mapping[str, Any]) -> LightningDataModule:
+    """The data module of the configuration, with what it takes from other groups."""
+    return make_data_module(config["data"], vocab_size=config["model"]["config"]["vocab_size"], seed=config["seed"])
+
+
+def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
+    """The strategy, from the group `parallelism`."""
+    parallelism = dict(config["parallelism"])
+    order = tuple(parallelism.pop("order"))
+    return Lightning3DStrategy(parallelism.pop("layout"), order=order, seed=config["seed"], **parallelism)
+
+
+def make_trainer(config: Mapping[str, Any]) -> Trainer:
+    """Lightning's Trainer for the ranks that are running already."""
+    options = config["trainer"]
+    callbacks: list[Callback] = make_objects("callbacks", config["callbacks"])
+    loggers: list[Logger] = make_objects("logger", config["logger"])
+    place = outside_rank()  # ranks that this package started have torchrun's variables too
+    local_size = place.local_world_size if place is not None else 1
+    arguments = {
+        "accelerator": config["cluster"]["accelerator"],
+        "devices": local_size,
+        "num_nodes": place.nodes if place is not None else 1,
+        "strategy": make_strategy(config),
+        "precision": PRECISIONS[config["precision"]["name"]],
+        "max_steps": options["max_steps"],
+        "max_epochs": -1,
+        "max_time": options["max_time"],
+        "val_check_interval": options["val_check_interval"],
+        "check_val_every_n_epoch": None,
+        "limit_val_batches": options["limit_val_batches"],
+        "num_sanity_val_steps": 0,
+        "gradient_clip_val": options["gradient_clip_val"],
+        "log_every_n_steps": options["log_every_n_steps"],
+        "logger": loggers or False,
+        "callbacks": callbacks,
+        "default_root_dir": config["run_folder"],
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "enable_model_summary": False,
+    }
+    try:
+        return Trainer(**{**arguments, **options["extra"]})
+    except TypeError as error:
+        raise ConfigError(f"trainer.extra holds something that Lightning's Trainer does not take: {error}.") from error
+
+
+def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
+    """Objects of a group whose entries name classes; entries that are null are left out.
+
+    Raises:
+        ConfigError: a class that does not exist, or does not take these arguments.
+    """
+    made = []
+    for name, entry in entries.items():
+        if entry is None:
+            continue
+        try:
+            made.append(instantiate(entry))
+        except Exception as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise ConfigError(f"{group}.{name} ({entry['_target_']}) cannot be made: {reason}") from error
+    return made
+
+
+def preload(config: Mapping[str, Any]) -> None:
+    """Import what the ranks will need and only import when they get to it, so that ranks forked afterwards have it."""
+    _quiet()
+    model_type = config["model"]["config"]["model_type"]
+    names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
+    if config["parallelism"]["zero_stage"] > 0:
+        names.append("deepspeed")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:  # the rank that needs it says so
+            logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
+
+
+def _quiet() -> None:
+    """Lightning announces hardware, seeds and tips, DeepSpeed what it compiles; the run says what matters itself."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,114 @@
+"""Records what goes through ``torch.distributed`` while a block of code runs."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Function -> the argument, by name and position, that holds what this rank hands over (or what it only receives).
+COLLECTIVES: dict[str, tuple[str, int]] = {
+    "all_reduce": ("tensor", 0),
+    "broadcast": ("tensor", 0),
+    "reduce": ("tensor", 0),
+    "all_gather": ("tensor", 1),
+    "all_gather_into_tensor": ("input_tensor", 1),
+    "reduce_scatter": ("input_list", 1),
+    "reduce_scatter_tensor": ("input", 1),
+    "all_to_all_single": ("input", 1),
+    "all_reduce_coalesced": ("tensors", 0),
+    "all_gather_object": ("obj", 1),
+    "broadcast_object_list": ("object_list", 0),
+    "send": ("tensor", 0),
+    "isend": ("tensor", 0),
+    "recv": ("tensor", 0),
+    "irecv": ("tensor", 0),
+}
+OWN_NAMES = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on this rank: the function, the global ranks of its group, and what this rank puts in."""
+
+    name: str
+    ranks: tuple[int, ...]
+    numel: int
+    bytes: int
+
+
+class Recorder:
+    """The calls so far, in order; objects (``broadcast_object_list``, ...) count no elements."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def over(self, ranks: Sequence[int], *names: str, numel: int | None = None) -> list[Call]:
+        """Calls in the group of exactly these ranks, of these functions (of all by default) and this size."""
+        return [
+            call
+            for call in self.calls
+            if call.ranks == tuple(ranks)
+            and (not names or call.name in names)
+            and (numel is None or call.numel == numel)
+        ]
+
+    def summary(self) -> Counter[tuple[str, tuple[int, ...], int]]:
+        return Counter((call.name, call.ranks, call.numel) for call in self.calls)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record every call made as ``torch.distributed.<function>``; what these call inside is not counted again."""
+    recorder = Recorder()
+    own = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    aliases = {alias: getattr(dist, alias) for alias in OWN_NAMES if hasattr(dist, alias)}
+    batched = dist.batch_isend_irecv
+    try:
+        for name, function in own.items():
+            setattr(dist, name, _recorded(recorder, name, function))
+        for alias, function in aliases.items():
+            setattr(dist, alias, _recorded(recorder, OWN_NAMES[alias], function))
+        dist.batch_isend_irecv = _recorded_batch(recorder, batched)
+        yield recorder
+    finally:
+        for name, function in (own | aliases).items():
+            setattr(dist, name, function)
+        dist.batch_isend_irecv = batched
+
+
+def _recorded(recorder: Recorder, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    argument, position = COLLECTIVES[name]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value = kwargs[argument] if argument in kwargs else args[position]
+        group = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, dist.ProcessGroup)), None)
+        recorder.calls.append(_described(name, value, group))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _recorded_batch(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``batch_isend_irecv``: each operation counts as if it were called by itself."""
+
+    @functools.wraps(function)
+    def call(operations: list[dist.P2POp]) -> Any:
+        for operation in operations:
+            recorder.calls.append(_described(operation.op.__name__, operation.tensor, operation.group))
+        return function(operations)
+
+    return call
+
+
+def _described(name: str, value: Any, group: dist.ProcessGroup | None) -> Call:
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
+    numel = sum(tensor.numel() for tensor in tensors)
+    return Call(name, ranks, numel, sum(tensor.numel() * tensor.element_size() for tensor in tensors))

@@ -1,0 +1,161 @@
+"""The reference that every layout is compared with: a plain PyTorch loop on one process.
+
+Same model, weights and global batches; gradients of the micro-batches accumulate, the loss is the sum of the token
+losses over the global batch divided by its target tokens, the gradient is clipped by its global norm, AdamW steps.
+Of the package it uses only ``initialize``, for the same initial weights.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import models
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.initialization import initialize
+
+Step = Callable[[nn.Module, models.Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run, without its layout. Sizes in rows of the global batch."""
+
+    model: str = "llama"
+    layers: int = 4
+    dtype: str = "float32"
+    steps: int = 20
+    global_batch: int = 16
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    clip: float = 0.3
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run leaves: per step the loss and the gradient norm before clipping; the final weights by full name."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def data(recipe: Recipe) -> models.Batch:
+    """All rows of the run in order: (steps * global_batch, ...) per key. The same for every layout."""
+    generator = torch.Generator().manual_seed(recipe.seed + 1)
+    rows = recipe.steps * recipe.global_batch
+    return models.task(recipe.model).data(rows, models.vocabulary(recipe.model), generator)
+
+
+def initial_model(recipe: Recipe) -> nn.Module:
+    """The model in memory with the weights that every layout gets: a function of the seed and the parameters' names."""
+    with torch.device("meta"), default_dtype(recipe.torch_dtype):
+        module = nn.ModuleDict({"model": models.build(recipe.model, recipe.layers)})
+    initialize(module, recipe.seed)
+    return module["model"]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train(recipe: Recipe, micro_batch: int = 2) -> Run:
+    """Run the recipe's own data with micro-batches of ``micro_batch`` consecutive rows."""
+    rows = data(recipe)
+    starts = range(0, recipe.steps * recipe.global_batch, recipe.global_batch)
+    return train_on(recipe, [split(cut(rows, start, recipe.global_batch), micro_batch) for start in starts])
+
+
+def train_on(recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], step: Step | None = None) -> Run:
+    """The reference loop: one optimizer step for each global batch, which is a list of micro-batches.
+
+    Args:
+        step: a loss of the user's own, which weighs each micro-batch by its rows; None for the mean over target tokens.
+    """
+    model = initial_model(recipe)
+    task = models.task(recipe.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    losses, norms = [], []
+    for micro_batches in global_batches:
+        count = row_count if step is not None else functools.partial(target_count, recipe.model)
+        whole = sum(count(micro_batch) for micro_batch in micro_batches)
+        loss = 0.0
+        for micro_batch in micro_batches:
+            if step is not None:
+                part = step(model, micro_batch) * count(micro_batch) / whole
+            else:
+                part = task.token_losses(model, micro_batch).sum() / whole
+            part.backward()
+            loss += part.item()
+        losses.append(loss)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {f"model.{name}": value.detach().clone() for name, value in model.named_parameters()}
+    return Run(losses, norms, weights)
+
+
+def split(batch: models.Batch, rows: int) -> list[models.Batch]:
+    """Micro-batches of ``rows`` consecutive rows; the last one may be shorter."""
+    return [cut(batch, start, rows) for start in range(0, row_count(batch), rows)]
+
+
+def cut(batch: models.Batch, start: int, rows: int) -> models.Batch:
+    return {key: value[start : start + rows] for key, value in batch.items()}
+
+
+def row_count(batch: models.Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def target_count(model: str, batch: models.Batch) -> int:
+    if model == models.PLAIN:
+        return batch["tokens"][:, 1:].numel()
+    return int((batch["labels"][:, 1:] != models.IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Largest difference that reordering alone makes: relative for losses and norms, absolute for weights."""
+
+    loss: float
+    grad_norm: float
+    weight: float
+
+    def within(self, limits: "Noise") -> bool:
+        return self.loss <= limits.loss and self.grad_norm <= limits.grad_norm and self.weight <= limits.weight
+
+
+def compare(run: Run, other: Run) -> Noise:
+    """The largest differences between two runs of the same recipe."""
+    if run.weights.keys() != other.weights.keys():
+        missing = sorted(run.weights.keys() ^ other.weights.keys())
+        raise AssertionError(f"parameters that only one of the runs has: {missing}")
+    weight = max((run.weights[name] - other.weights[name]).abs().max().item() for name in run.weights)
+    return Noise(_relative(run.losses, other.losses), _relative(run.grad_norms, other.grad_norms), weight)
+
+
+def _relative(values: list[float], others: list[float]) -> float:
+    if len(values) != len(others):
+        raise AssertionError(f"{len(values)} steps against {len(others)}")
+    return max(abs(a - b) / abs(b) for a, b in zip(values, others, strict=True))
+
+
+@functools.cache
+def reference(recipe: Recipe) -> tuple[Run, Noise]:
+    """The reference run with micro-batches of 2, and what one micro-batch instead of many changes in it."""
+    run = train(recipe)
+    return run, compare(train(recipe, recipe.global_batch), run)

@@ -1,0 +1,130 @@
+"""Runs one model whole and cut over tensor-parallel ranks, for comparison."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.plans import ParallelPlan, read_plan
+from lightning_3d.sharding import ShardSpec
+from lightning_3d.tensor_parallel import TensorParallel, VocabParallelLogits, rewrite, shard_specs
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass
+class Result:
+    """What one rank sees after a forward and a backward."""
+
+    loss: float
+    logits: Tensor
+    gradients: Gradients
+    specs: dict[str, ShardSpec]
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, layers: int = 2) -> nn.Module:
+    """A model with no zero or one left in it, so that a forgotten bias or norm shows."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        model = models.build(name, layers)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def user_plan(name: str) -> dict[str, Any] | None:
+    return models.PlainModel.plan if name == models.PLAIN else None
+
+
+def batch(name: str) -> Tensor:
+    """Token ids, (3, SEQUENCE)."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(3, models.vocabulary(name), (3, models.SEQUENCE), generator=generator)
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    out = model(ids)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """What users write: the next token, in the logits' own precision."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def run_whole(name: str, dtype: torch.dtype = torch.float64) -> Result:
+    """The model on one process."""
+    model, ids = build(name, dtype), batch(name)
+    logits = logits_of(model, ids)
+    loss = loss_of(logits, ids)
+    loss.backward()
+    gradients = {key: gradient_of(parameter) for key, parameter in model.named_parameters()}
+    return Result(loss.item(), logits.detach(), gradients, {})
+
+
+def cut(
+    model: nn.Module, plan: dict[str, Any] | None = None, random: Any = None
+) -> tuple[ParallelPlan, dict[str, ShardSpec]]:
+    """Cut a whole model over all ranks, in place."""
+    parsed = read_plan(model, plan)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    specs = shard_specs(model, parsed, size, rank)
+    group = dist.group.WORLD
+    assert group is not None
+    rewrite(model, parsed, specs, TensorParallel(group, size, rank, random))
+    return parsed, specs
+
+
+def run_cut(name: str, dtype: torch.dtype = torch.float64) -> Result:
+    """The model on this rank."""
+    model, ids = build(name, dtype), batch(name)
+    _, specs = cut(model, user_plan(name))
+    logits = logits_of(model, ids)
+    assert isinstance(logits, VocabParallelLogits)
+    loss = loss_of(logits, ids)
+    loss.backward()
+    return Result(loss.item(), logits.full().detach(), summed_gradients(model, specs), specs)
+
+
+def summed_gradients(model: nn.Module, specs: dict[str, ShardSpec]) -> Gradients:
+    """Gradients of the local parameters, partial ones summed over the ranks that share them."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = gradient_of(parameter)
+        if specs[name].tp_grad_sum:
+            parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, gradient)
+            gradient = torch.stack([parts[rank] for rank in specs[name].tp_grad_sum]).sum(0)
+        gradients[name] = gradient
+    return gradients
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def pasted(results: list[Result], name: str) -> Tensor:
+    """The full gradient, put together from the shards of all ranks; NaN where no rank has anything."""
+    spec = results[0].specs[name]
+    full = torch.full(spec.global_shape, float("nan"), dtype=results[0].gradients[name].dtype)
+    for result in results:
+        result.specs[name].paste(result.gradients[name], full)
+    return full
+
+
+def twin(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Module:
+    """A changed copy."""
+    copied = copy.deepcopy(model)
+    change(copied)
+    return copied

@@ -1,0 +1,163 @@
+"""`lightning-3d train` from the command line to the run folder, and how a run ends in which a rank fails."""
+
+import csv
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import REPOSITORY, Result, environment, run_commands
+
+QUICK = [
+    "parallelism=dp2",
+    "trainer.max_steps=2",
+    "data.sequence_length=32",
+    "data.global_batch_size=4",
+    "data.val_sequences=4",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=2",
+    "model.config.head_dim=4",
+]
+FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=1"]
+
+LINES: dict[str, list[str]] = {
+    "run": QUICK,
+    "raise": [*QUICK, *FAULTY],
+    "kill": [*QUICK, *FAULTY, "+callbacks.faulty.how=kill"],
+    "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
+    "spawn": [*QUICK, "trainer.start_method=spawn"],
+    "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3,tp2"],
+    "quiet": [*QUICK, "callbacks=none", "logger=csv"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Result]:
+    """All command lines, each with a run folder of its own below `folder`."""
+    lines = [
+        ["train", *overrides, f"hydra.{'sweep' if name == 'sweep' else 'run'}.dir={folder / name}"]
+        for name, overrides in LINES.items()
+    ]
+    return dict(zip(LINES, run_commands(lines, timeout=500), strict=True))
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
+    assert results["run"].code == 0, results["run"].output
+    assert results["run"].left == [], "everything is in the run folder"
+    names = {path.name for path in (folder / "run").iterdir()}
+    assert names == {"config.yaml", "metrics.csv", "checkpoints", "logs", "train.log", ".hydra"}
+    assert list((folder / "run" / "checkpoints").iterdir())
+    with (folder / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert float(rows[-1]["val_loss"]) > 0, "a validation ends the run"
+
+
+def test_run_says_what_it_does(results: dict[str, Result]) -> None:
+    output = results["run"].output
+    assert "dp2: 2 ranks on CPU, 1F1B, ZeRO-1, fp32, 1 micro-batch of 2" in output
+    assert "run folder: " in output and "validation loss" in output and "tokens/s" in output
+
+
+def test_configuration_in_the_run_folder_is_complete(results: dict[str, Result], folder: Path) -> None:
+    text = (folder / "run" / "config.yaml").read_text()
+    assert "${" not in text, "interpolations are resolved"
+    config = yaml.safe_load(text)
+    assert config["parallelism"]["schedule"] == "1F1B" and config["parallelism"]["vp"] == 1
+    assert config["cluster"]["accelerator"] == "cpu" and config["precision"]["name"] == "fp32"
+    assert config["run_folder"] == str(folder / "run")
+
+
+def test_failing_rank_is_told_once(results: dict[str, Result], folder: Path) -> None:
+    result = results["raise"]
+    assert result.code == 1
+    assert result.output.count("ArithmeticError: rank 1 cannot go on") == 1, result.output
+    assert result.output.count("Traceback") == 1
+    assert "lightning_3d: rank 1 of 2 failed" in result.output
+    assert (folder / "raise" / "metrics.csv").is_file(), "what the run did until then is kept"
+
+
+def test_killed_rank_is_named(results: dict[str, Result]) -> None:
+    assert results["kill"].code == 1
+    assert "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)" in results["kill"].output
+    assert "Traceback" not in results["kill"].output
+
+
+def test_ranks_that_hang_are_ended_with_the_one_that_failed(results: dict[str, Result]) -> None:
+    assert results["hang"].code == 1
+    assert "rank 1 cannot go on" in results["hang"].output
+
+
+def test_fresh_interpreters_train_as_well(results: dict[str, Result], folder: Path) -> None:
+    assert results["spawn"].code == 0, results["spawn"].output
+    assert losses(folder / "spawn") == losses(folder / "run")
+
+
+def losses(run: Path) -> list[str]:
+    with (run / "metrics.csv").open() as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+def test_sweep_runs_each_job_in_ranks_of_its_own(results: dict[str, Result], folder: Path) -> None:
+    result = results["sweep"]
+    assert result.code == 2, "one of the three layouts does not fit"
+    assert result.output.count("tp 3 does not divide 8 heads") == 1
+    assert [
+        yaml.safe_load((folder / "sweep" / job / "config.yaml").read_text())["parallelism"]["layout"] for job in "02"
+    ]
+    one, other = (float(losses(folder / "sweep" / job)[-1]) for job in "02")
+    assert one == pytest.approx(other, rel=1e-5), "a layout changes nothing of what is computed"
+
+
+def test_callbacks_and_logger_are_choices(results: dict[str, Result], folder: Path) -> None:
+    assert results["quiet"].code == 0, results["quiet"].output
+    assert "tokens/s" not in results["quiet"].output
+    assert not (folder / "quiet" / "metrics.csv").exists()
+    assert (folder / "quiet" / "csv" / "metrics.csv").is_file()
+
+
+def torchrun(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "train.py")]
+    return subprocess.run(
+        [*command, *overrides],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_torchrun_trains_into_one_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
+    done = torchrun(QUICK, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "outputs").glob("*/*")
+    assert losses(run) == losses(folder / "run")
+
+
+def test_failure_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = torchrun([*QUICK, *FAULTY], tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("ArithmeticError: rank 1 cannot go on") == 1, done.stderr
+    assert done.stderr.count("lightning_3d: ") == 1
+    assert "onnection closed" not in done.stderr
+    assert time.monotonic() - started < 240
+
+
+def test_usage_and_version() -> None:
+    usage, version = run_commands([["--help"], ["--version"]])
+    assert usage.code == version.code == 0
+    assert "train" in usage.output and version.output.strip()[0].isdigit()

@@ -1,0 +1,140 @@
+"""How often and how much is communicated: counted in real training steps, and asserted exactly."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import pytest
+from counting import Call, Recorder, recording
+from parity import Module, Rows, quiet_trainer
+from ranks import run_ranks
+from reference import Recipe, data
+from torch.utils.data import DataLoader
+
+ROWS = 16  # per data-parallel rank and step
+HIDDEN = models.COMMON["hidden_size"]
+
+
+def activation(micro_batch: int) -> int:
+    """Elements of the hidden states of one micro-batch."""
+    return micro_batch * models.SEQUENCE * HIDDEN
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Calls of one rank in its second training step and in one validation batch, and where the rank stands."""
+
+    training: list[Call]
+    validation: list[Call]
+    groups: dict[str, tuple[int, ...]]
+    parameters: int
+
+    def of(self, axis: str, *names: str, numel: int | None = None, validation: bool = False) -> list[Call]:
+        recorder = Recorder()
+        recorder.calls = self.validation if validation else self.training
+        return recorder.over(self.groups[axis], *names, numel=numel)
+
+
+class Evaluated(Module):
+    """Validation is the same forward as training."""
+
+    def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def count_step(layers: int, zero_stage: int = 0, **strategy: Any) -> Counted:
+    """Record the second of two optimizer steps: in the first, shapes and log names are agreed upon."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    plan = Lightning3DStrategy(zero_stage=zero_stage, **strategy)
+    assert plan.layout is not None
+    recipe = Recipe(layers=layers, steps=4, global_batch=ROWS * plan.layout.dp)
+    trainer = quiet_trainer(
+        strategy=plan,
+        devices=plan.layout.world_size,
+        max_steps=2,
+        max_epochs=1,
+        gradient_clip_val=recipe.clip,
+    )
+    module = Evaluated(recipe)
+    loader = DataLoader(Rows(data(recipe)), batch_size=ROWS)
+    # Lightning runs the training step inside the optimizer step, as its closure.
+    training, validation = _record_latest(plan, "optimizer_step"), _record_latest(plan, "validation_step")
+    trainer.fit(module, loader)
+    trainer.validate(module, loader, verbose=False)
+    assert plan.mesh is not None
+    groups = {axis: plan.mesh.ranks(axis) for axis in ("tp", "pp", "dp")}
+    counted = sum(parameter.numel() for parameter in module.parameters())
+    return Counted(training.calls, validation.calls, groups, counted)
+
+
+def _record_latest(strategy: Any, hook: str) -> Recorder:
+    """What the latest call of a strategy's hook communicated."""
+    latest, method = Recorder(), getattr(strategy, hook)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with recording() as recorder:
+            result = method(*args, **kwargs)
+        latest.calls = recorder.calls
+        return result
+
+    setattr(strategy, hook, recorded)
+    return latest
+
+
+@pytest.mark.parametrize("model_layers", [2, 4])
+def test_a_block_costs_two_all_reduces_forward_and_two_backward(model_layers: int) -> None:
+    """Beside the blocks: the vocabulary-parallel embedding (forward) and the head's input (backward) cost one each."""
+    micro_batches = 4
+    for counted in run_ranks(count_step, 2, model_layers, layout="tp2", micro_batch_size=ROWS // micro_batches):
+        size = activation(ROWS // micro_batches)
+        forward = len(counted.of("tp", "all_reduce", numel=size, validation=True))
+        both = len(counted.of("tp", "all_reduce", numel=size))
+        assert forward == micro_batches * (2 * model_layers + 1)
+        assert both - forward == micro_batches * (2 * model_layers + 1)
+        assert not counted.of("tp", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+
+
+def test_the_loss_never_gathers_the_vocabulary() -> None:
+    """Cross-entropy sends a few numbers per token, not one per token and vocabulary entry."""
+    tokens = 4 * models.SEQUENCE
+    for counted in run_ranks(count_step, 2, 2, layout="tp2", micro_batch_size=4):
+        others = [call.numel for call in counted.of("tp") if call.numel not in (activation(4), 0)]
+        assert max(others) <= 4 * tokens
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches(zero_stage: int) -> None:
+    counts = {}
+    for micro_batches in (1, 16):
+        arguments = {"layout": "dp2", "micro_batch_size": ROWS // micro_batches, "zero_stage": zero_stage}
+        counted = run_ranks(count_step, 2, 2, **arguments)[0]
+        counts[micro_batches] = Counter((call.name, call.numel) for call in counted.of("dp"))
+        reduced = sum(
+            call.numel for call in counted.of("dp", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+        )
+        assert counted.parameters <= reduced <= counted.parameters + 64  # and a few numbers: loss, norm, padding
+    assert counts[1] == counts[16]
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "crossings"),
+    [
+        (2, "GPipe", 1),
+        (2, "1F1B", 1),
+        (4, "1F1B", 3),
+        (2, "Interleaved1F1B", 3),
+        (2, "LoopedBFS", 3),
+        (2, "InterleavedZeroBubble", 3),
+        (2, "ZBVZeroBubble", 2),  # of three boundaries, the one at the bottom of the V stays on its rank
+        (2, "DualPipeV", 2),
+    ],
+)
+def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule: str, crossings: int) -> None:
+    micro_batch, element = 2, 4  # rows, bytes
+    counted = run_ranks(count_step, pp, 4, layout=f"pp{pp}", schedule=schedule, micro_batch_size=micro_batch)
+    sent = [call for rank in counted for call in rank.training if call.name in ("send", "isend")]
+    assert all(call.numel == activation(micro_batch) for call in sent)
+    expected = 2 * activation(micro_batch) * element * crossings * (ROWS // micro_batch)
+    assert sum(call.bytes for call in sent) == expected

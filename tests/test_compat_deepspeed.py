@@ -1,0 +1,174 @@
+"""Contracts of what `lightning_compat` touches inside DeepSpeed, and inside gloo: a new version that changes one fails
+here."""
+
+import inspect
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
+from lightning_3d.lightning_compat import (
+    _gloo_threads_sleep,
+    _settle_gloo,
+    deepspeed_engine,
+    deepspeed_groups,
+    import_deepspeed,
+    release_deepspeed,
+    set_deepspeed_gradients,
+    settle_gloo_at_exit,
+)
+from lightning_3d.mesh import Mesh
+from lightning_3d.zero.deepspeed import _config, _Groups
+
+CPU = torch.device("cpu")
+
+
+def engine_of_two_groups(dtype: torch.dtype = torch.float32) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    import_deepspeed(CPU)
+    module = nn.Linear(3, 5, dtype=dtype)  # 15 and 5 elements: neither is divisible by two ranks
+    optimizer = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=1.0)
+    mesh = Mesh(Layout.parse("dp2"))
+    return deepspeed_engine(module, optimizer, _Groups(mesh), _config(dtype), CPU), module, optimizer
+
+
+def importing() -> None:
+    compile_ = torch.compile
+    deepspeed = import_deepspeed(CPU)
+    assert torch.compile is compile_
+    assert deepspeed.get_accelerator().device_name() == "cpu"
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+    from deepspeed.runtime.zero import utils
+
+    backend = inspect.getsource(sys.modules["deepspeed.comm.torch"])
+    assert "deepspeed.ops.__compatible_ops__.get(builder.NAME" in backend  # what decides whether it is compiled
+    # When the check of the optimizer no longer imports Muon, `_without_compiling` can go.
+    assert "muon_optimizer" in inspect.getsource(utils.is_zero_supported_optimizer)
+    assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+    with pytest.raises(ConfigError, match="DS_ACCELERATOR=cuda"):
+        import_deepspeed(torch.device("cuda"))
+
+
+def test_import_deepspeed() -> None:
+    run_ranks(importing, 1)
+
+
+def engine() -> None:
+    del os.environ["LOCAL_RANK"]
+    started, module, _ = engine_of_two_groups()
+    assert "LOCAL_RANK" not in os.environ
+    assert type(started.optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    assert callable(
+        type(started.optimizer).scaled_global_norm
+    )  # what is replaced is still there, and the step calls it
+    assert "self.scaled_global_norm()" in inspect.getsource(type(started.optimizer).step)
+    # No hook on a parameter: gradients add up in `.grad` as without DeepSpeed.
+    assert started.optimizer._grad_acc_hooks == []
+    assert not module.weight._backward_hooks and not module.weight._post_accumulate_grad_hooks
+    from deepspeed.comm.torch import TorchBackend
+
+    if hasattr(dist, "all_gather_single"):  # else the replacement of `all_gather_function` can go
+        assert TorchBackend.get_all_gather_function() is dist.all_gather_into_tensor
+    release_deepspeed(started)
+
+
+def test_deepspeed_engine() -> None:
+    run_ranks(engine, 2)
+
+
+def flat_groups() -> None:
+    started, module, optimizer = engine_of_two_groups()
+    groups = deepspeed_groups(started)
+    assert [group.parameters for group in groups] == [[module.weight], [module.bias]]
+    for group, numel in zip(groups, (16, 8), strict=True):  # padded to a multiple of twice the number of ranks
+        assert (group.flat.numel(), group.owned.numel(), group.master.numel()) == (numel, numel // 2, numel // 2)
+        assert torch.equal(group.owned, group.master)
+        assert group.owned.storage_offset() == dist.get_rank() * numel // 2
+        (parameter,) = group.parameters
+        assert parameter.untyped_storage().data_ptr() == group.flat.untyped_storage().data_ptr()
+        assert parameter.storage_offset() == 0
+    assert [group["params"] for group in optimizer.param_groups] == [[group.master] for group in groups]
+    release_deepspeed(started)
+
+
+def test_deepspeed_groups() -> None:
+    run_ranks(flat_groups, 2)
+
+
+def gradients(dtype: torch.dtype) -> None:
+    started, module, _ = engine_of_two_groups(dtype)
+    groups = deepspeed_groups(started)
+    before = [group.master.detach().clone() for group in groups]
+    given = [torch.full_like(group.master, 1e-3).detach() for group in groups]
+    set_deepspeed_gradients(started, given)
+    started.step()
+    for group, weights in zip(groups, before, strict=True):
+        assert torch.equal(group.master, weights - 1e-3)  # the float32 gradient, neither scaled nor rounded
+        assert torch.equal(group.owned, group.master.to(dtype))
+        assert group.master.grad is None
+    gathered = [torch.empty_like(groups[0].owned) for _ in range(2)]
+    dist.all_gather(gathered, groups[0].owned)
+    assert torch.equal(module.weight.detach().reshape(-1), torch.cat(gathered)[:15])
+    release_deepspeed(started)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_set_deepspeed_gradients(dtype: torch.dtype) -> None:
+    run_ranks(gradients, 2, dtype)
+
+
+def released() -> None:
+    started, module, _ = engine_of_two_groups()
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    assert comm.cdb is not None and groups.mpu is not None  # else these resets can go
+    assert vars(module.weight)
+    release_deepspeed(started)
+    assert comm.cdb is None and groups.mpu is None
+    assert not vars(module.weight) and not vars(module.bias)
+
+
+def test_release_deepspeed() -> None:
+    run_ranks(released, 2)
+
+
+def settled() -> None:
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(10), group=group)
+    if Path("/proc/self/task").exists():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        assert "pt_gloo_runloop" in names  # torch's name for the threads whose state is looked at
+    settle_gloo_at_exit()
+    begin = time.monotonic()
+    _settle_gloo()
+    assert time.monotonic() - begin < 2.0, "idle threads count as busy"
+    assert _gloo_threads_sleep()
+
+
+def test_settle_gloo() -> None:
+    run_ranks(settled, 2)
+
+
+def test_settling_gives_the_interpreters_lock_away() -> None:
+    """A gloo thread that waits for the lock gets it at the first pause, however long the switch interval is."""
+    got = threading.Event()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)
+    try:
+        waiting = threading.Thread(target=got.set)
+        waiting.start()
+        _settle_gloo()
+        assert got.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    waiting.join()

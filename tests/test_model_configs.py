@@ -1,0 +1,203 @@
+"""Model configuration files against Transformers and the published numbers, and what ModelSpec reads from them."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_3d.config_files import conf_folder
+from lightning_3d.errors import ConfigError
+from lightning_3d.model_spec import ModelSpec
+from lightning_3d.training.module import transformers_config
+
+FILES = sorted((conf_folder() / "model").glob("*.yaml"))
+REQUIRED = {
+    "llama3_1_8b",
+    "llama3_1_70b",
+    "llama3_70b",
+    "llama2_7b",
+    "llama2_13b",
+    "llama2_70b",
+    "mistral_7b",
+    "qwen2_5_7b",
+    "qwen2_5_32b",
+    "qwen2_5_72b",
+    "qwen3_8b",
+    "qwen3_32b",
+    "llama_tiny",
+}
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def read(path: Any) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def on_meta(config: dict[str, Any], **kwargs: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(transformers_config(config), **kwargs)
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes by name; older releases of Transformers call the output head of GPT-NeoX `embed_out`."""
+    return {
+        name.replace("embed_out", "lm_head"): tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
+
+
+def test_the_published_models_are_there() -> None:
+    assert {path.stem for path in FILES} >= REQUIRED
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_parameters_equal_transformers_and_the_published_count(path: Any) -> None:
+    entry = read(path)
+    spec = ModelSpec.from_config(entry["config"])
+    model = on_meta(entry["config"])
+    assert entry["name"] == path.stem
+    assert spec.shapes == shapes_of(model)
+    assert (
+        spec.parameters == sum(parameter.numel() for parameter in model.parameters()) == entry["published_parameters"]
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_sizes_equal_those_of_transformers(path: Any) -> None:
+    fields = read(path)["config"]
+    spec, config = ModelSpec.from_config(fields), transformers_config(fields)
+    assert (spec.hidden, spec.layers, spec.heads) == (
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+    )
+    assert spec.kv_heads == getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert (spec.vocab, spec.max_positions) == (config.vocab_size, config.max_position_embeddings)
+    assert spec.tied == config.tie_word_embeddings
+    assert spec.intermediate == config.intermediate_size
+    assert (spec.experts, spec.top_k) == (0, 0)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_transformers_knows_every_field(path: Any) -> None:
+    """Transformers keeps unknown fields without a word, so a misspelt one would leave a default in place."""
+    fields = {key: value for key, value in read(path)["config"].items() if key != "model_type"}
+    known = AutoConfig.for_model(read(path)["config"]["model_type"]).to_dict()
+    assert fields.keys() <= known.keys()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"])
+def test_fields_that_are_left_out_take_the_defaults_of_transformers(model_type: str) -> None:
+    sizes = {**TINY_LLAMA, "model_type": model_type, "num_attention_heads": 32, "hidden_size": 64}
+    spec, config = ModelSpec.from_config(sizes), transformers_config({**sizes, "pad_token_id": None})
+    model = on_meta({**sizes, "pad_token_id": None})
+    assert spec.shapes == shapes_of(model)
+    assert spec.max_positions == config.max_position_embeddings
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 2, "head_dim": 8},
+        {"model_type": "gpt_neox", "attention_bias": False},
+        {"model_type": "gpt_neox", "tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_options_change_shapes_as_in_transformers(changes: dict[str, Any]) -> None:
+    fields = {**TINY_LLAMA, **changes}
+    assert ModelSpec.from_config(fields).shapes == shapes_of(on_meta(fields))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_equal_those_that_torch_counts(tied: bool) -> None:
+    fields = {**TINY_LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    seq = 24
+    model = AutoModelForCausalLM.from_config(transformers_config(fields), attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, seq, dtype=torch.long))
+    forward = counter.get_total_flops()
+    # Some releases of Transformers make the rotary angles by a matrix product, head_dim / 2 x 1 x seq.
+    rotary = 2 * (4 // 2) * seq
+    assert 0 <= 3 * forward - ModelSpec.from_config(fields).flops_per_token(seq) * seq <= 3 * rotary
+
+
+def test_windows_bound_attention_flops() -> None:
+    fields = {**TINY_LLAMA, "model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 8}
+    spec = ModelSpec.from_config(fields)
+    without = ModelSpec.from_config({**TINY_LLAMA, "model_type": "llama"})
+    assert spec.windows == (8, 8)
+    assert without.flops_per_token(32) - spec.flops_per_token(32) == 12 * 2 * 16 * (32 - 8)
+
+
+def test_qwen_windows_begin_at_a_layer() -> None:
+    fields = {
+        **TINY_LLAMA,
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    }
+    assert ModelSpec.from_config(fields).windows == (None, 8)
+
+
+def test_an_unknown_family_still_gives_its_sizes() -> None:
+    spec = ModelSpec.from_config(
+        {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 100}
+    )
+    assert (spec.hidden, spec.layers, spec.heads, spec.kv_heads) == (48, 3, 4, 4)
+    assert (spec.head_dim, spec.max_positions) == (12, 64)
+    assert spec.parameters is None
+    with pytest.raises(ConfigError, match="gpt2"):
+        spec.flops_per_token(8)
+
+
+def test_experts_are_seen() -> None:
+    fields = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    spec = ModelSpec.from_config(fields)
+    assert (spec.experts, spec.top_k, spec.parameters) == (8, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": None}, "model_type"),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers of the model is 0"),
+        ({"num_attention_heads": "four"}, "num_attention_heads of the model is 'four'"),
+        ({"layer_types": ["full_attention"]}, "layer_types of the model has 1 entries"),
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_config({**TINY_LLAMA, **changes})
+
+
+def test_an_unknown_model_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="llamma"):
+        transformers_config({**TINY_LLAMA, "model_type": "llamma"})
+
+
+def test_reading_sizes_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; import lightning_3d.model_spec; import lightning_3d.training.data.token_file;"
+        "sys.exit(bool({'torch', 'transformers', 'lightning'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

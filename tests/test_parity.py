@@ -1,0 +1,130 @@
+"""Parity with one process: every model, degree, schedule and ZeRO stage, alone and in pairs.
+
+``pytest`` runs a pairwise covering set; ``pytest -m full`` one that covers triples, and goes on where it stopped.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import zlib
+from itertools import product
+from pathlib import Path
+
+import models
+import parity
+import pytest
+import torch
+from covering import covering_set, covers
+from parity import LOOPED_SCHEDULES, SCHEDULES, V_SCHEDULES, Cell
+from reference import Noise
+
+PAIRWISE_LIMIT, FULL_LIMIT = 60, 400
+MAX_RANKS = 8
+ROOT = Path(__file__).parent.parent
+SOURCES = ("ranks.py", "models.py", "reference.py", "parity.py", "test_parity.py")
+
+
+def valid_cells() -> list[Cell]:
+    """All combinations that a user may run on at most 8 ranks; schedules with several stages per rank need pp > 1."""
+    degrees = (1, 2, 4)
+    modes = ((0, "float64"), (0, "float32"), (1, "float32"))
+    cells = [
+        Cell(model, tp, pp, dp, schedule, zero, dtype)
+        for model, tp, pp, dp, schedule, (zero, dtype) in product(
+            models.MODELS, degrees, degrees, degrees, SCHEDULES, modes
+        )
+    ]
+    looped = LOOPED_SCHEDULES + V_SCHEDULES
+    return [cell for cell in cells if cell.world_size <= MAX_RANKS and not (cell.pp == 1 and cell.schedule in looped)]
+
+
+def factors(cell: Cell) -> tuple:
+    return cell.model, cell.tp, cell.pp, cell.dp, cell.schedule, (cell.zero, cell.dtype)
+
+
+def choose(strength: int) -> list[Cell]:
+    """A covering set of the valid cells; those on fewer ranks are preferred, else there is no preference."""
+    by_factors = {factors(cell): cell for cell in valid_cells()}
+    costs = {row: cell.world_size + zlib.crc32(cell.name.encode()) / 2**32 for row, cell in by_factors.items()}
+    return [by_factors[row] for row in covering_set(by_factors, strength, costs.__getitem__)]
+
+
+def ordered(cells: list[Cell]) -> list[Cell]:
+    """Cells that share a reference next to each other."""
+    return sorted(cells, key=lambda cell: (models.MODELS.index(cell.model), cell.dtype, cell.layers, cell.world_size))
+
+
+@pytest.mark.parametrize("cell", ordered(choose(2)), ids=lambda cell: cell.name)
+def test_pairs(cell: Cell) -> None:
+    parity.check(cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", ordered(choose(3)), ids=lambda cell: cell.name)
+def test_triples(cell: Cell) -> None:
+    done = finished_cells().get(cell.name)
+    if done is not None:
+        parity.TABLE.append(done)
+        return
+    append_result(parity.check(cell))
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_an_eager_model_keeps_its_values(model: str) -> None:
+    parity.assert_same_training(model, "tp2_pp2_dp1", eager=True)
+
+
+@pytest.mark.parametrize("order", [("pp", "tp", "dp"), ("dp", "tp", "pp")])
+def test_rank_order_changes_nothing(order: tuple[str, ...]) -> None:
+    parity.assert_same_training("llama", "tp2_pp2_dp2", order=order)
+
+
+def test_more_than_two_chunks_per_rank() -> None:
+    parity.assert_same_training("llama", "tp1_pp2_dp1", "Interleaved1F1B", vp=2, zero=1)
+
+
+def test_the_pairwise_set_is_complete_and_small() -> None:
+    chosen = [factors(cell) for cell in choose(2)]
+    assert len(chosen) <= PAIRWISE_LIMIT
+    assert covers(chosen, [factors(cell) for cell in valid_cells()], 2)
+
+
+def test_the_full_set_is_small() -> None:
+    assert len(choose(3)) <= FULL_LIMIT
+
+
+def results_file() -> Path:
+    """Finished cells of the full set, one JSON object per line."""
+    return Path(os.environ.get("PARITY_RESULTS", ROOT / ".parity" / "full.jsonl"))
+
+
+def source_hash() -> str:
+    """Of everything that a result depends on: the package, these tests, the version of torch."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    paths = sorted((ROOT / "lightning_3d").rglob("*.py")) + [ROOT / "tests" / name for name in SOURCES]
+    for path in paths:
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def finished_cells() -> dict[str, parity.Measured]:
+    """Results of cells that passed with exactly these sources, by cell name."""
+    file = results_file()
+    if not file.exists():
+        return {}
+    records = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return {record["cell"]: _measured(record["measured"]) for record in records if record["source"] == source_hash()}
+
+
+def append_result(measured: parity.Measured) -> None:
+    file = results_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    record = {"cell": measured.cell.name, "source": source_hash(), "measured": dataclasses.asdict(measured)}
+    with file.open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+def _measured(fields: dict) -> parity.Measured:
+    noises = {name: Noise(**fields[name]) for name in ("error", "limits", "noise")}
+    return parity.Measured(cell=Cell(**fields["cell"]), drift=fields["drift"], seconds=fields["seconds"], **noises)

@@ -1,0 +1,8 @@
+"""Trains a model in three dimensions: `python train.py parallelism=tp2_pp2_dp2 trainer.max_steps=100`."""
+
+import sys
+
+from lightning_3d.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
