@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.initialization import broadcast_eager, initialize
+from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.mesh import Mesh
@@ -79,6 +80,7 @@ def assemble(
     specs = _all_specs(root, name, module, plan, mesh, owners)
     _create_groups(specs.values(), mesh)
 
+    blueprint = Blueprint(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
@@ -87,7 +89,7 @@ def assemble(
         inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
         context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random)
         rewrite(module, plan, inner, context)
-    initialize(root, seed, specs=local, device=device)
+    initialize(root, seed, specs=local, device=device, blueprint=blueprint)
     return LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
 
 
@@ -106,12 +108,18 @@ def _find_plan(
 ) -> tuple[str, nn.Module, ParallelPlan]:
     """The pipelined module with its name and plan; without tensor and pipeline parallelism none is needed."""
     try:
-        name, module = find_pipeline_module(root, pipeline_module)
-        return name, module, read_plan(module, user_plan)
+        name, module = find_pipeline_module(root, pipeline_module, user_plan)
+        plan = read_plan(module, user_plan)
     except PlanError:
         if layout.tp * layout.pp > 1 or user_plan is not None or pipeline_module is not None:
             raise
         return "", root, ParallelPlan({})
+    if layout.pp > 1 and not plan.layers:
+        raise PlanError(
+            f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}} that"
+            f" names what runs before, in and after its blocks, or use pp1, for example {Layout(tp=layout.tp, dp=layout.pp * layout.dp)}."
+        )
+    return name, module, plan
 
 
 def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -309,13 +311,25 @@ def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, without asking CUDA, which would forbid a fork."""
-    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()])
+    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]) or _listed_gpus()
     allowed = environment.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return there
     names = [name.strip() for name in allowed.split(",")]
     named = names.index("-1") if "-1" in names else len([name for name in names if name])
     return min(there, named)
+
+
+def _listed_gpus() -> int:
+    """GPUs that the driver's tool lists, for machines that have them under other names in /dev."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, check=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
 def _choose_precision(run: RunConfig, accelerator: str) -> str:

@@ -161,6 +161,8 @@ class TrainJob:
     def __call__(self, config: DictConfig) -> int:
         code = self._run(config)
         self.exit_code = self.exit_code or code
+        if code > 128:  # a signal ends a sweep, not one job of it
+            sys.exit(code)
         self.folder = None
         return code
 

@@ -183,7 +183,8 @@ class Blueprint:
 
     def _copy(self, module: nn.Module, name: str, initializer: nn.Module | None) -> nn.Module:
         """Copy `module` and all below it. `initializer` is the copy of the nearest module that initializes others."""
-        module = vars(module).get("stands_for") or module
+        if (absent := vars(module).get("stands_for")) is not None:
+            module = absent
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy = object.__new__(type(module))

@@ -82,11 +82,18 @@ def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | N
 
 
 def set_master_address(outside: OutsideRank) -> None:
-    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: SLURM's ranks derive them from the job."""
+    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: SLURM's ranks derive them from the job.
+
+    Raises:
+        ConfigError: srun was started in a way that Lightning refuses.
+    """
     if outside.launcher == "slurm" and "MASTER_ADDR" not in os.environ:
         from lightning.fabric.plugins.environments import SLURMEnvironment
 
-        cluster = SLURMEnvironment()
+        try:
+            cluster = SLURMEnvironment()
+        except RuntimeError as error:  # options of srun that Lightning does not take
+            raise ConfigError(str(error)) from error
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = cluster.main_address, str(cluster.main_port)
 
 
@@ -365,8 +372,8 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)
 
 
 def _limit_threads(threads: int) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -353,8 +354,11 @@ def release_deepspeed(engine: Any) -> None:
     groups.mpu = None
 
 
+@cache
 def settle_gloo_at_exit() -> None:
     """At the end of the process, wait until gloo's threads have let go of their last tensors.
+
+    To be called as early as possible: what is registered at exit first runs last, after others that may communicate.
 
     A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has
     told the caller that it is done. If one of them has a Python object, that takes the interpreter's lock. When the
@@ -363,7 +367,6 @@ def settle_gloo_at_exit() -> None:
     about one in ten short runs which end soon after a collective, with DeepSpeed or without. Here the main thread
     waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
     """
-    atexit.unregister(_settle_gloo)
     atexit.register(_settle_gloo)
 
 
@@ -422,3 +425,23 @@ def read_dcp_metadata(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path} cannot be read: {error!r}.") from error
+
+
+def keep_sample_order(trainer: Any) -> None:
+    """Let a training data loader that does not shuffle keep its order, as on one process.
+
+    With several ranks Lightning 2.6 injects a sampler into the training loader that shuffles whatever the user asked for
+    (`_process_dataloader` sets `is_shuffled = True`), so that a layout would change the order of the data. Its own question,
+    `_is_dataloader_shuffled`, is asked here for training as it already is for validation.
+    """
+    from lightning.pytorch.utilities.data import _is_dataloader_shuffled
+
+    connector = trainer._data_connector
+    if "_prepare_dataloader" in vars(connector):
+        return
+    prepare = connector._prepare_dataloader
+
+    def prepare_as_given(dataloader: object, shuffle: bool, mode: Any) -> object:
+        return prepare(dataloader, shuffle=shuffle and _is_dataloader_shuffled(dataloader), mode=mode)
+
+    connector._prepare_dataloader = prepare_as_given

@@ -112,7 +112,7 @@ class OptimizerShard:
 
     def to_host(self) -> OptimizerShard:
         """The same, with tensors that are in the memory of a device copied to the host's."""
-        moved = {key: value.detach().cpu() if hasattr(value, "cpu") else value for key, value in self.values.items()}
+        moved = {k: value if isinstance(value, (int, float)) else value.detach().cpu() for k, value in self.values.items()}
         return replace(self, values=moved)
 
 

@@ -37,7 +37,7 @@ from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.failures import FailureReporter
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_available, resolve_layout
-from lightning_3d.lightning_compat import connect_process_group, run_after_closure, subprocess_launcher
+from lightning_3d.lightning_compat import connect_process_group, keep_sample_order, run_after_closure, subprocess_launcher
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.schedules import find_schedule
@@ -200,6 +200,7 @@ class Lightning3DStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_unsupported(trainer)
+        keep_sample_order(trainer)
         self._build()
         if fitting:
             self.setup_optimizers(trainer)
@@ -390,7 +391,7 @@ class Lightning3DStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself and passes them to no CheckpointIO.")
+            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
         assert self.layout is not None
         about = {
             "layout": self.layout.name,
@@ -402,7 +403,7 @@ class Lightning3DStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's state; tensors are read later, by slices. `weights_only` is about pickles, of which there are none."""
+        """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
         return load_checkpoint(self.broadcast(str(checkpoint_path)))
 
     @override

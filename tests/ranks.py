@@ -22,7 +22,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -53,6 +52,8 @@ SERVER_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
+    # Every new connection to a store looks up the name of its address. Where no name server answers that takes 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
 }
 PATIENCE_SECONDS = 3.0  # after the first failure, how long the other ranks may take to report theirs
 LOG_TAIL_BYTES = 4000
@@ -78,7 +79,6 @@ class Call:
     payload: bytes
     rank: int
     world_size: int
-    master_port: int
     store_port: int
     number: int
     log_path: str
@@ -121,7 +121,6 @@ class RankPool:
             payload,
             rank=0,
             world_size=world_size,
-            master_port=_free_port(),
             store_port=self._store_port(),
             number=self._calls,
             log_path="",
@@ -213,7 +212,7 @@ class RankPool:
         return f"\n--- output of rank {rank} (its end) ---\n{text}" if text.strip() else ""
 
     def _store_port(self) -> int:
-        """Port of the store through which ranks find each other. This process serves it, so that it outlives all ranks."""
+        """Port of the store through which ranks find each other, which this process serves."""
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -261,12 +260,6 @@ def run_ranks(
     failing ranks as notes; a time-out raises ``RankTimeout`` with every unfinished rank's stack.
     """
     return POOL.run(fn, world_size, args, kwargs, timeout, process_group)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -369,7 +362,7 @@ def _redirected_output(path: str) -> Iterator[None]:
 
 @functools.cache
 def _connect(port: int) -> Any:
-    """The session's store. One connection for all calls: one in four new connections waits for 5 s."""
+    """The session's store, over one connection for all calls."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", port, is_master=False)
@@ -415,19 +408,21 @@ def _clean_state(call: Call) -> Iterator[None]:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
+        sys.excepthook = sys.__excepthook__
         _reset_deepspeed()
         gc.collect()  # process groups and autograd graphs that wait in cycles
 
 
 def _launch_environment(call: Call) -> dict[str, str]:
-    """What torchrun sets, so that a Trainer inside the call finds itself launched already."""
-    values = (call.rank, call.rank, 0, call.world_size, call.world_size, "127.0.0.1", call.master_port)
+    """What torchrun sets, so that a Trainer inside the call finds itself launched already.
+
+    The store at MASTER_PORT is the session's, as torchrun's agent serves one; the keys of a call begin with its number,
+    as those of an attempt begin with its restart count.
+    """
+    values = (call.rank, call.rank, 0, call.world_size, call.world_size, "127.0.0.1", call.store_port)
     launch = {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
-    return launch | {
-        "TORCHELASTIC_RUN_ID": "ranks",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
+    elastic = {"RUN_ID": "ranks", "USE_AGENT_STORE": "True", "RESTART_COUNT": call.number, "MAX_RESTARTS": call.number}
+    return launch | {f"TORCHELASTIC_{name}": str(value) for name, value in elastic.items()}
 
 
 def _reset_deepspeed() -> None:

@@ -161,3 +161,13 @@ def test_usage_and_version() -> None:
     usage, version = run_commands([["--help"], ["--version"]])
     assert usage.code == version.code == 0
     assert "train" in usage.output and version.output.strip()[0].isdigit()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_fifty_runs_in_a_row_end_well(tmp_path: Path) -> None:
+    codes = []
+    for number in range(50):
+        command = [sys.executable, str(REPOSITORY / "train.py"), *QUICK, f"hydra.run.dir={tmp_path / str(number)}"]
+        codes.append(subprocess.run(command, env=environment(), capture_output=True, check=False).returncode)
+    assert codes == [0] * 50

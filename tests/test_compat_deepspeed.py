@@ -47,13 +47,10 @@ def importing() -> None:
     assert torch.compile is compile_
     assert deepspeed.get_accelerator().device_name() == "cpu"
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
-    from deepspeed.runtime.zero import utils
-
     backend = inspect.getsource(sys.modules["deepspeed.comm.torch"])
-    assert "deepspeed.ops.__compatible_ops__.get(builder.NAME" in backend  # what decides whether it is compiled
-    # When the check of the optimizer no longer imports Muon, `_without_compiling` can go.
-    assert "muon_optimizer" in inspect.getsource(utils.is_zero_supported_optimizer)
-    assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+    assert "deepspeed.ops.__compatible_ops__" in backend  # decides whether it is compiled
+    # When it compiles nothing at its import any more, `_without_compiling` can go.
+    assert "\n@compiler.compile" in inspect.getsource(sys.modules["deepspeed.runtime.zero.muon.original_muon"])
     with pytest.raises(ConfigError, match="DS_ACCELERATOR=cuda"):
         import_deepspeed(torch.device("cuda"))
 

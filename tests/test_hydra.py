@@ -155,6 +155,14 @@ def test_gpus_are_counted_without_cuda(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, tmp_path) == 1
 
 
+def test_gpus_that_only_the_driver_knows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert visible_gpus({}, tmp_path / "no_devices") == 2
+
+
 def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_3d.config.visible_gpus", lambda: 4)
     assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == ("gpu", "bf16")

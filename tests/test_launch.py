@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from command_line import environment
 
-from lightning_3d.errors import DataError
+from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.failures import FOLDER_VARIABLE, Failure, FolderBoard
-from lightning_3d.launch import Outcome, OutsideRank, launch, outside_rank
+from lightning_3d.launch import Outcome, OutsideRank, launch, outside_rank, set_master_address
 
 FOREVER = 600
 
@@ -271,3 +271,15 @@ def test_shell_inside_a_slurm_allocation_is_no_rank() -> None:
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train.sh"}
     interactive = batch_script | {"SLURM_STEP_ID": "4294967290", "SLURM_JOB_NAME": "interactive"}
     assert outside_rank({}) is outside_rank(batch_script) is outside_rank(interactive) is None
+
+
+def test_slurm_ranks_meet_at_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NODELIST": "node[03-06]", "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="ntasks-per-node"):
+        set_master_address(OutsideRank(5, 1, 8, 2, "slurm"))
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    set_master_address(OutsideRank(5, 1, 8, 2, "slurm"))
+    assert os.environ["MASTER_ADDR"] == "node03" and os.environ["MASTER_PORT"].isdigit()

@@ -8,12 +8,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 import pytest
 from command_line import REPOSITORY, Result, environment, run_commands
 
+from lightning_3d.launch import _reserved_port
 from lightning_3d.training.data.token_file import write_tokens
 
 # id -> (overrides, what the message must say). The numbers are those of the issue's and the fault list's cases.
@@ -136,11 +138,16 @@ def test_train_py_refuses(tmp_path: Path) -> None:
 # Ranks of torchrun and SLURM
 
 
-def run_outside(tmp_path: Path, overrides: list[str], places: list[dict[str, str]]) -> list[tuple[int, str]]:
-    """(exit code, output) of `train.py` in each of several ranks that somebody else started."""
+def run_outside(
+    tmp_path: Path,
+    overrides: list[str],
+    places: list[dict[str, str]],
+    script: Sequence[str] = (str(REPOSITORY / "train.py"),),
+) -> list[tuple[int, str]]:
+    """(exit code, output) of `train.py`, or another script, in each of several ranks that somebody else started."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "train.py"), *overrides],
+            [sys.executable, *script, *overrides],
             cwd=tmp_path,
             env=environment(**place),
             stdout=subprocess.PIPE,
@@ -295,3 +302,42 @@ def test_refusal_under_torchrun_leaves_nothing(tmp_path: Path, token_files: Path
     assert (done.stdout + done.stderr).count("lightning_3d: ") == 1, done.stderr
     assert "fewer than one global batch of 8" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+VECTOR_LOSS = """
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from lightning_3d import Lightning3DStrategy
+
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss.expand(2)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+strategy = Lightning3DStrategy("tp2", micro_batch_size=2)
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **quiet)
+trainer.fit(Module(), DataLoader(rows, batch_size=4))
+"""
+
+
+def test_loss_that_is_no_scalar(tmp_path: Path) -> None:
+    """In a user's own script: every rank ends with exit code 2, one of them says why."""
+    with _reserved_port() as port:
+        places = [torchrun_rank(rank, 2) | {"MASTER_PORT": str(port)} for rank in range(2)]
+        ended = run_outside(tmp_path, [], places, script=["-W", "ignore", "-c", VECTOR_LOSS])
+    assert [code for code, _ in ended] == [2, 2], ended
+    output = "".join(output for _, output in ended)
+    assert output.count("lightning_3d: ") == 1 and "Traceback" not in output, output
+    assert "(2,)" in output and "single number" in output

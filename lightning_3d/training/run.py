@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -31,6 +32,11 @@ def train(config: dict[str, Any]) -> None:
         Lightning3DError: what data or model show to be wrong, before the first step.
     """
     _quiet()
+    if config["cluster"]["accelerator"] == "gpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"This machine has GPUs, but torch {torch.__version__} cannot use them. Install a build with CUDA, or run"
+            " on the CPU with cluster=local_cpu."
+        )
     seed_everything(config["seed"], verbose=False)
     module = CausalLM(config["model"], config["optimizer"])
     data = make_data(config)
