@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -116,6 +117,16 @@ def is_lost_peer(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def ignore_sigterm() -> None:
+    """Let a process that has failed end by itself.
+
+    Lightning's handler of SIGTERM broadcasts a tensor (2.6, `_SignalConnector._sigterm_notifier_fn`), which raises or
+    waits when the other ranks are gone, wherever this process happens to be.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Board(Protocol):
@@ -275,7 +286,9 @@ class FailureReporter:
         self._world_size = world_size
         self._grace = grace
         self._noted: Failure | None = None
+        self._posted = False
         self._shows = False
+        self._told = False
         self._previous_hook: Callable[..., Any] | None = None
         self._closed = threading.Event()
 
@@ -295,11 +308,25 @@ class FailureReporter:
             sys.excepthook = self._on_uncaught
             threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True).start()
 
+    def run(self, job: Callable[[], None]) -> int:
+        """Run a job and return the exit code for this process; a failure is told here."""
+        try:
+            try:
+                job()
+            except BaseException as error:  # SystemExit and KeyboardInterrupt too: all go the same way
+                ignore_sigterm()
+                return self.finish(error)
+        except BaseException as error:  # from a handler of SIGTERM that ran just before it was put aside
+            return self.finish(error)
+        return 0
+
     def note(self, error: BaseException) -> None:
         """Post an exception. Later calls change nothing: what follows a first exception is its consequence."""
         if self._noted is None:
             self._noted = Failure.of(error, self._rank)
+        if not self._posted:
             self._shows = self._board.post(self._noted)
+            self._posted = True
 
     def finish(self, error: BaseException, stream: TextIO | None = None) -> int:
         """Note an exception, print it if this rank is to show it, and return the exit code of the cause."""
@@ -307,7 +334,8 @@ class FailureReporter:
             return 0
         self.note(error)
         assert self._noted is not None
-        if self._shows:
+        if self._shows and not self._told:
+            self._told = True
             print(self._noted.message(self._world_size), file=stream or sys.stderr, flush=True)
         cause = self._first()
         return cause.exit_code if cause is not None else self._noted.exit_code
@@ -319,6 +347,7 @@ class FailureReporter:
             sys.excepthook, self._previous_hook = self._previous_hook, None
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ignore_sigterm()
         raise SystemExit(self.finish(error))
 
     def _first(self) -> Failure | None:
@@ -334,3 +363,26 @@ class FailureReporter:
                 if not self._closed.wait(self._grace):
                     os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
                 return
+
+
+def show_refusals_plainly() -> None:
+    """Let a refusal that nobody catches end the process with its message alone and exit code 2, in a user's own script.
+
+    For what is refused before ranks are connected; from then on a `FailureReporter` decides. Under a launcher rank 0
+    prints.
+    """
+    if getattr(sys.excepthook, "shows_refusals", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        refusal = cause_of(error)
+        if not isinstance(refusal, Lightning3DError):
+            previous(kind, error, trace)
+            return
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(f"lightning_3d: {refusal}", file=sys.stderr, flush=True)
+        raise SystemExit(refusal.exit_code)
+
+    hook.shows_refusals = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -214,12 +214,9 @@ class TrainJob:
         """Run as the rank that torchrun or SLURM started."""
         reporter = self.reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
         reporter.watch()
-        try:
-            run_rank(frozen)
-        except BaseException as error:
-            return reporter.finish(error)
+        code = reporter.run(lambda: run_rank(frozen))
         reporter.close()
-        return 0
+        return code
 
 
 def run_rank(frozen: dict[str, Any]) -> None:

@@ -341,17 +341,14 @@ def _run_rank(
     os.environ.update(environment)
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     reporter = FailureReporter(FolderBoard(Path(environment[FOLDER_VARIABLE])), rank, world_size)
-    try:
-        if rank > 0:
-            _redirect_output(logs / f"rank_{rank}.log")
-        if threads is not None:
-            _limit_threads(threads)
-        job(*arguments)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: all go the same way
-        sys.exit(reporter.finish(error))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if rank > 0:
+        _redirect_output(logs / f"rank_{rank}.log")
+    if threads is not None:
+        _limit_threads(threads)
+    code = reporter.run(lambda: job(*arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
 
 
 def _belong_to(supervisor: int) -> None:

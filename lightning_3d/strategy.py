@@ -34,7 +34,7 @@ from lightning_3d.checkpoint import (
     save_checkpoint,
 )
 from lightning_3d.errors import ConfigError, LayoutError
-from lightning_3d.failures import FailureReporter
+from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_available, resolve_layout
 from lightning_3d.lightning_compat import connect_process_group, keep_sample_order, run_after_closure, subprocess_launcher
@@ -96,6 +96,7 @@ class Lightning3DStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        show_refusals_plainly()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")

@@ -12,6 +12,7 @@ from command_line import REPOSITORY, Result, environment, run_commands
 
 QUICK = [
     "parallelism=dp2",
+    "parallelism.micro_batch_size=2",
     "trainer.max_steps=2",
     "data.sequence_length=32",
     "data.global_batch_size=4",

@@ -110,6 +110,18 @@ def hang_after_post() -> None:
     time.sleep(FOREVER)
 
 
+def raise_in_handler() -> None:
+    """A handler of SIGTERM that raises, as Lightning's does when the other ranks are gone."""
+
+    def broadcast(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    if my_rank() == 1:
+        raise DataError("The data set is empty.")
+    signal.signal(signal.SIGTERM, broadcast)
+    time.sleep(FOREVER)
+
+
 def write_pid_and_wait(folder: Path) -> None:
     draft = folder / f"draft_{my_rank()}"
     draft.write_text(str(os.getpid()))
@@ -151,6 +163,11 @@ def test_error_of_one_rank_ends_all_and_is_told_once(
 
 def test_mistake_of_the_user_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert run(raise_user_error, logs=tmp_path) == Outcome(2, "lightning_3d: The data set is empty.")
+
+
+def test_handlers_of_sigterm_that_raise_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(raise_in_handler, logs=tmp_path) == Outcome(2, "lightning_3d: The data set is empty.")
+    assert capfd.readouterr().err == ""
 
 
 def test_closed_connections_are_not_the_cause(tmp_path: Path) -> None:

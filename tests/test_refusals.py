@@ -43,9 +43,9 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "schedule_and_vp": (["parallelism=pp2_vp2", "parallelism.schedule=1f1b"], ["1F1B", "vp 2"]),
     "f08_micro_batches": (
         ["parallelism=pp4", "data.global_batch_size=4"],
-        ["1F1B", "4", "a step has 2", "global batch"],
+        ["1F1B", "as stages, 4", "a step has 1", "global batch of 16"],
     ),
-    "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 2 * dp 2 = 4", "8"]),
+    "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 4 * dp 2 = 8", "is 8"]),
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
     "context_parallel": (["parallelism=cp2"], ["cp 2", "not available", "dp2"]),
@@ -110,7 +110,7 @@ def assert_refused(result: Result, says: list[str]) -> None:
     assert result.code == 2, result.output
     messages = [line for line in result.output.splitlines() if line.startswith(("lightning_3d: ", "lightning-3d: "))]
     assert len(messages) == 1, result.output
-    assert "Traceback" not in result.output
+    assert "Traceback" not in result.output, result.output
     assert [words for words in says if words not in messages[0]] == [], messages[0]
     assert result.left == [], "nothing may be left behind"
 
