@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,7 +125,7 @@ def _find_plan(
 
 def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> None:
     """Refuse what the model's own numbers show, before anything is allocated."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def number(*names: str) -> int | None:

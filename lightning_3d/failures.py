@@ -296,8 +296,7 @@ class FailureReporter:
     def connect(cls, rank: int, world_size: int) -> FailureReporter:
         """The reporter of this process over the board of this run. Collective over the world."""
         board = connect_board(rank, world_size)
-        previous = getattr(sys.excepthook, "__self__", None)
-        if isinstance(previous, FailureReporter) and previous._noted is not None:
+        if _has_outlived_a_failure():
             board.forget(rank)
         return cls(board, rank, world_size)
 
@@ -385,4 +384,16 @@ def show_refusals_plainly() -> None:
         raise SystemExit(refusal.exit_code)
 
     hook.shows_refusals = True  # type: ignore[attr-defined]
+    hook.previous = previous  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _has_outlived_a_failure() -> bool:
+    """Whether this process caught a failure that it had posted: the hook of that time is still in place."""
+    hook: Any = sys.excepthook
+    while hook is not None:
+        reporter = getattr(hook, "__self__", None)
+        if isinstance(reporter, FailureReporter):
+            return reporter._noted is not None
+        hook = getattr(hook, "previous", None)
+    return False

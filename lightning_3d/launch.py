@@ -218,7 +218,8 @@ def launch(
         logs: folder where ranks other than 0 write what they print, as `rank_N.log`; rank 0 prints to the terminal.
         fork: see `Ranks`; `can_fork` says whether this process may.
     """
-    board = Path(tempfile.mkdtemp(prefix="lightning_3d_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    board = Path(tempfile.mkdtemp(prefix=".failures_", dir=logs))
     ranks = Ranks(job, arguments, count, logs, fork, threads)
     try:
         with _signals() as received:

@@ -146,7 +146,8 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     environment = strategy.cluster_environment
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
     environment.set_world_size(strategy.num_nodes * strategy.num_processes)
-    rank_zero_only.rank = fabric_rank_zero_only.rank = strategy.global_rank
+    for decorator in (rank_zero_only, fabric_rank_zero_only):
+        setattr(decorator, "rank", strategy.global_rank)  # noqa: B010  an attribute that its type does not declare
     device = strategy.root_device
     backend = _get_default_process_group_backend_for_device(device)
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device if device.type != "cpu" else None)

@@ -196,6 +196,28 @@ def test_rank_that_waits_for_ever_is_ended_when_another_fails() -> None:
     assert ended == [(2, ""), (2, "lightning_3d: It does not fit.\n")]
 
 
+def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() -> None:
+    ended = run_script(
+        """
+        from lightning_3d.failures import show_refusals_plainly
+        try:
+            raise ValueError("caught on all ranks")
+        except ValueError as error:
+            reporter.note(error)
+            reporter.close()
+        show_refusals_plainly()
+        again = FailureReporter.connect(rank, world_size)
+        again.watch()
+        time.sleep(1 - rank)
+        raise ValueError(f"not caught on rank {rank}")
+        """
+    )
+    assert [code for code, _ in ended] == [1, 1]
+    told = "".join(error for _, error in ended)
+    assert "not caught on rank 1" in told and "caught on all ranks" not in told.replace("not caught", "")
+    assert told.count("lightning_3d: rank") == 1
+
+
 def test_success_leaves_no_trace() -> None:
     ended = run_script(
         """

@@ -8,10 +8,10 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -30,9 +30,9 @@ NO_DROPOUT = SimpleNamespace(enabled=False, layer=lambda index: None)
 
 def tiny(family: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    common = dict(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, use_cache=False
-    )
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "use_cache": False
+    }
     if family == "gpt_neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(num_attention_heads=2, max_position_embeddings=16, **common)).double()
     if family == "gemma3":
