@@ -33,6 +33,7 @@ FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
 
 _KEY = "lightning_3d/failure"
 _SEEN = "lightning_3d/failure_seen"
+_FORGOTTEN = "lightning_3d/failure_forgotten"
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -219,7 +220,10 @@ class StoreBoard:
         return Failure(**json.loads(text)) if text != self._past else None
 
     def forget(self, rank: int) -> None:
+        """Collective: no rank goes on, and can fail anew, before all have forgotten."""
         self._past = self._posted()
+        rounds = -(-self._store.add(_FORGOTTEN, 1) // self._world_size)
+        _poll(lambda: self._store.add(_FORGOTTEN, 0) >= rounds * self._world_size or None, 60.0)
 
     def tell_all(self, key: str, value: str, rank: int) -> str:
         """What rank 0 says under a key, in all ranks. Collective; rank 0 returns when all have read it."""

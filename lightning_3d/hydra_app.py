@@ -16,9 +16,12 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from hydra_plugins.lightning_3d_configs.search_path import Lightning3DSearchPath
+from hydra_plugins.lightning_3d_configs.sources import LayoutSource, RecipeSource
 from lightning_3d.config import RunPlan, plan_run
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
@@ -61,6 +64,9 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     """`hydra.main` takes its arguments from `sys.argv`, and shortens tracebacks unless told otherwise, instead of
     raising.
     """
+    # Hydra finds plugins by walking their folders, which it cannot in an editable install (setuptools maps names there).
+    for plugin in (LayoutSource, RecipeSource, Lightning3DSearchPath):
+        Plugins.instance().register(plugin)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["train.py", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"

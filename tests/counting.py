@@ -52,9 +52,7 @@ class Recorder:
         return [
             call
             for call in self.calls
-            if call.ranks == tuple(ranks)
-            and (not names or call.name in names)
-            and (numel is None or call.numel == numel)
+            if call.ranks == tuple(ranks) and (not names or call.name in names) and (numel is None or call.numel == numel)
         ]
 
     def summary(self) -> Counter[tuple[str, tuple[int, ...], int]]:

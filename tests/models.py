@@ -225,9 +225,7 @@ class PlainBlock(nn.Module):
         self.head_width = width // heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
-        self.k = nn.Linear(
-            width, width, bias=False
-        )  # its gradient would be zero but for rounding, which Adam amplifies
+        self.k = nn.Linear(width, width, bias=False)  # its gradient would be zero but for rounding, which Adam amplifies
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:

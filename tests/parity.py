@@ -60,10 +60,8 @@ class Cell:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a micro-batch: two where that gives the schedule enough micro-batches."""
-        rows = Recipe().global_batch // self.dp
-        needed = 2 * self.pp if self.schedule == "DualPipeV" else self.pp
-        return 2 if rows // 2 >= needed else 1
+        """Rows of a micro-batch: twice as many micro-batches as pipeline ranks, so that all phases of a schedule run."""
+        return Recipe().global_batch // self.dp // (2 * self.pp)
 
     @property
     def recipe(self) -> Recipe:

@@ -107,9 +107,7 @@ class RankPool:
         self._calls = 0
         self._store: Any = None
 
-    def run(
-        self, fn: Callable[..., Any], world_size: int, args: tuple, kwargs: dict, timeout: float, process_group: bool
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], world_size: int, args: tuple, kwargs: dict, timeout: float, process_group: bool) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on ranks 0 .. world_size - 1 and return the results by rank."""
         if not 1 <= world_size <= self.limit:
             raise ValueError(f"world size {world_size} is not in 1 .. {self.limit}")

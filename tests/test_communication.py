@@ -111,9 +111,7 @@ def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches(zero_st
         arguments = {"layout": "dp2", "micro_batch_size": ROWS // micro_batches, "zero_stage": zero_stage}
         counted = run_ranks(count_step, 2, 2, **arguments)[0]
         counts[micro_batches] = Counter((call.name, call.numel) for call in counted.of("dp"))
-        reduced = sum(
-            call.numel for call in counted.of("dp", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-        )
+        reduced = sum(call.numel for call in counted.of("dp", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"))
         assert counted.parameters <= reduced <= counted.parameters + 64  # and a few numbers: loss, norm, padding
     assert counts[1] == counts[16]
 

@@ -83,16 +83,6 @@ def test_noting_early_and_finishing_elsewhere_shows_the_error_once(stores: list[
     assert "ValueError: noted" in output.getvalue()
 
 
-def test_a_caught_failure_does_not_hide_a_later_one(stores: list[TCPStore]) -> None:
-    FailureReporter(StoreBoard(stores[0], WORLD), 0, WORLD).note(ValueError("caught by the user's script"))
-    board = StoreBoard(stores[1], WORLD)
-    board.forget(1)
-    assert board.first() is None
-    output = io.StringIO()
-    FailureReporter(board, 1, WORLD).finish(ValueError("new"), output)
-    assert "ValueError: new" in output.getvalue()
-
-
 def test_tell_all_gives_every_rank_the_words_of_rank_0(stores: list[TCPStore]) -> None:
     heard: dict[int, str] = {}
 

@@ -167,9 +167,7 @@ def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.Monke
     monkeypatch.setattr("lightning_3d.config.visible_gpus", lambda: 4)
     assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == ("gpu", "bf16")
     fewer = planned("parallelism=dp8")
-    assert fewer.accelerator == "cpu" and fewer.warnings == (
-        "This machine has 4 GPUs for 8 ranks: running on the CPU.",
-    )
+    assert fewer.accelerator == "cpu" and fewer.warnings == ("This machine has 4 GPUs for 8 ranks: running on the CPU.",)
     assert planned("parallelism=tp4", "cluster=local_cpu").accelerator == "cpu"
     with pytest.raises(LayoutError, match="Layouts for 4: "):
         planned("parallelism=dp8", "cluster.accelerator=gpu")
@@ -213,13 +211,11 @@ def test_services_of_hydra(tmp_path: Path) -> None:
     answers = dict(zip(names, run_commands([["train", *name.split()] for name in names]), strict=True))
     assert [answer.left for answer in answers.values()] == [[]] * len(names), "none of these makes a run folder"
     help_text = answers["--help"].output
-    assert all(
-        f"\n{group}: " in help_text for group in ("model", "data", "parallelism", "cluster", "recipe", "trainer")
-    )
+    assert all(f"\n{group}: " in help_text for group in ("model", "data", "parallelism", "cluster", "recipe", "trainer"))
     assert "tp2_pp2_dp2" in help_text and "llama3_70b_256xa100" in help_text
     assert "layout: tp2_pp2_dp2" in answers["--cfg job"].output
     assert "layout://" in answers["--info searchpath"].output
-    assert answers[names[-1]].output.endswith("tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 8 micro-batches of 4\n")
+    assert answers[names[-1]].output.endswith("tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 4 micro-batches of 4\n")
 
 
 # The run folder

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY
+from command_line import REPOSITORY, environment
 
 import lightning_3d
 
@@ -31,9 +31,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(checkout: Path) -> list[str]:
     """Names of the files in the wheel."""
     build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(checkout / "dist" / done.stdout.split()[-1]) as archive:
         return archive.namelist()
@@ -55,6 +53,30 @@ def test_wheel_takes_no_top_level_names_of_others(wheel: list[str]) -> None:
     top = {name.split("/")[0] for name in wheel if ".dist-info" not in name}
     assert top == {"lightning_3d", "hydra_plugins"}
     assert "hydra_plugins/__init__.py" not in wheel, "a namespace that other plugins share"
+
+
+HIDDEN_PLUGINS = """
+import sys
+from hydra.core.plugins import Plugins
+scan = Plugins._scan_all_plugins
+Plugins._scan_all_plugins = staticmethod(lambda modules: scan([m for m in modules if m.__name__ != "hydra_plugins"]))
+from lightning_3d.cli import main
+sys.exit(main(["train", "recipe=llama_tiny_8xcpu", "parallelism=tp2_pp4", "trainer.dry=true"]))
+"""
+
+
+def test_command_line_works_where_hydra_cannot_discover_plugins(tmp_path: Path) -> None:
+    """As in an editable install, where the names of the plugins' folder are mapped."""
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN_PLUGINS],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.startswith("tp2_pp4: 8 ranks"), done.stderr
 
 
 def test_console_script(wheel: list[str]) -> None:

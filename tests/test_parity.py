@@ -31,9 +31,7 @@ def valid_cells() -> list[Cell]:
     modes = ((0, "float64"), (0, "float32"), (1, "float32"))
     cells = [
         Cell(model, tp, pp, dp, schedule, zero, dtype)
-        for model, tp, pp, dp, schedule, (zero, dtype) in product(
-            models.MODELS, degrees, degrees, degrees, SCHEDULES, modes
-        )
+        for model, tp, pp, dp, schedule, (zero, dtype) in product(models.MODELS, degrees, degrees, degrees, SCHEDULES, modes)
     ]
     looped = LOOPED_SCHEDULES + V_SCHEDULES
     return [cell for cell in cells if cell.world_size <= MAX_RANKS and not (cell.pp == 1 and cell.schedule in looped)]

@@ -43,9 +43,9 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "schedule_and_vp": (["parallelism=pp2_vp2", "parallelism.schedule=1f1b"], ["1F1B", "vp 2"]),
     "f08_micro_batches": (
         ["parallelism=pp4", "data.global_batch_size=4"],
-        ["1F1B", "as stages, 4", "a step has 1", "global batch of 16"],
+        ["1F1B", "as stages, 4", "a step has 2", "global batch of 8"],
     ),
-    "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 4 * dp 2 = 8", "is 8"]),
+    "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 2 * dp 2 = 4", "is 8"]),
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
     "context_parallel": (["parallelism=cp2"], ["cp 2", "not available", "dp2"]),

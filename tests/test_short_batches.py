@@ -122,9 +122,7 @@ def train_own_loss(recipe: Recipe, rows: models.Batch, **strategy: object) -> Pa
     return fit_on_rank(recipe, Rows(rows), OwnLoss(recipe), **strategy)
 
 
-@pytest.mark.parametrize(
-    "strategy", [{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], ids=["tp2_pp2", "pp2"]
-)
+@pytest.mark.parametrize("strategy", [{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], ids=["tp2_pp2", "pp2"])
 def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
     """Without data parallelism the micro-batches are the reference's; 13 rows become 13 micro-batches of one."""
     recipe = Recipe(steps=4)

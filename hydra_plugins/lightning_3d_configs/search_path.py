@@ -10,9 +10,14 @@ from lightning_3d.config_files import conf_folder
 
 
 class Lightning3DSearchPath(SearchPathPlugin):
-    """Groups as files, layouts by name, recipes."""
+    """Groups as files, layouts by name, recipes. Found by Hydra and registered by hand, it adds them once."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="lightning_3d", path=f"file://{conf_folder()}")
-        search_path.append(provider="lightning_3d-layouts", path="layout://")
-        search_path.append(provider="lightning_3d-recipes", path="recipe://")
+        there = {element.provider for element in search_path.get_path()}
+        for provider, path in (
+            ("lightning_3d", f"file://{conf_folder()}"),
+            ("lightning_3d-layouts", "layout://"),
+            ("lightning_3d-recipes", "recipe://"),
+        ):
+            if provider not in there:
+                search_path.append(provider=provider, path=path)

@@ -46,9 +46,7 @@ class LayoutSource(ConfigSource):
         if name is None:
             raise ConfigLoadError(f"{config_path} is no layout name")
         config = OmegaConf.create({"defaults": ["base", "_self_"], "layout": name})
-        return ConfigResult(
-            provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header={"package": None}
-        )
+        return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header={"package": None})
 
     def _layout(self, config_path: str) -> str | None:
         group, _, name = _bare(config_path).rpartition("/")
@@ -82,9 +80,7 @@ class RecipeSource(ConfigSource):
             raise ConfigLoadError(f"{config_path} is no recipe")
         text = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8")
         header = self._get_header_dict(text)
-        return ConfigResult(
-            provider=self.provider, path=f"{self.scheme()}://{self.path}", config=OmegaConf.create(text), header=header
-        )
+        return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=OmegaConf.create(text), header=header)
 
     def _recipe(self, config_path: str) -> str | None:
         group, _, name = _bare(config_path).rpartition("/")
