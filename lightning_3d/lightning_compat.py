@@ -150,6 +150,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
         setattr(decorator, "rank", strategy.global_rank)  # noqa: B010  an attribute that its type does not declare
     device = strategy.root_device
     backend = _get_default_process_group_backend_for_device(device)
+    settle_gloo_at_exit()
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device if device.type != "cpu" else None)
 
 
@@ -285,7 +286,7 @@ def deepspeed_engine(
     - It takes the device from `LOCAL_RANK`, which not every launcher sets.
     - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, waits for ever where
       pipeline ranks have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this too, but
-      only in versions after 0.19.5.)
+      only in later versions.)
     - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning.
     """
     import os

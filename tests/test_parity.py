@@ -73,7 +73,7 @@ def test_an_eager_model_keeps_its_values(model: str) -> None:
     parity.assert_same_training(model, "tp2_pp2_dp1", eager=True)
 
 
-@pytest.mark.parametrize("order", [("pp", "tp", "dp"), ("dp", "tp", "pp")])
+@pytest.mark.parametrize("order", [("tp", "cp", "dp", "pp"), ("pp", "dp", "tp", "cp")])
 def test_rank_order_changes_nothing(order: tuple[str, ...]) -> None:
     parity.assert_same_training("llama", "tp2_pp2_dp2", order=order)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.lightning_compat import settle_gloo_at_exit
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard, ShardSpec
 from lightning_3d.zero.gradients import GradientSums
@@ -78,7 +77,6 @@ class DataParallelBackend(ABC):
         self._partial = PartialSums(mesh, ())
         self._norm: float | None = None
         self._reduced = False
-        settle_gloo_at_exit()
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Take over the gradients of `module`, this rank's part of the model, and the step of `optimizer`. Called once.

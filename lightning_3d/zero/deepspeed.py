@@ -5,8 +5,8 @@ contiguous part with its float32 master weights and optimizer state; after the o
 all-gathered. That is what it does here. The reduction, the norm and clipping are ours:
 
 - Gradients are reduced by `FlatGradients` in DeepSpeed's own layout, so that the owned part is a view and nothing is
-  copied twice. DeepSpeed's reduction (`coalesce_grad_reduction`) sends even when the rank raised inside it, keeps
-  float32 sums of bf16 gradients only under another stage, and on CPU skips the reduction altogether up to 0.19.5.
+  copied twice. DeepSpeed's reduction (`coalesce_grad_reduction`) sends even when the rank raised inside it, and keeps
+  float32 sums of bf16 gradients only under another stage.
 - DeepSpeed's norm costs one all-reduce per parameter group, which waits for ever where pipeline ranks have different
   groups.
 """
