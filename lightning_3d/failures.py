@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -168,6 +169,7 @@ class FolderBoard:
         draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         with contextlib.suppress(FileExistsError):  # the first words of a rank count
             os.link(draft, path)
+        draft.unlink()  # writing it again would change the post, which is the same file
         return False
 
     def all(self) -> list[Failure]:
@@ -262,7 +264,16 @@ def connect_board(rank: int, world_size: int) -> Board:
 
 
 def connect_store(rank: int, world_size: int) -> Any:
-    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun."""
+    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun.
+
+    One connection serves all fits and evaluations of a process: if rank 0 let go of it in between, the others could reach a
+    server that is just closing.
+    """
+    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size)
+
+
+@lru_cache(maxsize=1)
+def _store_at(address: str, port: str, rank: int, world_size: int) -> Any:
     from torch.distributed import rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, world_size))
@@ -356,7 +367,7 @@ class FailureReporter:
     def _first(self) -> Failure | None:
         try:
             return self._board.first()
-        except (RuntimeError, OSError):  # store or folder are gone with the process that owned them
+        except (RuntimeError, OSError, ValueError):  # store or folder are gone with the process that owned them, or half gone
             return None
 
     def _watch(self) -> None:
@@ -384,7 +395,8 @@ def show_refusals_plainly() -> None:
             previous(kind, error, trace)
             return
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            print(f"lightning_3d: {refusal}", file=sys.stderr, flush=True)
+            # Not sys.stderr: torch's own hook puts a buffer in its place that a SystemExit never empties.
+            print(f"lightning_3d: {refusal}", file=sys.__stderr__, flush=True)
         raise SystemExit(refusal.exit_code)
 
     hook.shows_refusals = True  # type: ignore[attr-defined]

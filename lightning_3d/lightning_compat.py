@@ -447,3 +447,17 @@ def keep_sample_order(trainer: Any) -> None:
         return prepare(dataloader, shuffle=shuffle and _is_dataloader_shuffled(dataloader), mode=mode)
 
     connector._prepare_dataloader = prepare_as_given
+
+
+def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
+    """A copy of what a torchmetrics object (1.x) has accumulated: `_copy_state_dict` and `_update_count` have no public form."""
+    return metric._copy_state_dict(), metric._update_count
+
+
+def restore_metric_state(metric: Any, state: tuple[dict[str, Any], int]) -> None:
+    """Put back what `metric_state` copied."""
+    values, count = state
+    for name, value in values.items():
+        setattr(metric, name, value)
+    metric._update_count = count
+    metric._computed = None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -246,7 +247,7 @@ class Lightning3DStrategy(ParallelStrategy):
             )
         self._backend = make_backend(self.zero_stage, mesh, parts.specs, precision=precision)
         weights = LossWeights()
-        weigh_loss(parts.module, weights)
+        weigh_loss(module, weights)
         engine = PipelineEngine(
             mesh,
             parts.assignment,
@@ -303,7 +304,7 @@ class Lightning3DStrategy(ParallelStrategy):
         batch, *rest = (*args, *kwargs.values())
         assert self._runner is not None and self._backend is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        micro_batches = self._micro_batches(batch, trainer.train_dataloader, rest, training=True)
+        micro_batches = self._micro_batches(batch, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
         self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, trainer.global_step)
         self.last_step.grad_norm = self._backend.grad_norm()
         return outputs
@@ -325,18 +326,22 @@ class Lightning3DStrategy(ParallelStrategy):
         assert self._runner is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         loaders = {"validation": trainer.val_dataloaders, "test": trainer.test_dataloaders}.get(hook)
+        takes_index = is_param_in_hook_signature(getattr(self.lightning_module, f"{hook}_step"), "batch_idx")
+        index = rest[0] if takes_index and rest else None
+        number = rest[int(takes_index)] if len(rest) > int(takes_index) else 0
+        if isinstance(loaders, dict):
+            loaders = list(loaders.values())
         if isinstance(loaders, (list, tuple)):
-            loaders = loaders[rest[1] if len(rest) > 1 else 0]
-        return self._runner.evaluate(hook, self._micro_batches(batch, loaders, rest, training=False), tuple(rest))
+            loaders = loaders[number]
+        return self._runner.evaluate(hook, self._micro_batches(batch, loaders, index, training=False), tuple(rest))
 
-    def _micro_batches(self, batch: Any, loader: object, rest: list[Any], *, training: bool) -> Any:
+    def _micro_batches(self, batch: Any, loader: object, index: int | None, *, training: bool) -> Any:
         assert self.layout is not None and self._same_batch is not None
         self._same_batch.check(batch)
-        rows_known = bool(rest) and isinstance(rest[0], int)
         return cut_batch(
             batch,
             self.micro_batch_size,
-            repeated=partial(repeated_rows, loader, rest[0]) if rows_known else None,
+            repeated=partial(repeated_rows, loader, index) if index is not None else None,
             schedule=find_schedule(self.schedule) if training else None,
             pp=self.layout.pp,
             vp=self.layout.vp,
@@ -445,6 +450,8 @@ class Lightning3DStrategy(ParallelStrategy):
             return tensor
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
+        if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
+            group = self._require_mesh().group("dp", "cp")  # a sum must count what replicas hold once
         result = tensor.clone()
         dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else op, group=group)
         return result / dist.get_world_size(group) if mean else result
@@ -465,6 +472,8 @@ class Lightning3DStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None and "optimizer_zero_grad" in module.__dict__:
             del module.optimizer_zero_grad
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            return  # refused half built: moving it to the CPU would fail and hide the refusal
         super().teardown()
 
     @classmethod

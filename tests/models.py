@@ -4,7 +4,6 @@ They are small enough for 20 steps in seconds and awkward on purpose: key/value 
 vocabularies that 2 and 4 do not divide, tied embeddings, biases, packed projections, layers of different kinds.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,12 +91,14 @@ def keep_double(model: nn.Module) -> None:
     after the step, or summed in another order, is rounded to another float32, and float64 would show 1e-8 for equal
     arithmetic. Nothing else in these models rounds what depends on weights.
     """
+    doubled: dict[type, type] = {}
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _double_norm(type(module))
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            doubled[kind] = doubled.get(kind) or _double_norm(kind)
+            object.__setattr__(module, "__class__", doubled[kind])
 
 
-@functools.cache
 def _double_norm(kind: type) -> type:
     shift = 1.0 if kind.__name__.startswith("Gemma") else 0.0  # Gemma's weights are distances from one
 

@@ -41,10 +41,11 @@ class Cell:
     schedule: str = "1F1B"
     zero: int = 0
     dtype: str = "float32"
+    vp: int | None = None  # stages per pipeline rank; None for what the schedule implies
 
     @property
     def layout(self) -> str:
-        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}"
+        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + (f"_vp{self.vp}" if self.vp else "")
 
     @property
     def world_size(self) -> int:
@@ -52,7 +53,8 @@ class Cell:
 
     @property
     def stages(self) -> int:
-        return self.pp * (2 if self.schedule in V_SCHEDULES + LOOPED_SCHEDULES and self.pp > 1 else 1)
+        implied = 2 if self.schedule in V_SCHEDULES + LOOPED_SCHEDULES and self.pp > 1 else 1
+        return self.pp * (self.vp or implied)
 
     @property
     def layers(self) -> int:
@@ -116,7 +118,7 @@ def assert_same_training(
     """Train ``model`` on ``layout`` and on one process; fail where they differ by more than rounding.
 
     Args:
-        layout: every degree of "tp", "pp" and "dp" that is not 1, as in "tp2_dp4".
+        layout: every degree of "tp", "pp", "dp" and "vp" that is not 1, as in "tp2_dp4".
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
@@ -239,7 +241,7 @@ class Module(pl.LightningModule):
         if self.model is None:
             self.model = models.build(self.recipe.model, self.recipe.layers)
 
-    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:
         assert self.model is not None
         return models.task(self.recipe.model).step(self.model, batch)
 
@@ -262,7 +264,7 @@ class Data(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        sampler = DistributedSampler(self.rows, shuffle=False, **self.trainer.distributed_sampler_kwargs or {})
+        sampler: DistributedSampler = DistributedSampler(self.rows, shuffle=False, **self.trainer.distributed_sampler_kwargs or {})
         return DataLoader(self.rows, batch_size=self.batch_size, sampler=sampler)
 
 

@@ -5,6 +5,7 @@ Imports nothing of ours. It runs on one process with any Trainer, and unchanged 
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -55,7 +56,7 @@ class LanguageModel(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         self.log("val_loss_seen_at_epoch_end", self.trainer.callback_metrics["val_loss"])
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         other = [p for p in self.model.parameters() if p.ndim <= 1]

@@ -138,11 +138,9 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         if any(not process.is_alive() for process, _ in self._ranks):
             self.kill()
-        folder = self._require_folder()
         while len(self._ranks) < world_size:
             here, there = self._context.Pipe()
-            stack_path = str(folder / f"rank_{len(self._ranks)}.stack")
-            process = self._context.Process(target=_serve, args=(there, stack_path), daemon=True)
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
             with _server_environment():
                 process.start()
             there.close()
@@ -154,12 +152,13 @@ class RankPool:
         failed: list[int] = []
         deadline = time.monotonic() + timeout
         while len(answers) < world_size:
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world_size]) if rank not in answers}
+            pipes = enumerate(pipe for _, pipe in self._ranks[:world_size])
+            waiting: dict[Any, int] = {pipe: rank for rank, pipe in pipes if rank not in answers}
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+                rank = waiting[pipe]
                 answers[rank] = self._receive(rank)
                 if not answers[rank].ok:
                     failed.append(rank)
@@ -193,16 +192,13 @@ class RankPool:
     def _timeout(self, timeout: float, answers: dict[int, Answer], world_size: int) -> RankTimeout:
         missing = [rank for rank in range(world_size) if rank not in answers]
         error = RankTimeout(f"ranks {missing} of {world_size} have not finished after {timeout:g} s")
-        for rank in missing:
-            os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)  # faulthandler writes the stack, see _serve
-        stacks = [self._require_folder() / f"rank_{rank}.stack" for rank in missing]
+        stacks = [self._require_folder() / f"rank_{rank}.log.stack" for rank in missing]  # the ranks write them, see _answer
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not all(stack.stat().st_size for stack in stacks) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.1)  # from the first line to the last
-        for rank, path in zip(missing, stacks, strict=True):
-            stack = path.read_text()
-            error.add_note(f"rank {rank} is at:\n{stack}{self._log_tail(rank)}")
+        for rank, stack in zip(missing, stacks, strict=True):
+            error.add_note(f"rank {rank} is at:\n{stack.read_text()}{self._log_tail(rank)}")
         return error
 
     def _log_tail(self, rank: int) -> str:
@@ -278,15 +274,13 @@ def _server_environment() -> Iterator[None]:
 # What follows runs in the rank processes.
 
 
-def _serve(pipe: connection.Connection, stack_path: str) -> None:
+def _serve(pipe: connection.Connection) -> None:
     """Answer calls until the owner closes the pipe."""
     threading.Thread(target=_die_with_owner, daemon=True).start()
     import torch
 
     gc.freeze()  # what was imported is never garbage: without it, each collection costs 0.3 s
     torch.set_num_threads(1)
-    stack_file = os.open(stack_path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)  # stays open for faulthandler
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     while True:
         try:
             call = pipe.recv()
@@ -337,7 +331,7 @@ def _dump_exception(error: BaseException) -> bytes:
 
 
 def _answer(call: Call) -> Answer:
-    with _redirected_output(call.log_path), _Outcome() as outcome, _clean_state(call):
+    with _redirected_output(call.log_path), _stack_on_timeout(call), _Outcome() as outcome, _clean_state(call):
         fn, args, kwargs = pickle.loads(call.payload)
         with _process_group(call):
             outcome.answer = Answer(True, pickle.dumps(fn(*args, **kwargs)))
@@ -364,6 +358,18 @@ def _connect(port: int) -> Any:
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", port, is_master=False)
+
+
+@contextlib.contextmanager
+def _stack_on_timeout(call: Call) -> Iterator[None]:
+    """Write the stacks of all threads to a file when the call takes too long. No signal is used: Trainers replace handlers."""
+    descriptor = os.open(f"{call.log_path}.stack", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    faulthandler.dump_traceback_later(call.timeout, file=descriptor)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def test_the_loss_never_gathers_the_vocabulary() -> None:
 def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches(zero_stage: int) -> None:
     counts = {}
     for micro_batches in (1, 16):
-        arguments = {"layout": "dp2", "micro_batch_size": ROWS // micro_batches, "zero_stage": zero_stage}
+        arguments: dict[str, Any] = {"layout": "dp2", "micro_batch_size": ROWS // micro_batches, "zero_stage": zero_stage}
         counted = run_ranks(count_step, 2, 2, **arguments)[0]
         counts[micro_batches] = Counter((call.name, call.numel) for call in counted.of("dp"))
         reduced = sum(call.numel for call in counted.of("dp", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"))

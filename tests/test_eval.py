@@ -1,5 +1,7 @@
 """Validation, test and prediction under pipeline and tensor parallelism see what one process sees."""
 
+import os
+import socket
 from typing import Any
 
 import models
@@ -28,7 +30,8 @@ class Evaluated(Module):
     """Logs its loss; predicts logits and, beside them, which rows they belong to."""
 
     def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
+        assert self.model is not None
+        self.log("val_loss", self.model(**batch).loss)
 
     def test_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
         assert self.model is not None
@@ -46,7 +49,7 @@ def evaluation_rows(recipe: Recipe) -> models.Batch:
     return cut(data(recipe), 0, ROWS)
 
 
-def evaluate(recipe: Recipe, **strategy: Any) -> tuple[list[dict], list[dict], list[dict]]:
+def evaluate(recipe: Recipe, **strategy: Any) -> tuple[Any, Any, Any]:
     """What ``validate``, ``test`` and ``predict`` return on this rank, before any training."""
     from lightning_3d.strategy import Lightning3DStrategy
 
@@ -103,9 +106,35 @@ def predicted_ids(recipe: Recipe, **strategy: Any) -> tuple[int, Tensor]:
     plan = Lightning3DStrategy(**strategy)
     assert plan.layout is not None
     trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size)
-    batches = trainer.predict(Evaluated(recipe), DataLoader(Rows(evaluation_rows(recipe)), batch_size=BATCH))
+    batches: Any = trainer.predict(Evaluated(recipe), DataLoader(Rows(evaluation_rows(recipe)), batch_size=BATCH))
     assert batches is not None and plan.mesh is not None
     return plan.mesh.index("dp"), torch.cat([batch["ids"] for batch in batches])
+
+
+def test_one_trainer_trains_and_evaluates_in_turn() -> None:
+    """Without torchrun's agent, as under Lightning's own launcher: every entry point connects the ranks anew."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, *others = run_ranks(losses_in_turn, 4, port)
+    assert all(losses == first for losses in others)
+    assert first[0] > first[1] == first[2]  # before training, after it, and again
+
+
+def losses_in_turn(port: int) -> list[float]:
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        del os.environ[name]
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = Recipe(steps=4)
+    module = Evaluated(recipe)
+    trainer = quiet_trainer(strategy=Lightning3DStrategy("tp2_pp2"), devices=4, max_epochs=1)
+    rows = DataLoader(Rows(data(recipe)), batch_size=16)
+    before = trainer.test(module, rows, verbose=False)
+    trainer.fit(module, rows)
+    after = [trainer.test(module, rows, verbose=False) for _ in range(2)]
+    return [tested[0]["test_loss"] for tested in (before, *after)]
 
 
 def test_the_epoch_mean_weighs_tokens_not_batches() -> None:

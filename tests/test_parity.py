@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import zlib
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from covering import covering_set, covers
 from parity import LOOPED_SCHEDULES, SCHEDULES, V_SCHEDULES, Cell
-from reference import Noise
+from reference import Noise, Recipe, compare, reference, train
 
 PAIRWISE_LIMIT, FULL_LIMIT = 60, 400
 MAX_RANKS = 8
@@ -78,8 +79,9 @@ def test_rank_order_changes_nothing(order: tuple[str, ...]) -> None:
     parity.assert_same_training("llama", "tp2_pp2_dp2", order=order)
 
 
-def test_more_than_two_chunks_per_rank() -> None:
-    parity.assert_same_training("llama", "tp1_pp2_dp1", "Interleaved1F1B", vp=2, zero=1)
+@pytest.mark.parametrize(("layout", "schedule"), [("pp2_vp4", "Interleaved1F1B"), ("pp2_dp2_vp3", "LoopedBFS")])
+def test_other_numbers_of_stages_per_rank(layout: str, schedule: str) -> None:
+    parity.assert_same_training("llama", layout, schedule, zero=1)
 
 
 def test_the_pairwise_set_is_complete_and_small() -> None:
@@ -92,9 +94,32 @@ def test_the_full_set_is_small() -> None:
     assert len(choose(3)) <= FULL_LIMIT
 
 
+def test_finished_cells_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A result counts as long as the sources are the same; a line that a killed session left unfinished does not."""
+    monkeypatch.setenv("PARITY_RESULTS", str(tmp_path / "results" / "full.jsonl"))
+    assert finished_cells() == {}
+    noise = Noise(1e-8, 2e-8, 3e-8)
+    measured = parity.Measured(Cell("qwen2", 2, 1, 4), noise, parity.limits("float32"), noise, 0.0, 1.5)
+    append_result(measured)
+    with results_file().open("a") as stream:
+        stream.write('{"cell": "llama-tp1')
+    assert finished_cells() == {measured.cell.name: measured}
+    monkeypatch.setattr(sys.modules[__name__], "source_hash", lambda: "other sources")
+    assert finished_cells() == {}
+
+
+def test_the_comparison_sees_a_small_mistake() -> None:
+    """A learning rate that is 5 % too high exceeds every limit."""
+    recipe = Recipe()
+    right, noise = reference(recipe)
+    wrong = train(dataclasses.replace(recipe, learning_rate=recipe.learning_rate * 1.05))
+    error, limits = compare(wrong, right), parity.limits("float32", noise)
+    assert error.loss > 2 * limits.loss and error.grad_norm > 2 * limits.grad_norm and error.weight > 2 * limits.weight
+
+
 def results_file() -> Path:
     """Finished cells of the full set, one JSON object per line."""
-    return Path(os.environ.get("PARITY_RESULTS", ROOT / ".parity" / "full.jsonl"))
+    return Path(os.environ.get("PARITY_RESULTS", ROOT / ".pytest_cache" / "parity.jsonl"))
 
 
 def source_hash() -> str:

@@ -1,6 +1,7 @@
 """Batches that are not all alike: other lengths, short last ones, padding, rows that the sampler repeats."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import models
 import pytest
@@ -59,11 +60,11 @@ def padded(rows: models.Batch) -> models.Batch:
     }
 
 
-def train_rows(recipe: Recipe, rows: models.Batch, **strategy: object) -> Part:
+def train_rows(recipe: Recipe, rows: models.Batch, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(rows), Module(recipe), **strategy)
 
 
-def train_batches(recipe: Recipe, batches: list[models.Batch], **strategy: object) -> Part:
+def train_batches(recipe: Recipe, batches: list[models.Batch], **strategy: Any) -> Part:
     return fit_on_rank(recipe, Batches(batches), Module(recipe), batches=True, **strategy)
 
 
@@ -118,7 +119,7 @@ class OwnLoss(Module):
         return {"loss": own_loss(self.model, batch)}
 
 
-def train_own_loss(recipe: Recipe, rows: models.Batch, **strategy: object) -> Part:
+def train_own_loss(recipe: Recipe, rows: models.Batch, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(rows), OwnLoss(recipe), **strategy)
 
 
@@ -136,6 +137,6 @@ def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
 def test_a_hand_written_model_with_short_batches() -> None:
     recipe = Recipe(models.PLAIN, steps=4)
     rows = cut(data(recipe), 0, recipe.global_batch + 7)
-    strategy = {"layout": "tp2_pp2_dp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}
+    strategy: dict[str, Any] = {"layout": "tp2_pp2_dp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}
     parts = run_ranks(train_rows, 8, recipe, rows, **strategy)
     assert_same_run(parts, train_on(recipe, [split(batch, 2) for batch in split(rows, recipe.global_batch)]))

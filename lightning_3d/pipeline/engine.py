@@ -167,6 +167,8 @@ class PipelineEngine:
             flight = self._compute(chunk, self._receive(True, chunk, micro_batch, transport), step, micro_batch)
         if not chunk.is_last:
             assert flight.output is not None
+            if transport is not None:
+                transport.check(flight.output, chunk.stage)
             self._send(Message(True, chunk.stage + 1, micro_batch), flight.output, transport)
         if torch.is_grad_enabled():
             self._in_flight[chunk.stage, micro_batch] = flight

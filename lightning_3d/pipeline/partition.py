@@ -94,6 +94,7 @@ def keep_owned(
     module = root.get_submodule(module_name)
     chunks = assignment.chunks_of(pp_rank)
     if assignment.stages == 1:
+        state.whole = True
         if state.random.enabled and plan.layers:
             _gate_layers(module, plan, chunks, state)
         return chunks

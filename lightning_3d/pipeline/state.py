@@ -57,6 +57,7 @@ class PipelineState:
         received: hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage.
         tuple_length: blocks return a tuple of this length with the hidden states first; 0 when they return the bare tensor.
             The first stage sees it, the others are told, so that a stub returns what a block would.
+        whole: this rank holds all blocks (no pipeline), so that the model works outside a step too.
     """
 
     def __init__(self, random: RandomState) -> None:
@@ -64,6 +65,7 @@ class PipelineState:
         self.chunk: Chunk | None = None
         self.received: Tensor | None = None
         self.tuple_length = 0
+        self.whole = False
         self._calls = 0
 
     @contextmanager

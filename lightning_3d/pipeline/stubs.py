@@ -83,6 +83,8 @@ class GatedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self.pipeline_state
+        if state.chunk is None and state.whole:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         if self.pipeline_index not in state.require_chunk().layers:
             return _outside(state, self.pipeline_index, args, kwargs)
         state.random.layer(self.pipeline_index)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.errors import PlanError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.schedule import Action, Kind, Order
 
@@ -74,6 +75,15 @@ class Transport:
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
         return self._mesh.pipeline_up if receiver > sender else self._mesh.pipeline_down
+
+    def check(self, hidden: Tensor, stage: int) -> None:
+        """Refuse hidden states that the next stage does not expect. Raises PlanError."""
+        if tuple(hidden.shape) != self._shape or hidden.dtype != self._dtype:
+            raise PlanError(
+                f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}, but this step's first"
+                f" micro-batch had {self._shape} and {self._dtype}. Steps that are given batches of one shape must pass"
+                " hidden states of one shape: cut sequences in the data loader, not in the step."
+            )
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start sending; the tensor is kept alive until it has gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -78,7 +79,12 @@ def cut_batch(
     size = _equal_size(kept, micro_batch_size, schedule, pp, vp)
     count = kept // size
     if split_batch is not None:
-        parts = list(split_batch(batch, max(rows // size, 1)))[:count]
+        size = gcd(size, rows)  # the user's cut knows nothing of repeated rows, so whole parts of it are left out
+        count = kept // size
+        parts = list(split_batch(batch, rows // size))
+        if len(parts) != rows // size:
+            raise DataError(f"split_batch was asked for {rows // size} micro-batches and returned {len(parts)}.")
+        parts = parts[:count]
     else:
         parts = [_slice(batch, start, start + size) for start in range(0, kept, size)]
     fillers = count if all_repeated else 0
@@ -163,10 +169,15 @@ def _slice(value: Any, start: int, stop: int) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """Join what the user's step returned for each micro-batch: rows are concatenated, scalars averaged, the rest is the last."""
+    """Join what the user's step returned for each micro-batch: rows are concatenated, scalars averaged
+    (counts, which are whole numbers, summed), the rest is the last.
+    """
     first = outputs[0]
     if isinstance(first, Tensor):
-        return torch.stack(list(outputs)).mean(0) if first.ndim == 0 else torch.cat(list(outputs))
+        if first.ndim > 0:
+            return torch.cat(list(outputs))
+        stacked = torch.stack(list(outputs))
+        return stacked.mean(0) if stacked.is_floating_point() else stacked.sum(0)
     if isinstance(first, Mapping):
         return {key: merge_outputs([output[key] for output in outputs]) for key in first}
     if isinstance(first, list):

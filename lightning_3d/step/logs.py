@@ -15,7 +15,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.lightning_compat import forward_value, hush_sync_dist_advice, mark_updated, set_forward_value
+from lightning_3d.lightning_compat import (
+    forward_value,
+    hush_sync_dist_advice,
+    mark_updated,
+    metric_state,
+    restore_metric_state,
+    set_forward_value,
+)
 from lightning_3d.mesh import Mesh
 
 _NOT_REPLAYED = {"sync_dist", "sync_dist_group", "enable_graph", "batch_size", "reduce_fx"}
@@ -178,6 +185,18 @@ def _combination(reduce_fx: Any) -> str:
     if name not in ("mean", "sum", "max", "min"):
         raise ConfigError(f"self.log(reduce_fx={reduce_fx!r}) is not supported in a step: use mean, sum, max or min.")
     return name
+
+
+@contextmanager
+def unchanged_metrics(module: LightningModule) -> Iterator[None]:
+    """Leave no trace in the torchmetrics objects of `module`: for micro-batches that only fill the schedule."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    before = [metric_state(metric) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, state in zip(metrics, before, strict=True):
+            restore_metric_state(metric, state)
 
 
 def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.randomness import RandomState
 from lightning_3d.step.batches import MicroBatches, merge_outputs
-from lightning_3d.step.logs import StepLog
+from lightning_3d.step.logs import StepLog, unchanged_metrics
 from lightning_3d.step.weighting import LossWeights
 from lightning_3d.zero import DataParallelBackend
 
@@ -91,7 +91,8 @@ class StepRunner:
             loss, weight, checksum = self._share()
             backend.reduce(1.0 / weight if weight > 0 else 0.0)
         self._log.replay(checksum)
-        outputs = merge_outputs(self._outputs) if self._outputs else {}
+        kept = [output for index, output in enumerate(self._outputs) if not micro_batches.is_filler(index)]
+        outputs = merge_outputs(kept) if kept else {}
         outputs = dict(outputs) if isinstance(outputs, Mapping) else {}
         outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
         return StepResult(loss, weight), outputs
@@ -104,9 +105,12 @@ class StepRunner:
             outputs the ranks before the last stage get the scalars.
         """
         self._begin(step=0)
-        self._engine.evaluate(len(micro_batches), micro_batches.signature, _UserStep(self, hook, micro_batches, rest))
-        _, _, checksum = self._share()
-        if hook != "predict":
+        with self._random.isolated():
+            self._engine.evaluate(
+                len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
+            )
+        if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
+            _, _, checksum = self._share()
             self._log.replay(checksum)
         kept = [output for index, output in enumerate(self._outputs) if not micro_batches.is_filler(index)]
         outputs = merge_outputs(kept) if kept and kept[0] is not None else None
@@ -120,10 +124,11 @@ class StepRunner:
     def run_one(self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...]) -> Tensor | None:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
         self._weights.begin()
-        with self._context(hook), self._log.collecting():
+        filler = micro_batches.is_filler(index)
+        with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
             output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
         weight = self._weights.weight(micro_batches.rows, self._device)
-        if micro_batches.is_filler(index):
+        if filler:
             weight = torch.zeros_like(weight)
         self._log.weigh(weight)
         return self._account(hook, output, weight)

@@ -66,11 +66,20 @@ class TokenMeanLoss:
         return token_losses(logits, shift_labels, ignore_index).sum() / tokens.clamp(min=1)
 
 
-def weigh_loss(module: nn.Module, weights: LossWeights) -> None:
-    """Put `TokenMeanLoss` in the place of the pipelined module's loss function, if it is the usual one for causal LMs.
+def weigh_loss(root: nn.Module, weights: LossWeights) -> None:
+    """Put `TokenMeanLoss` in the place of the loss function of every causal LM in `root` that has the usual one.
 
     Other losses stay: they see full-vocabulary logits and are weighted by rows.
     """
-    current = getattr(module, "loss_function", None)
-    if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
-        module.loss_function = TokenMeanLoss(weights)  # type: ignore[assignment]
+    for module in root.modules():
+        if not hasattr(type(module), "loss_function") or _has_no_head(module):
+            continue
+        current = module.loss_function
+        if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
+            module.loss_function = TokenMeanLoss(weights)  # type: ignore[assignment]
+
+
+def _has_no_head(module: nn.Module) -> bool:
+    """A Transformers model without an output head, whose loss function nobody calls."""
+    outputs = getattr(module, "get_output_embeddings", None)
+    return outputs is not None and outputs() is None

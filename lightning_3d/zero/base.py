@@ -72,6 +72,7 @@ class DataParallelBackend(ABC):
         self._trained: list[Trained] = []
         self._ended: list[OptimizerShard] | None = None
         self._others: list[nn.Parameter] = []
+        self._frozen: set[int] = set()
         self._device = torch.device("cpu")
         self._sums = GradientSums(())
         self._partial = PartialSums(mesh, ())
@@ -91,6 +92,7 @@ class DataParallelBackend(ABC):
         chosen = {id(entry.parameter) for entry in self._trained}
         self._ended = None
         self._others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
+        self._frozen = {id(parameter) for parameter in self._others if not parameter.requires_grad}
         self._device = next((parameter.device for parameter in module.parameters()), self._device)
         self._check(optimizer)
         self._sums = GradientSums(entry.parameter for entry in self._trained)
@@ -107,6 +109,11 @@ class DataParallelBackend(ABC):
         self._sums.clear()
         for parameter in self._others:
             parameter.grad = None
+            if parameter.requires_grad and id(parameter) in self._frozen:
+                raise ConfigError(
+                    "A parameter that was frozen when the fit began requires gradients now. Unfreezing during a fit is not"
+                    " supported: its gradient would not be reduced. Unfreeze before trainer.fit, in a second fit for example."
+                )
         self._norm, self._reduced = None, False
         yield
         if not self._reduced:
@@ -189,6 +196,12 @@ class DataParallelBackend(ABC):
     def _group(self) -> dist.ProcessGroup:
         """The data-parallel ranks."""
         return self._mesh.group(*DATA_AXES)
+
+    def _tied(self) -> list[nn.Parameter]:
+        """Parameters that another pipeline stage holds a copy of, where the order of a sum matters: above two ranks."""
+        if self._mesh.size("dp") * self._mesh.size("cp") <= 2:
+            return []
+        return [entry.parameter for entry in self._trained if len(entry.spec.pp_replicas) > 1]
 
     def _check(self, optimizer: Optimizer) -> None:
         check_dtypes(self._trained, self._precision)

@@ -42,7 +42,9 @@ class BucketedBackend(DataParallelBackend):
         if dist.get_world_size(self._group) > 1:
             for dtype in sorted({sum_dtype(entry.parameter) for entry in self._trained}, key=str):
                 slots = end_to_end(e.parameter for e in self._trained if sum_dtype(e.parameter) == dtype)
-                self._flats.append(FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes))
+                self._flats.append(
+                    FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._tied())
+                )
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         if dist.get_world_size(self._group) > 1:

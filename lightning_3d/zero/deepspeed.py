@@ -105,7 +105,7 @@ class DeepSpeedBackend(DataParallelBackend):
             for slot in partition.slots
         ]
         last = self._partitions[-1]
-        return FlatGradients(slots, last.base + last.numel, bucket_bytes=self._bucket_bytes)
+        return FlatGradients(slots, last.base + last.numel, bucket_bytes=self._bucket_bytes, alone=self._tied())
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         if self._flat is None:

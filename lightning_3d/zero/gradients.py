@@ -99,10 +99,20 @@ class FlatGradients:
         numel: elements of the buffer, without the counts.
         bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger parameter; None for one
             all-reduce.
+        alone: parameters that are reduced in a collective of their own. How a collective associates its sum depends on
+            an element's place in it; copies on two pipeline stages stay bit-equal only when that place is the same.
     """
 
-    def __init__(self, slots: Sequence[Slot], numel: int, *, bucket_bytes: int | None) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        numel: int,
+        *,
+        bucket_bytes: int | None,
+        alone: Iterable[nn.Parameter] = (),
+    ) -> None:
         self._slots = list(slots)
+        self._alone = {id(parameter) for parameter in alone}
         self.numel = numel
         first = self._slots[0].parameter
         self._dtype, self._device = sum_dtype(first), first.device
@@ -120,10 +130,15 @@ class FlatGradients:
         buckets: list[tuple[int, int, list[int]]] = []
         start, members = 0, list[int]()
         for index, slot in enumerate(self._slots):
-            if members and slot.stop - start > limit:
+            alone = id(slot.parameter) in self._alone
+            if members and (alone or slot.stop - start > limit):
                 buckets.append((start, slot.start, members))
                 start, members = slot.start, []
-            members.append(index)
+            if alone:
+                buckets += [(start, slot.start, [])] * (slot.start > start) + [(slot.start, slot.stop, [index])]
+                start = slot.stop
+            else:
+                members.append(index)
         return [*buckets, (start, self._total, members)]
 
     def all_reduce(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> Tensor:
