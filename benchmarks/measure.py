@@ -1,18 +1,22 @@
-"""Start ranks as processes, collect the step times that they report, and say on what they were measured."""
+"""Train several contenders side by side, one step of each in turn, and say on what they were measured.
+
+A shared machine gets slower and faster by several per cent from one minute to the next. Contenders that take turns see the same
+machine: all but one are stopped (SIGSTOP), and a round compares steps that ran within seconds of each other.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -20,29 +24,8 @@ from typing import Any
 
 WORKER = Path(__file__).with_name("peers_worker.py")
 LIBRARIES = ("torch", "lightning", "deepspeed", "transformers", "accelerate")
-ABORTED = -6  # deepspeed's interpreter sometimes aborts at exit, long after the last step
-
-
-@dataclass(frozen=True)
-class Run:
-    """One launch.
-
-    Attributes:
-        seconds: of each step after the warm-up, on rank 0.
-        losses: of the same steps, where the contender reports them.
-        parameters: of the whole model.
-    """
-
-    contender: str
-    layout: str
-    seconds: list[float]
-    losses: list[float]
-    parameters: int
-
-    @property
-    def step(self) -> float:
-        """The median step, in seconds."""
-        return median(self.seconds)
+Round = dict[str, list[float]]
+"""Seconds of each step of a round, by the contender's name."""
 
 
 def cores() -> int:
@@ -77,27 +60,104 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def launch(
-    contender: str, layout: str, world_size: int, *, steps: int, warmup: int, threads: int = 1, timeout: float = 900
-) -> Run:
-    """Run one contender of `peers_worker.py` on `world_size` ranks of this machine, `threads` threads each.
+class Contender:
+    """The ranks of one contender of `peers_worker.py`, which train step by step when they are told to.
 
-    Raises:
-        RuntimeError: a rank failed or the time was over; with the end of its output. No rank is left running.
+    Args:
+        kind: name in `peers_worker.CONTENDERS`.
+        layout: for instance "tp2_dp2"; it has `world_size` ranks of `threads` threads each.
+        steps: that it will be asked for.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, str(WORKER), contender, layout, f"--steps={steps}", f"--warmup={warmup}"]
-        environments = _environments(world_size, threads)
-        logs = [Path(folder) / f"rank_{rank}.txt" for rank in range(world_size)]
-        with _ranks([*command, f"--output={result}"], environments, logs) as processes:
-            codes = _wait(processes, time.monotonic() + timeout)
-        finished = result.exists() and all(code in (0, ABORTED) for code in codes)
-        if not finished or (contender.startswith("ours") and any(codes)):
-            failed = next((rank for rank, code in enumerate(codes) if code), 0)
-            tail = logs[failed].read_text(errors="replace")[-4000:]
-            raise RuntimeError(f"{contender} at {layout}: ranks ended with {codes}; rank {failed} said:\n{tail}")
-        return Run(contender, layout, **json.loads(result.read_text()))
+
+    def __init__(self, kind: str, layout: str, world_size: int, *, steps: int, threads: int = 1) -> None:
+        self.name = f"{kind} {layout}"
+        self._command = [sys.executable, str(WORKER), kind, layout, f"--steps={steps}"]
+        self._environments = _environments(world_size, threads)
+        self._processes: list[subprocess.Popen] = []
+        self._told: list[int] = []  # write ends: a byte lets a rank take its next step
+        self._heard: list[int] = []  # read ends: a byte says that a rank has taken it
+        self._started = False
+
+    def __enter__(self) -> Contender:
+        self._folder = tempfile.TemporaryDirectory()
+        for rank, environment in enumerate(self._environments):
+            go, told = os.pipe()
+            heard, done = os.pipe()
+            command = [*self._command, f"--go={go}", f"--done={done}"]
+            with self._log(rank).open("wb") as log:
+                process = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=(go, done)
+                )
+            os.close(go)
+            os.close(done)
+            self._processes.append(process)
+            self._told.append(told)
+            self._heard.append(heard)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for end in (*self._told, *self._heard):
+            os.close(end)
+        self._folder.cleanup()
+
+    def step(self, timeout: float = 300) -> float:
+        """Let all ranks take one step, and stop them. Returns the seconds until the last one was done.
+
+        Raises:
+            RuntimeError: a rank ended, or the time is over; with the end of its output.
+        """
+        started = time.perf_counter()
+        self._signal(signal.SIGCONT)
+        for told in self._told if self._started else ():
+            os.write(told, b".")
+        self._started = True
+        for rank, heard in enumerate(self._heard):
+            ready, _, _ = select.select([heard], [], [], timeout)
+            if not ready or not os.read(heard, 1):
+                tail = self._log(rank).read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"{self.name}: rank {rank} {'ended' if ready else 'waits'}. It said:\n{tail}")
+        seconds = time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank_{rank}.txt"
+
+
+def take_turns(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int) -> list[Round]:
+    """Train all of them, `warmup` steps first. In every other round they go backwards."""
+    with ExitStack() as running:
+        for contender in contenders:
+            running.enter_context(contender)
+            for _ in range(warmup):
+                contender.step()
+        measured: list[Round] = []
+        for index in range(rounds):
+            seconds: Round = {contender.name: [] for contender in contenders}
+            for _ in range(steps):
+                for contender in contenders if index % 2 == 0 else contenders[::-1]:
+                    seconds[contender.name].append(contender.step())
+            measured.append(seconds)
+            shown = ", ".join(f"{name} {median(each):.3f} s" for name, each in seconds.items())
+            print(f"round {index + 1}: {shown}", flush=True)
+    return measured
+
+
+def median_ratio(rounds: Sequence[Round], numerator: str, denominator: str) -> float:
+    """Median over the rounds of the ratio of two contenders' median steps."""
+    return median(median(each[numerator]) / median(each[denominator]) for each in rounds)
+
+
+def median_step(rounds: Sequence[Round], name: str) -> float:
+    """Median over the rounds of a contender's median step, in seconds."""
+    return median(median(each[name]) for each in rounds)
 
 
 def _environments(world_size: int, threads: int) -> list[dict[str, str]]:
@@ -121,30 +181,3 @@ def _environments(world_size: int, threads: int) -> list[dict[str, str]]:
         "PYTHONPATH": os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH")])),
     }
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-
-
-@contextmanager
-def _ranks(
-    command: list[str], environments: list[dict[str, str]], logs: list[Path]
-) -> Iterator[list[subprocess.Popen]]:
-    processes: list[subprocess.Popen] = []
-    try:
-        for environment, log in zip(environments, logs, strict=True):
-            with log.open("wb") as output:
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-def _wait(processes: list[subprocess.Popen], deadline: float) -> list[int | None]:
-    """Exit codes once all ranks ended, or as soon as one failed or the time is over; None for those still running."""
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes) or any(code not in (None, 0, ABORTED) for code in codes):
-            return codes
-        time.sleep(0.05)
-    return [process.poll() for process in processes]

@@ -1,8 +1,8 @@
-"""One rank of one contender: trains the same Llama on the same tokens and reports how long the steps took.
+"""One rank of one contender: trains the same Llama on the same tokens, step by step.
 
-Started by `peers.py` and `overhead.py` with the environment of torchrun:
+Started by `measure.Contender` with the environment of torchrun and two pipes:
 
-    peers_worker.py CONTENDER LAYOUT --steps 12 --warmup 3 --output result.json
+    peers_worker.py CONTENDER LAYOUT --steps 12 --go 3 --done 4
 
 All contenders do the same work: float32, AdamW, clipping of the global gradient norm, micro-batches of `MICRO_BATCH`
 rows out of a global batch of `GLOBAL_BATCH`.
@@ -11,15 +11,12 @@ rows out of a global batch of `GLOBAL_BATCH`.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,21 +40,20 @@ LEARNING_RATE = 3e-4
 CLIP = 1.0
 
 
-class Stopwatch:
-    """Time between the ends of steps, the first `warmup` left out."""
+class Turns:
+    """Tells that a step is done and waits to be told to take the next.
 
-    def __init__(self, warmup: int) -> None:
-        self._warmup = warmup
-        self._ends = [time.perf_counter()]
-        self._losses: list[float] = []
+    Args:
+        go, done: pipes to read from and to write to; None to go on at once.
+    """
 
-    def step_ended(self, loss: float) -> None:
-        self._ends.append(time.perf_counter())
-        self._losses.append(loss)
+    def __init__(self, go: int | None = None, done: int | None = None) -> None:
+        self._go, self._done = go, done
 
-    def result(self, parameters: int) -> dict[str, Any]:
-        seconds = [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
-        return {"seconds": seconds[self._warmup :], "losses": self._losses[self._warmup :], "parameters": parameters}
+    def step_ended(self) -> None:
+        if self._go is not None and self._done is not None:
+            os.write(self._done, b".")
+            os.read(self._go, 1)
 
 
 def llama() -> nn.Module:
@@ -93,7 +89,7 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def plain(layout: str, steps: int, watch: Stopwatch) -> int:
+def plain(layout: str, steps: int, turns: Turns) -> None:
     """A loop as one writes it: one process, gradients accumulated over the micro-batches."""
     import torch
 
@@ -111,11 +107,10 @@ def plain(layout: str, steps: int, watch: Stopwatch) -> int:
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        watch.step_ended(total)
-    return count(model)
+        turns.step_ended()
 
 
-def ours(layout: str, steps: int, watch: Stopwatch, zero_stage: int = 1) -> int:
+def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1) -> None:
     """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer."""
     import lightning.pytorch as pl
     import torch
@@ -139,7 +134,7 @@ def ours(layout: str, steps: int, watch: Stopwatch, zero_stage: int = 1) -> int:
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            watch.step_ended(float(trainer.callback_metrics["loss"]))
+            turns.step_ended()
 
     degrees = Layout.parse(layout)
     rows = DataLoader(TensorDataset(all_rows(steps)), batch_size=GLOBAL_BATCH // degrees.dp)
@@ -157,17 +152,9 @@ def ours(layout: str, steps: int, watch: Stopwatch, zero_stage: int = 1) -> int:
         enable_model_summary=False,
     )
     trainer.fit(Module(), rows)
-    return count_on_meta()
 
 
-def count_on_meta() -> int:
-    import torch
-
-    with torch.device("meta"):
-        return count(llama())
-
-
-def deepspeed_pipeline(layout: str, steps: int, watch: Stopwatch) -> int:
+def deepspeed_pipeline(layout: str, steps: int, turns: Turns) -> None:
     """DeepSpeed's own PipelineEngine with ZeRO-1, over Transformers' decoder layers."""
     import deepspeed
     import torch
@@ -196,8 +183,8 @@ def deepspeed_pipeline(layout: str, steps: int, watch: Stopwatch) -> int:
     )
     batches = ((rows, rows) for rows in micro_batches(steps, engine.grid.get_data_parallel_rank(), degrees.dp))
     for _ in range(steps):
-        watch.step_ended(engine.train_batch(batches).item())
-    return count_on_meta()
+        engine.train_batch(batches)
+        turns.step_ended()
 
 
 def sequential_llama() -> list[tuple[type[nn.Module], tuple[Any, ...]]]:
@@ -247,7 +234,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return ForCausalLMLoss(logits, labels, vocab_size=LLAMA["vocab_size"])
 
 
-def transformers_tp_fsdp(layout: str, steps: int, watch: Stopwatch) -> int:
+def transformers_tp_fsdp(layout: str, steps: int, turns: Turns) -> None:
     """Transformers' own tensor parallelism with FSDP2, in the loop that its Trainer runs (which refuses CPUs)."""
     import torch
     from transformers import LlamaForCausalLM
@@ -277,8 +264,7 @@ def transformers_tp_fsdp(layout: str, steps: int, watch: Stopwatch) -> int:
             total += loss.item()
         clip_over_meshes(model, CLIP)
         optimizer.step()
-        watch.step_ended(total)
-    return count_on_meta()
+        turns.step_ended()
 
 
 def clip_over_meshes(model: nn.Module, max_norm: float) -> None:
@@ -295,7 +281,7 @@ def clip_over_meshes(model: nn.Module, max_norm: float) -> None:
         clip_grads_with_norm_(group, max_norm, total)
 
 
-CONTENDERS: dict[str, Callable[[str, int, Stopwatch], int]] = {
+CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "plain": plain,
     "ours": ours,
     "ours_zero0": partial(ours, zero_stage=0),
@@ -308,9 +294,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("layout")
-    parser.add_argument("--steps", type=int, required=True, help="timed steps")
-    parser.add_argument("--warmup", type=int, required=True, help="steps before them")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="steps to take")
+    parser.add_argument("--go", type=int, help="pipe to wait at after each step")
+    parser.add_argument("--done", type=int, help="pipe to tell the end of each step")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -318,12 +304,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    watch = Stopwatch(options.warmup)
-    parameters = CONTENDERS[options.contender](options.layout, options.warmup + options.steps, watch)
-    if os.environ["RANK"] == "0":
-        result = json.dumps(watch.result(parameters))
-        options.output.write_text(result)
-        print(result)
+    CONTENDERS[options.contender](options.layout, options.steps, Turns(options.go, options.done))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -55,6 +55,35 @@ class LocalModel:
         return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
 
 
+@dataclass(frozen=True)
+class Partition:
+    """How a user's module was partitioned: what a second strategy needs to go on with it.
+
+    Attributes:
+        parts: of this rank. mesh: whose groups its layers use. schedule: what the stages were dealt for.
+    """
+
+    parts: LocalModel
+    mesh: Mesh
+    schedule: str
+
+    @classmethod
+    def of(cls, root: nn.Module) -> Partition | None:
+        """The partition of `root`; None when it is whole, or was built anew since."""
+        found = vars(root).get(_PARTITION)
+        return found if found is not None and root.get_submodule(found.parts.name) is found.parts.module else None
+
+    def suits(self, layout: Layout, schedule: str) -> bool:
+        return (self.mesh.layout, self.schedule) == (layout, schedule)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
+        """A copied module (weight averaging) talks to the same ranks."""
+        return self
+
+
+_PARTITION = "_lightning_3d_partition"
+
+
 def assemble(
     root: nn.Module,
     mesh: Mesh,
@@ -91,7 +120,9 @@ def assemble(
         context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random)
         rewrite(module, plan, inner, context)
     initialize(root, seed, specs=local, device=device, blueprint=blueprint)
-    return LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
+    parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
+    object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule))
+    return parts
 
 
 def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:

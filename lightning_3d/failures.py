@@ -32,6 +32,9 @@ from lightning_3d.errors import Lightning3DError
 FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
 """Names the folder that serves as board. Set by the supervisor for its ranks."""
 
+PARENT_VARIABLE = "LIGHTNING_3D_PARENT"
+"""Process id of rank 0 in the environment of ranks that it started itself, which must not outlive it."""
+
 _KEY = "lightning_3d/failure"
 _SEEN = "lightning_3d/failure_seen"
 _FORGOTTEN = "lightning_3d/failure_forgotten"
@@ -119,6 +122,13 @@ def is_lost_peer(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def silent_end(exit_code: int) -> str:
+    """What can be said of a rank that ended without a word, from its exit code as `subprocess` gives it."""
+    how = f"it was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it ended with exit code {exit_code}"
+    hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+    return f"{how}{hint} without an error of its own."
 
 
 def ignore_sigterm() -> None:
@@ -293,14 +303,19 @@ class FailureReporter:
         rank, world_size: of this process.
         grace: seconds that this process has to end by itself after another rank failed; then it is ended, because it
             may wait in a collective for ever.
+        parent: process that started this rank and without which it must not go on; None where somebody else sees to that.
     """
 
-    def __init__(self, board: Board, rank: int, world_size: int, *, grace: float = 15.0) -> None:
+    def __init__(
+        self, board: Board, rank: int, world_size: int, *, grace: float = 15.0, parent: int | None = None
+    ) -> None:
         self._board = board
         self._rank = rank
         self._world_size = world_size
         self._grace = grace
+        self._parent = parent
         self._noted: Failure | None = None
+        self._cause: Failure | None = None  # of another rank; the board may be gone by the time that this one fails
         self._posted = False
         self._shows = False
         self._told = False
@@ -313,7 +328,8 @@ class FailureReporter:
         board = connect_board(rank, world_size)
         if _has_outlived_a_failure():
             board.forget(rank)
-        return cls(board, rank, world_size)
+        parent = os.getppid() if os.environ.get(PARENT_VARIABLE) == str(os.getppid()) else None
+        return cls(board, rank, world_size, parent=parent)
 
     def watch(self) -> None:
         """Take over uncaught exceptions, and watch for other ranks' failures in a thread."""
@@ -339,7 +355,7 @@ class FailureReporter:
         if self._noted is None:
             self._noted = Failure.of(error, self._rank)
         if not self._posted:
-            self._shows = self._board.post(self._noted)
+            self._shows = self._cause is None and self._board.post(self._noted)
             self._posted = True
 
     def finish(self, error: BaseException, stream: TextIO | None = None) -> int:
@@ -351,8 +367,13 @@ class FailureReporter:
         if self._shows and not self._told:
             self._told = True
             print(self._noted.message(self._world_size), file=stream or sys.stderr, flush=True)
-        cause = self._first()
+        cause = self._cause or self._first()
         return cause.exit_code if cause is not None else self._noted.exit_code
+
+    def speak_for(self, failure: Failure) -> None:
+        """Post and show the end of another rank that left no word; nothing where a cause is known."""
+        if self._first() is None and self._board.post(failure):
+            print(failure.message(self._world_size), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the watch. After a failure the exception hook stays, because the exception is still on its way."""
@@ -373,8 +394,14 @@ class FailureReporter:
     def _watch(self) -> None:
         while not self._closed.wait(1.0):
             failure = self._first()
+            orphaned = failure is None and self._parent not in (None, os.getppid())
+            if orphaned:
+                failure = Failure(0, 1, "it ended without a word.", False, time.time())
             if failure is not None and failure.rank != self._rank:
+                self._cause = failure
                 if not self._closed.wait(self._grace):
+                    if orphaned and self._rank == 1:
+                        print(failure.message(self._world_size), file=sys.stderr, flush=True)
                     os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
                 return
 

@@ -108,7 +108,7 @@ def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix
     if target is None:
         raise ConfigError(
             f"'{prefix}{name}' is not in the model that is being initialized, though a parameter is tied to it."
-            " Initialize with the blueprint of the whole model, or let the stub in its place offer `stands_for`."
+            " Initialize with the blueprint of the whole model."
         )
     if dtype.is_floating_point:
         dtype = torch.float32 if dtype.itemsize < 4 else dtype

@@ -91,8 +91,7 @@ class Blueprint:
     """A full-sized copy of a model on meta, with its initializers.
 
     Args:
-        root: the model. It is not changed, and may be partitioned and rewritten afterwards: names stay the same. A stub
-            that offers the module in whose place it is, as its attribute `stands_for`, is copied as that module.
+        root: the model. It is not changed, and may be partitioned and rewritten afterwards: names stay the same.
         specs: global shapes by name, for a model that was cut before; a tensor without an entry has its own shape.
 
     Attributes:
@@ -183,8 +182,6 @@ class Blueprint:
 
     def _copy(self, module: nn.Module, name: str, initializer: nn.Module | None) -> nn.Module:
         """Copy `module` and all below it. `initializer` is the copy of the nearest module that initializes others."""
-        if (absent := vars(module).get("stands_for")) is not None:
-            module = absent
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy = object.__new__(type(module))

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.failures import FOLDER_VARIABLE, Failure, FailureReporter, FolderBoard
+from lightning_3d.failures import FOLDER_VARIABLE, Failure, FailureReporter, FolderBoard, silent_end
 
 GRACE_SECONDS = 8.0
 """How long ranks may take to end by themselves after SIGTERM, before SIGKILL."""
@@ -288,11 +288,9 @@ def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
 
 def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
     """What can be said of a rank that ended without a word."""
-    how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     log = ranks.logs / f"rank_{rank}.log"
     tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if log.is_file() else ""
-    return f"{how}{hint} without an error of its own." + (f" The end of {log}:\n{tail}" if tail else "")
+    return silent_end(code) + (f" The end of {log}:\n{tail}" if tail else "")
 
 
 @contextlib.contextmanager

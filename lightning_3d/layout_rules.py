@@ -345,8 +345,9 @@ def few_micro_batches(layout: Layout, schedule: str, micro_batches: int) -> str 
     idle = predicted_bubble(info, layout.pp, layout.vp, micro_batches)
     enough = 4 * stages
     better = predicted_bubble(info, layout.pp, layout.vp, enough)
+    counted = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     return (
-        f"A step has {micro_batches} micro-batches for {stages} pipeline stages: with {info.name} each rank is"
+        f"A step has {counted} for {stages} pipeline stages: with {info.name} each rank is"
         f" predicted to idle {idle:.0%} of the step. With {enough} micro-batches it would be {better:.0%}."
     )
 

@@ -7,6 +7,7 @@ contract test for each, so that a new version which changes one of them fails th
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,13 +123,31 @@ def run_after_closure(precision_plugin: Any, module: Any, optimizer: Any) -> Non
 def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
     """Lightning's launcher that runs the user's script once per local rank; None where the cluster already started the ranks.
 
-    `_SubprocessScriptLauncher` is not public (Lightning 2.6), but it is what DDPStrategy uses.
+    `_SubprocessScriptLauncher` is not public (Lightning 2.6), but it is what DDPStrategy uses. Its `launch` is overridden, because
+    the observer that it starts kills rank 0 when a child has failed. Attribute `children`: who watches instead, None before.
     """
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    from lightning_3d.children import Children
+    from lightning_3d.failures import PARENT_VARIABLE
+
+    class Launcher(_SubprocessScriptLauncher):
+        children: Children | None = None
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
+            os.environ[PARENT_VARIABLE] = str(os.getpid())
+            self._call_children_scripts()
+            del os.environ[PARENT_VARIABLE]
+            self.children = Children(self.procs, cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
+            self.children.watch()
+            _set_num_threads_if_needed(num_processes=num_processes)
+            return function(*args, **kwargs)
 
     if cluster_environment.creates_processes_externally:
         return None
-    return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    return Launcher(cluster_environment, num_processes, num_nodes)
 
 
 def connect_process_group(strategy: Any, timeout: Any) -> None:
@@ -237,7 +256,6 @@ def import_deepspeed(device: torch.device) -> Any:
         ConfigError: it was imported before, for another kind of device.
     """
     import logging
-    import os
 
     chosen = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = device.type
@@ -447,6 +465,21 @@ def keep_sample_order(trainer: Any) -> None:
         return prepare(dataloader, shuffle=shuffle and _is_dataloader_shuffled(dataloader), mode=mode)
 
     connector._prepare_dataloader = prepare_as_given
+
+
+def evaluation_batch_index(trainer: Any) -> int:
+    """Index of the running validation or test batch within its data loader.
+
+    A step need not take `batch_idx`, so the loop is asked: `Trainer._evaluation_loop` and `_EvaluationLoop.batch_progress`, which
+    counts over all loaders (Lightning 2.6).
+    """
+    loop = trainer._evaluation_loop
+    done = loop.batch_progress.current.ready - 1
+    for batches in loop.max_batches:
+        if done < batches:
+            break
+        done -= batches
+    return int(done)
 
 
 def metric_state(metric: Any) -> tuple[dict[str, Any], int]:

@@ -3,6 +3,9 @@
 All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for
 a rank that does not take it. Groups of one rank exist too: code need not ask whether an axis is in use, only whether a
 collective is worth it.
+
+No two groups have the same ranks: each gloo group costs three threads, one of which wakes up a hundred times a second, in
+every process.
 """
 
 from __future__ import annotations
@@ -43,9 +46,6 @@ class Mesh:
 
     Attributes:
         layout: the layout. rank: global rank. coordinates: index of this rank along each axis.
-        pipeline_up, pipeline_down: over the ranks of the pipeline, for messages to a higher and to a lower pipeline
-            rank, so that no pair both sends and receives in one communicator.
-        control: over the same ranks, for small Python objects in host memory (gloo).
     """
 
     def __init__(self, layout: Layout, *, timeout: timedelta | None = None) -> None:
@@ -58,14 +58,39 @@ class Mesh:
         self._known: set[tuple[int, ...]] = set()
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._known.update((rank,) for rank in range(layout.world_size))
-        self._by_ranks[(self.rank,)] = self._alone()
+        self._known.add(tuple(range(layout.world_size)))
+        self._by_ranks[tuple(range(layout.world_size))] = _world()
+        on_host = dist.get_backend() in _HOST_BACKENDS
+        if not on_host:  # NCCL may split it from the world's communicator, together with all other ranks
+            self.group_for([self.rank])
         for axes in GROUPS:
             self._create_missing(layout.groups(*axes), "+".join(axes))
-        self._by_axes = {frozenset(axes): self._by_ranks[layout.group_of(self.rank, *axes)] for axes in GROUPS}
-        self.pipeline_up = self._new_over_pipelines("pipeline up")
-        self.pipeline_down = self._new_over_pipelines("pipeline down")
-        on_host = dist.get_backend() in _HOST_BACKENDS
-        self.control = self.group("pp") if on_host else self._new_over_pipelines("pipeline control", "gloo")
+        self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
+        self._apart: dict[str, dist.ProcessGroup] = {}
+        if not on_host and layout.pp > 1:
+            self._apart = {
+                "up": self._new_over_pipelines("pipeline up"),
+                "down": self._new_over_pipelines("pipeline down"),
+                "control": self._new_over_pipelines("pipeline control", "gloo"),
+            }
+
+    @property
+    def pipeline_up(self) -> dist.ProcessGroup:
+        """Over the ranks of the pipeline, for messages to a higher pipeline rank.
+
+        Not the one for messages to a lower rank on NCCL, where the operations of one communicator wait for each other.
+        """
+        return self._apart.get("up") or self.group("pp")
+
+    @property
+    def pipeline_down(self) -> dist.ProcessGroup:
+        """Over the ranks of the pipeline, for messages to a lower pipeline rank."""
+        return self._apart.get("down") or self.group("pp")
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """Over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
+        return self._apart.get("control") or self.group("pp")
 
     def index(self, axis: str) -> int:
         """This rank's index along an axis."""
@@ -86,10 +111,11 @@ class Mesh:
             LookupError: there is none over this combination (see `GROUPS`): groups are never created on first use.
         """
         try:
-            return self._by_axes[frozenset(axes)]
+            ranks = self._by_axes[frozenset(axes)]
         except KeyError:
             known = ", ".join("+".join(axes) for axes in GROUPS)
             raise LookupError(f"The mesh has no process group over {'+'.join(axes)}; it has {known}.") from None
+        return self.group_for(ranks)
 
     def create(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Create groups of global ranks. Collective over the world: every rank passes the same list.
@@ -104,10 +130,12 @@ class Mesh:
         Raises:
             LookupError: it was not created, or this rank is not in it.
         """
+        wanted = _sorted(ranks)
+        if wanted == (self.rank,) and wanted not in self._by_ranks:
+            self._by_ranks[wanted] = self._alone()
         try:
-            return self._by_ranks[_sorted(ranks)]
+            return self._by_ranks[wanted]
         except KeyError:
-            wanted = _sorted(ranks)
             raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: create it.") from None
 
     def warm_up(self) -> None:
@@ -117,10 +145,10 @@ class Mesh:
         ranks wait for different neighbours. One all-reduce of one number for each group, two messages for each pair.
         May be called again after `create`.
         """
-        for group in self._created:
+        for group in (_world(), *self._created):
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(torch.ones(1, device=_device(group)), group=group)
-        pipeline = self.ranks("pp")
+        pipeline = self.ranks("pp") if self.size("pp") > 1 else ()
         for lower, upper in _neighbours(pipeline):
             self._message(lower, upper, self.pipeline_up)
             self._message(upper, lower, self.pipeline_down)
@@ -134,6 +162,7 @@ class Mesh:
         self._by_ranks.clear()
         self._by_axes.clear()
         self._known.clear()
+        self._apart.clear()
 
     def _create_missing(self, groups: Iterable[Iterable[int]], description: str) -> None:
         for ranks in map(_sorted, groups):
@@ -152,21 +181,17 @@ class Mesh:
         self._created.append(group)
         return group
 
-    def _alone(self, backend: str | None = None) -> dist.ProcessGroup:
-        """A group of this rank only. All ranks call this, each for itself, instead of every rank for each of the world.
+    def _alone(self) -> dist.ProcessGroup:
+        """A group of this rank only. Every rank makes its own, instead of all ranks one for each of the world.
 
         Where NCCL splits communicators (default group bound to a device), the calls of all ranks are one split.
         """
-        group = dist.new_group(
-            [self.rank], timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc="alone"
-        )
+        group = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone")
         self._created.append(group)
         return group
 
     def _new_over_pipelines(self, description: str, backend: str | None = None) -> dist.ProcessGroup:
         """A group over the ranks of this pipeline, beside the one over the axis. All ranks make all of them."""
-        if self.size("pp") == 1:
-            return self._alone(backend)
         own = [self._new(ranks, description, backend) for ranks in self.layout.groups("pp")]
         return next(group for group in own if group is not None)
 
@@ -176,6 +201,13 @@ class Mesh:
             dist.send(number, receiver, group=group)
         elif self.rank == receiver:
             dist.recv(number, sender, group=group)
+
+
+def _world() -> dist.ProcessGroup:
+    """The default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:

@@ -71,6 +71,11 @@ class ShardSpec:
         """Whether this rank holds less than the whole parameter."""
         return self.local_shape != self.global_shape
 
+    def is_uneven(self, tp_size: int) -> bool:
+        """Whether tensor-parallel ranks hold shards of different sizes, a vocabulary that they do not divide for example."""
+        shards = tp_size // len(self.tp_replicas)
+        return prod(self.local_shape) * shards != prod(self.global_shape)
+
     def counts_in_norm(self, tp_index: int, pp_index: int) -> bool:
         """Whether the rank at these coordinates is the one that adds this shard to a global sum, so that replicas count once."""
         first_stage = min(self.pp_replicas) if self.pp_replicas else pp_index

@@ -6,6 +6,7 @@ micro-batches, `zero` owns gradients and optimizer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -18,13 +19,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.assembly import LocalModel, assemble
+from lightning_3d.assembly import LocalModel, Partition, assemble
 from lightning_3d.checkpoint import (
     LocalState,
     describe_optimizer,
@@ -37,15 +38,20 @@ from lightning_3d.checkpoint import (
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.layout import Layout
-from lightning_3d.layout_rules import check_available, resolve_layout
-from lightning_3d.lightning_compat import connect_process_group, keep_sample_order, run_after_closure, subprocess_launcher
+from lightning_3d.layout_rules import check_available, few_micro_batches, resolve_layout
+from lightning_3d.lightning_compat import (
+    connect_process_group,
+    evaluation_batch_index,
+    keep_sample_order,
+    run_after_closure,
+    subprocess_launcher,
+)
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.schedules import find_schedule
-from lightning_3d.step import LossWeights, StepResult, StepRunner, cut_batch, repeated_rows
+from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch
-from lightning_3d.step.logs import share_metrics
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.zero import DataParallelBackend, make_backend
@@ -117,6 +123,7 @@ class Lightning3DStrategy(ParallelStrategy):
         self._runner: StepRunner | None = None
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
+        self._advised = False
 
     # Ranks and processes
 
@@ -178,9 +185,16 @@ class Lightning3DStrategy(ParallelStrategy):
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
             self._failures.watch()
+            children = getattr(self._launcher, "children", None)
+            if children is not None:
+                children.reporter = self._failures
         if self.mesh is None:
-            self.mesh = Mesh(self.layout, timeout=self._timeout)
-            self.mesh.warm_up()
+            earlier = Partition.of(self.lightning_module) if self.lightning_module is not None else None
+            if earlier is not None and earlier.suits(self.layout, self.schedule):
+                self.mesh = earlier.mesh  # its layers use these groups
+            else:
+                self.mesh = Mesh(self.layout, timeout=self._timeout)
+                self.mesh.warm_up()
 
     def _require_mesh(self) -> Mesh:
         assert self.mesh is not None, "the process groups are created in setup_environment"
@@ -222,6 +236,12 @@ class Lightning3DStrategy(ParallelStrategy):
             )
         mesh = self._require_mesh()
         self.model = self.precision_plugin.convert_module(module)
+        earlier = Partition.of(module)
+        if earlier is not None:
+            self.model_parts = self._take_over(earlier)
+            self.model_to_device()
+            self._connect(self.model_parts, mesh)
+            return
         seed = self._seed if self._seed is not None else _global_seed()
         self.model_parts = assemble(
             module,
@@ -234,6 +254,17 @@ class Lightning3DStrategy(ParallelStrategy):
         )
         self.model_to_device()
         self._connect(self.model_parts, mesh)
+
+    def _take_over(self, earlier: Partition) -> LocalModel:
+        """Go on with a module that another strategy has partitioned."""
+        layout = self._require_mesh().layout
+        if not earlier.suits(layout, self.schedule):
+            raise ConfigError(
+                f"This module was partitioned for {earlier.mesh.layout} and {earlier.schedule} by an earlier Trainer and cannot be cut"
+                f" again for {layout} and {self.schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
+                " the module anew and load it with ckpt_path=."
+            )
+        return earlier.parts
 
     def _connect(self, parts: LocalModel, mesh: Mesh) -> None:
         """Put backend, engine and step runner around the local model."""
@@ -258,8 +289,9 @@ class Lightning3DStrategy(ParallelStrategy):
             device=self.root_device,
             after_backward=self._backend.after_backward,
         )
-        share_metrics(module, mesh, engine.last_rank)
-        check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"))
+        check = None
+        if mesh.size("tp") > 1:
+            check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"))
         self._runner = StepRunner(
             module,
             engine,
@@ -268,7 +300,7 @@ class Lightning3DStrategy(ParallelStrategy):
             parts.state.random,
             self.root_device,
             context=self._step_context,
-            after_first_backward=check if mesh.size("tp") > 1 else None,
+            after_first_backward=check,
         )
         self._same_batch = SameBatch(mesh, self.root_device)
 
@@ -278,7 +310,15 @@ class Lightning3DStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        try:
+            super().setup_optimizers(trainer)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            raise ConfigError(
+                f"configure_optimizers found nothing to train among the parameters of pipeline rank {self._require_mesh().index('pp')}."
+                " Give the optimizer self.parameters(), frozen ones included: they are left out where they are frozen."
+            ) from error
         module = self.lightning_module
         assert module is not None and self._backend is not None
         if len(self.optimizers) != 1:
@@ -305,6 +345,7 @@ class Lightning3DStrategy(ParallelStrategy):
         assert self._runner is not None and self._backend is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         micro_batches = self._micro_batches(batch, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
+        self._advise(len(micro_batches) - micro_batches.fillers)
         self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, trainer.global_step)
         self.last_step.grad_norm = self._backend.grad_norm()
         return outputs
@@ -326,27 +367,34 @@ class Lightning3DStrategy(ParallelStrategy):
         assert self._runner is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         loaders = {"validation": trainer.val_dataloaders, "test": trainer.test_dataloaders}.get(hook)
-        takes_index = is_param_in_hook_signature(getattr(self.lightning_module, f"{hook}_step"), "batch_idx")
-        index = rest[0] if takes_index and rest else None
-        number = rest[int(takes_index)] if len(rest) > int(takes_index) else 0
         if isinstance(loaders, dict):
             loaders = list(loaders.values())
         if isinstance(loaders, (list, tuple)):
-            loaders = loaders[number]
+            loaders = loaders[rest[-1] if len(loaders) > 1 else 0]
+        index = evaluation_batch_index(trainer) if hook != "predict" else 0
         return self._runner.evaluate(hook, self._micro_batches(batch, loaders, index, training=False), tuple(rest))
 
-    def _micro_batches(self, batch: Any, loader: object, index: int | None, *, training: bool) -> Any:
+    def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None
         self._same_batch.check(batch)
         return cut_batch(
             batch,
             self.micro_batch_size,
-            repeated=partial(repeated_rows, loader, index) if index is not None else None,
+            repeated=partial(repeated_rows, loader, index),
             schedule=find_schedule(self.schedule) if training else None,
             pp=self.layout.pp,
             vp=self.layout.vp,
             split_batch=self._split_batch,
         )
+
+    def _advise(self, micro_batches: int) -> None:
+        """Once: warn when the pipeline is predicted to idle for want of micro-batches."""
+        if self._advised or self.layout is None:
+            return
+        self._advised = True
+        advice = few_micro_batches(self.layout, self.schedule, micro_batches)
+        if advice is not None:
+            rank_zero_warn(f"{advice} Use a larger batch_size or a smaller micro_batch_size.")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -513,8 +561,6 @@ def _keep_gradients(*args: Any, **kwargs: Any) -> None:
 
 
 def _global_seed() -> int:
-    import os
-
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import peers
 import peers_worker as worker
-from measure import Run, cores
+from measure import Contender, cores
 
 
 def test_the_chain_of_layers_for_deepspeed_is_the_same_model() -> None:
@@ -40,20 +40,25 @@ def test_data_ranks_share_the_rows_of_every_step(dp: int) -> None:
         assert torch.equal(together, expected)
 
 
-def test_warm_up_does_not_count() -> None:
-    watch = worker.Stopwatch(warmup=2)
-    for loss in (5.0, 4.0, 3.0):
-        watch.step_ended(loss)
-    assert len(watch.result(1)["seconds"]) == 1 and watch.result(1)["losses"] == [3.0]
+def test_a_contender_takes_one_step_when_it_is_told_to() -> None:
+    with Contender("plain", "tp1", 1, steps=3) as contender:
+        assert all(contender.step() > 0 for _ in range(2))
+        with pytest.raises(RuntimeError, match="plain tp1: rank 0 waits"):
+            contender.step(timeout=0)
+
+
+def test_a_contender_that_fails_says_why() -> None:
+    with Contender("nobody", "tp1", 1, steps=3) as contender, pytest.raises(RuntimeError, match="invalid choice: 'nobody'"):
+        contender.step()
 
 
 def test_the_table_shows_the_median_of_the_ratios_within_rounds() -> None:
-    peer = peers.PEERS[0]
-    rounds = []
-    for theirs, mine in ((2.0, 1.8), (20.0, 16.0), (2.0, 2.2)):
-        runs = [Run("plain", "tp1", [4.0], [], 1), Run(peer.contender, peer.layout, [theirs], [], 1)]
-        runs.append(Run("ours", peer.layout, [mine, mine, 99.0], [], 1))
-        rounds.append({f"{run.contender} {run.layout}": run for run in runs})
-    row = peers.report([peer], [], rounds).splitlines()[1].split()
+    race = peers.RACES[0]
+    rounds = [
+        {"plain tp1": [4.0], "deepspeed_pipeline pp2_dp2": [theirs], "ours pp2_dp2": [mine, mine, 99.0]}
+        for theirs, mine in ((2.0, 1.8), (20.0, 16.0), (2.0, 2.2))
+    ]
+    row = peers.row(race, rounds).split()
     assert row[:2] == ["pp2_dp2", "DeepSpeed"]
-    assert row[-6:] == ["2.000", "2.200", "0.900", "1.00", f"{2 / cores():.0%}", f"{4 / 2.2 / cores():.0%}"]
+    fractions = [f"{4 / seconds / cores():.0%}" for seconds in (2.0, 2.2)]
+    assert row[-7:] == ["2.000", "2.200", "0.900", "1.00", *fractions, f"{4 / cores():.3f}"]

@@ -172,3 +172,14 @@ def call_outside_a_step() -> str:
 
 def test_a_call_outside_a_step_is_refused() -> None:
     assert all("outside a step" in message for message in run_ranks(call_outside_a_step, 2))
+
+
+def test_a_stub_answers_for_the_plain_attributes_of_its_block() -> None:
+    """Some models ask each block for its attention kind before they call it."""
+    from lightning_3d.pipeline.stubs import AbsentLayer
+
+    block = nn.Linear(2, 2)
+    block.attention_type, block.layer_idx, block.hidden_cache = "sliding_attention", 3, torch.ones(2)
+    stub = AbsentLayer("layers.3", block, 3, PipelineState(NO_DROPOUT))
+    assert (stub.attention_type, stub.layer_idx, stub.training) == ("sliding_attention", 3, True)
+    assert not hasattr(stub, "hidden_cache") and list(stub.parameters()) == []

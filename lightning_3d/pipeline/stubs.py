@@ -16,20 +16,16 @@ from lightning_3d.pipeline.state import PipelineState, StageBoundary
 
 
 class Absent(nn.Module):
-    """A module without parameters in the place of one that lives on another stage.
+    """A module without parameters in the place of `original`, called `name`, which lives on another stage.
 
-    Args:
-        name: of the module. stands_for: the module itself. It is kept, unregistered, while it is on meta, because initializers
-            that walk over the whole model must find what they would find there.
+    It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
     """
 
-    stands_for: nn.Module | None
-
-    def __init__(self, name: str, stands_for: nn.Module) -> None:
+    def __init__(self, name: str, original: nn.Module) -> None:
         super().__init__()
+        plain = (str, int, float, bool)
+        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, plain) and key[0] != "_"})
         self.absent_name = name
-        on_meta = all(parameter.is_meta for parameter in stands_for.parameters())
-        object.__setattr__(self, "stands_for", stands_for if on_meta else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(
@@ -44,8 +40,8 @@ class Absent(nn.Module):
 class AbsentInput(Absent):
     """In the place of a module that runs before the blocks (an embedding): zeros of the shape of the hidden states."""
 
-    def __init__(self, name: str, stands_for: nn.Module, state: PipelineState) -> None:
-        super().__init__(name, stands_for)
+    def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
+        super().__init__(name, original)
         self.state = state
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -55,8 +51,8 @@ class AbsentInput(Absent):
 class AbsentLayer(Absent):
     """In the place of a block that another rank owns."""
 
-    def __init__(self, name: str, stands_for: nn.Module, index: int, state: PipelineState) -> None:
-        super().__init__(name, stands_for)
+    def __init__(self, name: str, original: nn.Module, index: int, state: PipelineState) -> None:
+        super().__init__(name, original)
         self.index = index
         self.state = state
 

@@ -168,20 +168,32 @@ def _slice(value: Any, start: int, stop: int) -> Any:
     return value
 
 
-def merge_outputs(outputs: Sequence[Any]) -> Any:
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
     """Join what the user's step returned for each micro-batch: rows are concatenated, scalars averaged
     (counts, which are whole numbers, summed), the rest is the last.
+
+    Args:
+        weights: of the micro-batches, as in their loss; float64 tensors of shape ().
     """
     first = outputs[0]
     if isinstance(first, Tensor):
         if first.ndim > 0:
             return torch.cat(list(outputs))
         stacked = torch.stack(list(outputs))
-        return stacked.mean(0) if stacked.is_floating_point() else stacked.sum(0)
+        return _weighted_mean(stacked, torch.stack(list(weights))) if stacked.is_floating_point() else stacked.sum(0)
     if isinstance(first, Mapping):
-        return {key: merge_outputs([output[key] for output in outputs]) for key in first}
+        return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
     if isinstance(first, list):
         return [item for output in outputs for item in output]
     if isinstance(first, tuple):
-        return tuple(merge_outputs(items) for items in zip(*outputs, strict=True))
+        return tuple(merge_outputs(items, weights) for items in zip(*outputs, strict=True))
     return outputs[-1]
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Mean of those values that have a weight, a plain one where none has; shape ()."""
+    weights = weights.to(values.device)
+    counted = weights > 0
+    if not counted.any():
+        return values.mean(0)
+    return ((values * weights)[counted].sum(0) / weights.sum()).to(values.dtype)

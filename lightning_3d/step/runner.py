@@ -71,7 +71,7 @@ class StepRunner:
         self._check = after_first_backward
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self._sums: list[Tensor] = []
-        self._outputs: list[Any] = []
+        self._outputs: list[tuple[Any, Tensor]] = []
 
     def train(
         self, micro_batches: MicroBatches, rest: tuple[Any, ...], backend: DataParallelBackend, step: int
@@ -79,7 +79,7 @@ class StepRunner:
         """Forward, backward and reduction of one optimizer step; the gradients are those of the global batch's mean loss.
 
         Returns:
-            The numbers of the step, and what the user's `training_step` returned (whole on the last stage, the loss elsewhere).
+            The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
         """
         with backend.gradient_scope():
             self._begin(step)
@@ -88,12 +88,12 @@ class StepRunner:
             if self._check is not None:
                 self._check()
                 self._check = None
-            loss, weight, checksum = self._share()
+            loss, weight, checksum, extras = self._share()
             backend.reduce(1.0 / weight if weight > 0 else 0.0)
         self._log.replay(checksum)
-        kept = [output for index, output in enumerate(self._outputs) if not micro_batches.is_filler(index)]
-        outputs = merge_outputs(kept) if kept else {}
-        outputs = dict(outputs) if isinstance(outputs, Mapping) else {}
+        outputs = self._merged(micro_batches) or {}
+        if extras:
+            outputs = self._tell(outputs, whole=False)
         outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
         return StepResult(loss, weight), outputs
 
@@ -110,11 +110,17 @@ class StepRunner:
                 len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
             )
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
-            _, _, checksum = self._share()
+            _, _, checksum, _ = self._share()
             self._log.replay(checksum)
-        kept = [output for index, output in enumerate(self._outputs) if not micro_batches.is_filler(index)]
-        outputs = merge_outputs(kept) if kept and kept[0] is not None else None
-        return self._tell(outputs, whole=hook == "predict")
+        return self._tell(self._merged(micro_batches), whole=hook == "predict")
+
+    def _merged(self, micro_batches: MicroBatches) -> Any:
+        """What the user's step returned for the whole batch; None before the last stage and where it returned nothing."""
+        kept = [pair for index, pair in enumerate(self._outputs) if not micro_batches.is_filler(index)]
+        if not kept or kept[0][0] is None:
+            return None
+        outputs, weights = zip(*kept, strict=True)
+        return merge_outputs(outputs, weights)
 
     def _begin(self, step: int) -> None:
         self._step = step
@@ -140,29 +146,33 @@ class StepRunner:
     def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
         """Keep what the last stage produced; return the loss times its weight, to be differentiated."""
         if hook != "training":
-            self._outputs.append(output)
+            self._outputs.append((output, weight))
             return None
         loss = _loss_of(output)
-        self._outputs.append({k: _detached(v) for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {})
+        extras = {k: _detached(v) for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
+        self._outputs.append((extras, weight))
         counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
         self._sums.append(torch.stack([counted, weight]))
         return loss * weight.to(loss.dtype)
 
-    def _share(self) -> tuple[float, float, int]:
-        """(mean loss, total weight, checksum of the log keys) over all micro-batches and data-parallel ranks: one all-reduce."""
-        totals = torch.zeros(5, dtype=torch.float64, device=self._device)
+    def _share(self) -> tuple[float, float, int, bool]:
+        """(mean loss, total weight, checksum of the log keys, whether a step returned more than a loss) over all micro-batches and
+        data-parallel ranks: one all-reduce.
+        """
+        totals = torch.zeros(6, dtype=torch.float64, device=self._device)
         if self._engine.owns_last:
             checksum = self._log.checksum()
             if self._sums:
                 totals[:2] = torch.stack(self._sums).sum(0)
-            totals[2:] = torch.tensor([checksum, checksum**2, 1.0], dtype=torch.float64)
+            extras = float(any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1]))
+            totals[2:] = torch.tensor([checksum, checksum**2, 1.0, extras], dtype=torch.float64)
         dist.all_reduce(totals, group=self._mesh.group("cp", "pp", "dp"))
-        loss, weight, checksum, squares, sources = totals.tolist()
+        loss, weight, checksum, squares, sources, extras = totals.tolist()
         if squares * sources != checksum**2:
             raise ConfigError(
                 "The names given to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
             )
-        return (loss / weight if weight > 0 else float("nan")), weight, round(checksum / sources)
+        return (loss / weight if weight > 0 else float("nan")), weight, round(checksum / sources), extras > 0
 
     def _tell(self, outputs: Any, *, whole: bool) -> Any:
         if self._mesh.size("pp") == 1:

@@ -127,5 +127,6 @@ def _quiet() -> None:
     """Lightning announces hardware, seeds and tips, DeepSpeed what it compiles; the run says what matters itself."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
+    # The last one was told before the ranks were started.
+    for message in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", "A step has .* pipeline stages.*"):
         warnings.filterwarnings("ignore", message=message)

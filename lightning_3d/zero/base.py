@@ -88,7 +88,7 @@ class DataParallelBackend(ABC):
         Raises:
             ConfigError: types of parameters, or an optimizer, that this backend cannot train exactly.
         """
-        self._trained = _trained(module, optimizer, self._specs)
+        self._trained = sorted(_trained(module, optimizer, self._specs), key=self._uneven)
         chosen = {id(entry.parameter) for entry in self._trained}
         self._ended = None
         self._others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
@@ -197,11 +197,23 @@ class DataParallelBackend(ABC):
         """The data-parallel ranks."""
         return self._mesh.group(*DATA_AXES)
 
-    def _tied(self) -> list[nn.Parameter]:
-        """Parameters that another pipeline stage holds a copy of, where the order of a sum matters: above two ranks."""
-        if self._mesh.size("dp") * self._mesh.size("cp") <= 2:
+    @property
+    def _data_ranks(self) -> int:
+        """Number of them."""
+        return self._mesh.size("dp") * self._mesh.size("cp")
+
+    def _alone(self) -> list[nn.Parameter]:
+        """Parameters that are reduced in collectives of their own, where the order of a sum matters: above two ranks.
+
+        Those that another pipeline stage holds a copy of, and those whose size differs between tensor-parallel ranks, which come
+        last in every buffer: what lies before them has the same place on all ranks that hold a copy of it.
+        """
+        if self._data_ranks <= 2:
             return []
-        return [entry.parameter for entry in self._trained if len(entry.spec.pp_replicas) > 1]
+        return [e.parameter for e in self._trained if len(e.spec.pp_replicas) > 1 or self._uneven(e)]
+
+    def _uneven(self, entry: Trained) -> bool:
+        return entry.spec.is_uneven(self._mesh.size("tp"))
 
     def _check(self, optimizer: Optimizer) -> None:
         check_dtypes(self._trained, self._precision)

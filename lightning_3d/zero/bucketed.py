@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,15 +38,15 @@ class BucketedBackend(DataParallelBackend):
         if self._masters:
             swap_parameters(optimizer, self._masters)
         self._flats = []
-        if dist.get_world_size(self._group) > 1:
+        if self._data_ranks > 1:
             for dtype in sorted({sum_dtype(entry.parameter) for entry in self._trained}, key=str):
                 slots = end_to_end(e.parameter for e in self._trained if sum_dtype(e.parameter) == dtype)
                 self._flats.append(
-                    FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._tied())
+                    FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone())
                 )
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
-        if dist.get_world_size(self._group) > 1:
+        if self._data_ranks > 1:
             for flat in self._flats:
                 flat.all_reduce(self._sums, self._group, scale)
         elif not (isinstance(scale, float) and scale == 1.0):

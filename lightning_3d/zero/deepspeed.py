@@ -79,8 +79,10 @@ class DeepSpeedBackend(DataParallelBackend):
     def _install(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._partitions = []
+        uneven = {id(entry.parameter) for entry in self._trained if self._uneven(entry)}
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+            group["params"].sort(key=lambda parameter: id(parameter) in uneven)
         if not self._trained:  # a wholly frozen stage; its data-parallel replicas are frozen too
             return
         import_deepspeed(self._device)
@@ -105,7 +107,7 @@ class DeepSpeedBackend(DataParallelBackend):
             for slot in partition.slots
         ]
         last = self._partitions[-1]
-        return FlatGradients(slots, last.base + last.numel, bucket_bytes=self._bucket_bytes, alone=self._tied())
+        return FlatGradients(slots, last.base + last.numel, bucket_bytes=self._bucket_bytes, alone=self._alone())
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         if self._flat is None:

@@ -100,7 +100,7 @@ class FlatGradients:
         bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger parameter; None for one
             all-reduce.
         alone: parameters that are reduced in a collective of their own. How a collective associates its sum depends on
-            an element's place in it; copies on two pipeline stages stay bit-equal only when that place is the same.
+            an element's place in it and on its length; copies on two ranks stay bit-equal only when these are the same.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class FlatGradients:
         self._dtype, self._device = sum_dtype(first), first.device
         self._total = numel + len(self._slots)
         self._buckets = self._cut(bucket_bytes)
+        self._gaps = self._find_gaps()
 
     @property
     def collectives(self) -> int:
@@ -125,21 +126,28 @@ class FlatGradients:
         return len(self._buckets)
 
     def _cut(self, bucket_bytes: int | None) -> list[tuple[int, int, list[int]]]:
-        """(start, stop, indices of slots) of each bucket; together they cover the buffer."""
+        """(start, stop, indices of slots) of each bucket, which begins with its first slot and ends with its last.
+
+        The last bucket holds the counts too, and nothing else when its parameter would be alone.
+        """
         limit = float("inf") if bucket_bytes is None else bucket_bytes / self._dtype.itemsize
-        buckets: list[tuple[int, int, list[int]]] = []
-        start, members = 0, list[int]()
+        runs: list[list[int]] = []
         for index, slot in enumerate(self._slots):
-            alone = id(slot.parameter) in self._alone
-            if members and (alone or slot.stop - start > limit):
-                buckets.append((start, slot.start, members))
-                start, members = slot.start, []
-            if alone:
-                buckets += [(start, slot.start, [])] * (slot.start > start) + [(slot.start, slot.stop, [index])]
-                start = slot.stop
-            else:
-                members.append(index)
-        return [*buckets, (start, self._total, members)]
+            apart = any(id(self._slots[i].parameter) in self._alone for i in (index, max(index - 1, 0)))
+            if not runs or apart or slot.stop - self._slots[runs[-1][0]].start > limit:
+                runs.append([])
+            runs[-1].append(index)
+        buckets = [(self._slots[run[0]].start, self._slots[run[-1]].stop, run) for run in runs]
+        start, _, last = buckets.pop()
+        if id(self._slots[last[-1]].parameter) in self._alone:
+            return [*buckets, (start, self._slots[last[-1]].stop, last), (self.numel, self._total, [])]
+        return [*buckets, (start, self._total, last)]
+
+    def _find_gaps(self) -> list[tuple[int, int]]:
+        """(start, stop) of what lies between slots and behind the last one."""
+        starts = [*(slot.start for slot in self._slots), self.numel]
+        ends = [0, *(slot.stop for slot in self._slots)]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def all_reduce(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> Tensor:
         """Replace each gradient by `scale` times its sum over `group`; a rank without it counts as zero.
@@ -152,8 +160,10 @@ class FlatGradients:
         flat = torch.empty(self._total, dtype=self._dtype, device=self._device)
         pending = []
         absent: list[int] = []
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
         for start, stop, members in self._buckets:
-            absent += self._fill(flat, start, min(stop, self.numel), members, sums, scale)
+            absent += self._fill(flat, members, sums, scale)
             if stop == self._total:
                 self._fill_counts(flat, absent)
             if dist.get_world_size(group) > 1:
@@ -167,15 +177,11 @@ class FlatGradients:
             sums[slot.parameter] = None if index in nowhere else view
         return flat[: self.numel]
 
-    def _fill(
-        self, flat: Tensor, start: int, stop: int, members: list[int], sums: GradientSums, scale: float | Tensor
-    ) -> list[int]:
+    def _fill(self, flat: Tensor, members: list[int], sums: GradientSums, scale: float | Tensor) -> list[int]:
         """Copy the scaled gradients of one bucket; return the indices of those that are not there."""
         absent = []
-        end = start
         for index in members:
             slot = self._slots[index]
-            flat[end : slot.start].zero_()
             target = flat[slot.start : slot.stop].view(slot.parameter.shape)
             gradient = sums[slot.parameter]
             if gradient is None:
@@ -184,8 +190,6 @@ class FlatGradients:
             else:
                 torch.mul(gradient, scale, out=target)
             sums[slot.parameter] = None
-            end = slot.stop
-        flat[end:stop].zero_()
         return absent
 
     def _fill_counts(self, flat: Tensor, absent: list[int]) -> None:

@@ -1,0 +1,117 @@
+"""A user's own script under Lightning's launcher, where rank 0 starts the others: how it ends when a rank fails."""
+
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import environment
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+from lightning_3d import Lightning3DStrategy
+from lightning_3d.errors import ConfigError
+
+how, failing = sys.argv[1], int(sys.argv[2])
+if how == "early" and os.environ.get("LOCAL_RANK") == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Fails(Callback):
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index != 1 or how in ("well", "early"):
+            return
+        if trainer.global_rank != failing:
+            time.sleep(600 if how in ("hang", "kill") else 0)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "refuse":
+            raise ConfigError("this cannot be done.")
+        else:
+            raise ArithmeticError("cannot go on")
+
+class Module(LightningModule):
+    def configure_model(self):
+        sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+strategy = Lightning3DStrategy("pp2", micro_batch_size=2, zero_stage=1)
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, callbacks=[Fails()], **quiet)
+trainer.fit(Module(), DataLoader(rows, batch_size=4))
+"""
+
+CASES = {  # how, failing rank, exit code, what is said once
+    "well": ("well", 0, 0, None),
+    "child raises": ("raise", 1, 1, "ArithmeticError: cannot go on"),
+    "rank 0 raises": ("raise", 0, 1, "ArithmeticError: cannot go on"),
+    "child refuses": ("refuse", 1, 2, "lightning_3d: this cannot be done."),
+    "child raises, rank 0 hangs": ("hang", 1, 1, "ArithmeticError: cannot go on"),
+    "child is killed, rank 0 hangs": ("kill", 1, 1, "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)"),
+    "rank 0 is killed, child hangs": ("kill", 0, -signal.SIGKILL, "rank 0 of 2 failed:\nit ended without a word."),
+    "child dies before the ranks meet": ("early", 1, 1, "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)"),
+}
+
+
+def run(case: str, folder: Path) -> tuple[int, str, float]:
+    """(exit code, output of all ranks, seconds from the end of the imports to that of the last rank)."""
+    how, failing, *_ = CASES[case]
+    log = folder / f"{case}.txt"
+    command = [sys.executable, "-W", "ignore", str(folder / "script.py"), how, str(failing)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment(), stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+        seen: dict[int, psutil.Process] = {}
+        deadline = time.monotonic() + 200
+        while process.poll() is None and time.monotonic() < deadline:
+            for child in psutil.Process(process.pid).children() if process.poll() is None else []:
+                seen[child.pid] = child
+            time.sleep(0.2)
+        code = process.wait(1)
+        ended = time.monotonic()
+        _, alive = psutil.wait_procs(list(seen.values()), timeout=40)
+        for child in alive:
+            child.kill()
+    assert not alive, f"{case}: the child outlives rank 0"
+    return code, log.read_text(), time.monotonic() - ended
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float]]:
+    folder = tmp_path_factory.mktemp("own_script")
+    (folder / "script.py").write_text(SCRIPT)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(lambda case: run(case, folder), CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_script_ends_with_the_cause(case: str, results: dict[str, tuple[int, str, float]]) -> None:
+    _, _, expected, said = CASES[case]
+    code, output, _ = results[case]
+    assert code == expected, output
+    if said is not None:
+        assert output.count(said) == 1, output
+        assert output.count("lightning_3d: ") == 1, output
+    if "refuses" in case:
+        assert "Traceback" not in output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_fifty_runs_in_a_row_end_well(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = [run("well", tmp_path) for _ in range(50)]
+    assert [code for code, *_ in ended] == [0] * 50, [output for code, output, _ in ended if code]
