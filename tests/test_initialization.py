@@ -200,12 +200,12 @@ def test_bfloat16_weights_are_the_rounded_float32_ones() -> None:
 # Every layout
 
 
-def part(family: str, layout: Layout, tp_rank: int, pp_rank: int, *, with_blueprint: bool) -> tuple[nn.Module, dict]:
+def part(family: str, layout: Layout, tp_rank: int, pp_rank: int) -> tuple[nn.Module, dict]:
     """What one rank initializes, as `assemble` does it; the module with its specifications."""
     root = nn.ModuleDict({"model": on_meta(family, layers=4)})
     module = root["model"]
     plan = read_plan(module, models.PlainModel.plan if family == models.PLAIN else None)
-    blueprint = Blueprint(root) if with_blueprint else None
+    blueprint = Blueprint(root)
     specs = shard_specs(module, plan, layout.tp, tp_rank)
     assignment = assign_stages(module, plan, layout, "1F1B")
     keep_owned(root, "model", plan, assignment, pp_rank, PipelineState(NO_DROPOUT))
@@ -221,10 +221,9 @@ def renamed(spec: ShardSpec) -> ShardSpec:
     return spec.renamed(f"model.{spec.name}", tied_to=f"model.{spec.tied_to}" if spec.tied_to else None)
 
 
-@pytest.mark.parametrize("with_blueprint", [True, False])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "tp4_pp2", "pp4"])
 @pytest.mark.parametrize("family", models.MODELS)
-def test_a_rank_holds_its_part_of_what_one_process_has(family: str, layout: str, with_blueprint: bool) -> None:
+def test_a_rank_holds_its_part_of_what_one_process_has(family: str, layout: str) -> None:
     whole = nn.ModuleDict({"model": on_meta(family, layers=4)})
     initialize(whole, 7)
     expected = dict(whole.named_parameters(remove_duplicate=False))
@@ -232,7 +231,7 @@ def test_a_rank_holds_its_part_of_what_one_process_has(family: str, layout: str,
     degrees, found = Layout.parse(layout), set()
     for tp_rank in range(degrees.tp):
         for pp_rank in range(degrees.pp):
-            root, specs = part(family, degrees, tp_rank, pp_rank, with_blueprint=with_blueprint)
+            root, specs = part(family, degrees, tp_rank, pp_rank)
             for name, parameter in root.named_parameters():
                 found.add(name)
                 assert torch.equal(parameter, specs[name].cut(expected[name])), name
@@ -242,8 +241,8 @@ def test_a_rank_holds_its_part_of_what_one_process_has(family: str, layout: str,
 
 
 def test_a_copy_tied_across_stages_has_the_values_of_the_embedding() -> None:
-    first, _ = part("qwen2", Layout.parse("pp2"), 0, 0, with_blueprint=False)
-    last, _ = part("qwen2", Layout.parse("pp2"), 0, 1, with_blueprint=False)
+    first, _ = part("qwen2", Layout.parse("pp2"), 0, 0)
+    last, _ = part("qwen2", Layout.parse("pp2"), 0, 1)
     embedding = first["model"].model.embed_tokens.weight
     assert torch.equal(last["model"].lm_head.weight, embedding)
     assert not embedding[0].any(), "the padding row of an embedding, which a linear head alone would not have"
