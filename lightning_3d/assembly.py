@@ -73,6 +73,11 @@ class Partition:
         found = vars(root).get(_PARTITION)
         return found if found is not None and root.get_submodule(found.parts.name) is found.parts.module else None
 
+    @staticmethod
+    def is_lost(root: nn.Module) -> bool:
+        """Whether `root` was partitioned once and what was pipelined then has been replaced."""
+        return _PARTITION in vars(root) and Partition.of(root) is None
+
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
 

@@ -137,11 +137,12 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
 
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
-            os.environ[PARENT_VARIABLE] = str(os.getpid())
-            self._call_children_scripts()
-            del os.environ[PARENT_VARIABLE]
-            self.children = Children(self.procs, cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
-            self.children.watch()
+            if self.children is None:  # not again for a second fit, or a test after it
+                os.environ[PARENT_VARIABLE] = str(os.getpid())
+                self._call_children_scripts()
+                del os.environ[PARENT_VARIABLE]
+                self.children = Children(self.procs, cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
+                self.children.watch()
             _set_num_threads_if_needed(num_processes=num_processes)
             return function(*args, **kwargs)
 
@@ -155,6 +156,10 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
 
     `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
     both. `reset_seed` keeps the seed of `seed_everything` in launched processes.
+
+    The group is not bound to a device, as DDPStrategy binds it: NCCL communicators of a bound group are made eagerly, and in them
+    all messages of a rank are serialized, so that a send of a middle pipeline stage would wait behind the receives posted before
+    it. Unbound, every pair of ranks has a communicator of its own (torch 2.11 to 2.13, `ProcessGroupNCCL::pointToPoint`).
     """
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -170,7 +175,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     device = strategy.root_device
     backend = _get_default_process_group_backend_for_device(device)
     settle_gloo_at_exit()
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device if device.type != "cpu" else None)
+    _init_dist_connection(environment, backend, timeout=timeout)
 
 
 @contextmanager
@@ -467,19 +472,43 @@ def keep_sample_order(trainer: Any) -> None:
     connector._prepare_dataloader = prepare_as_given
 
 
-def evaluation_batch_index(trainer: Any) -> int:
-    """Index of the running validation or test batch within its data loader.
+def evaluation_place(trainer: Any) -> tuple[object, int]:
+    """The data loader of the running validation or test batch, and the batch's index in it; (None, 0) for a batch of several loaders.
 
-    A step need not take `batch_idx`, so the loop is asked: `Trainer._evaluation_loop` and `_EvaluationLoop.batch_progress`, which
-    counts over all loaders (Lightning 2.6).
+    A step need not take `batch_idx`, so the loop is asked: `Trainer._evaluation_loop` and its `batch_progress`, which counts over
+    all loaders, `_is_sequential` and `_combined_loader` (Lightning 2.6).
     """
     loop = trainer._evaluation_loop
+    if not loop._is_sequential:
+        return None, 0
     done = loop.batch_progress.current.ready - 1
-    for batches in loop.max_batches:
+    for loader, batches in zip(loop._combined_loader.flattened, loop.max_batches, strict=True):
         if done < batches:
-            break
+            return loader, int(done)
         done -= batches
-    return int(done)
+    return None, 0
+
+
+def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    """Let a torchmetrics object (1.x) compute its value from the states that `gather` returns for its own.
+
+    Its own `_sync_dist` gathers tensor by tensor, which waits for ever where ranks have lists of different lengths. `_reductions`
+    says how each state is joined.
+    """
+    import torch
+
+    def sync(dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        states = gather({name: getattr(metric, name) for name in metric._reductions})
+        for name, reduction in metric._reductions.items():
+            values = [state[name] for state in states]
+            if isinstance(values[0], list):
+                joined: Any = [tensor for value in values for tensor in value]
+            else:
+                joined = torch.stack(values)
+            setattr(metric, name, reduction(joined) if reduction is not None and len(joined) else joined)
+
+    if metric._reductions:  # others, as sums of two metrics, have no state of their own
+        metric._sync_dist = sync
 
 
 def metric_state(metric: Any) -> tuple[dict[str, Any], int]:

@@ -60,14 +60,11 @@ class Mesh:
         self._known.update((rank,) for rank in range(layout.world_size))
         self._known.add(tuple(range(layout.world_size)))
         self._by_ranks[tuple(range(layout.world_size))] = _world()
-        on_host = dist.get_backend() in _HOST_BACKENDS
-        if not on_host:  # NCCL may split it from the world's communicator, together with all other ranks
-            self.group_for([self.rank])
         for axes in GROUPS:
             self._create_missing(layout.groups(*axes), "+".join(axes))
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._apart: dict[str, dist.ProcessGroup] = {}
-        if not on_host and layout.pp > 1:
+        if dist.get_backend() not in _HOST_BACKENDS and layout.pp > 1:
             self._apart = {
                 "up": self._new_over_pipelines("pipeline up"),
                 "down": self._new_over_pipelines("pipeline down"),
@@ -182,10 +179,7 @@ class Mesh:
         return group
 
     def _alone(self) -> dist.ProcessGroup:
-        """A group of this rank only. Every rank makes its own, instead of all ranks one for each of the world.
-
-        Where NCCL splits communicators (default group bound to a device), the calls of all ranks are one split.
-        """
+        """A group of this rank only, made when it is asked for: no other rank takes part."""
         group = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone")
         self._created.append(group)
         return group

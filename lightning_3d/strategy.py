@@ -7,6 +7,8 @@ micro-batches, `zero` owns gradients and optimizer.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -18,7 +20,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -34,6 +38,8 @@ from lightning_3d.checkpoint import (
     load_weights,
     remove_checkpoint,
     save_checkpoint,
+    share_pipeline_state,
+    take_pipeline_state,
 )
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -41,7 +47,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_available, few_micro_batches, resolve_layout
 from lightning_3d.lightning_compat import (
     connect_process_group,
-    evaluation_batch_index,
+    evaluation_place,
     keep_sample_order,
     run_after_closure,
     subprocess_launcher,
@@ -54,7 +60,7 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
-from lightning_3d.zero import DataParallelBackend, make_backend
+from lightning_3d.zero import DataParallelBackend, check_stage, make_backend
 
 PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
 
@@ -107,6 +113,9 @@ class Lightning3DStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
+        check_stage(zero_stage)
+        if layout is None and (vp is not None or order is not None):
+            raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
         self.layout, self.schedule = _resolve(layout, schedule, vp, order)
         self.zero_stage = zero_stage
         self.micro_batch_size = micro_batch_size
@@ -226,17 +235,17 @@ class Lightning3DStrategy(ParallelStrategy):
         """Partition, rewrite and materialize the model, once per module."""
         module = self.lightning_module
         assert module is not None
-        if self.model_parts is not None and module.get_submodule(self.model_parts.name) is self.model_parts.module:
+        earlier = Partition.of(module)
+        if earlier is not None and earlier.parts is self.model_parts:
             self.model_to_device()
             return
-        if self.model_parts is not None:
+        if earlier is None and Partition.is_lost(module):
             raise ConfigError(
                 "configure_model built the model a second time, which would throw away its trained weights. Begin it with"
                 " `if self.model is not None: return`."
             )
         mesh = self._require_mesh()
         self.model = self.precision_plugin.convert_module(module)
-        earlier = Partition.of(module)
         if earlier is not None:
             self.model_parts = self._take_over(earlier)
             self.model_to_device()
@@ -291,7 +300,8 @@ class Lightning3DStrategy(ParallelStrategy):
         )
         check = None
         if mesh.size("tp") > 1:
-            check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"))
+            gradient_of = self._backend.local_gradient
+            check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"), gradient_of)
         self._runner = StepRunner(
             module,
             engine,
@@ -344,6 +354,7 @@ class Lightning3DStrategy(ParallelStrategy):
         batch, *rest = (*args, *kwargs.values())
         assert self._runner is not None and self._backend is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        refuse_accumulation(trainer)
         micro_batches = self._micro_batches(batch, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
         self._advise(len(micro_batches) - micro_batches.fillers)
         self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, trainer.global_step)
@@ -366,13 +377,8 @@ class Lightning3DStrategy(ParallelStrategy):
         batch, *rest = (*args, *kwargs.values())
         assert self._runner is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        loaders = {"validation": trainer.val_dataloaders, "test": trainer.test_dataloaders}.get(hook)
-        if isinstance(loaders, dict):
-            loaders = list(loaders.values())
-        if isinstance(loaders, (list, tuple)):
-            loaders = loaders[rest[-1] if len(loaders) > 1 else 0]
-        index = evaluation_batch_index(trainer) if hook != "predict" else 0
-        return self._runner.evaluate(hook, self._micro_batches(batch, loaders, index, training=False), tuple(rest))
+        loader, index = evaluation_place(trainer) if hook != "predict" else (None, 0)
+        return self._runner.evaluate(hook, self._micro_batches(batch, loader, index, training=False), tuple(rest))
 
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None
@@ -444,6 +450,9 @@ class Lightning3DStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._has_failed_alone():
+            warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
+            return
         if storage_options is not None:
             raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
         assert self.layout is not None
@@ -453,12 +462,28 @@ class Lightning3DStrategy(ParallelStrategy):
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
         }
+        checkpoint = share_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
         save_checkpoint(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about)
+
+    def _has_failed_alone(self) -> bool:
+        """Whether a callback communicates because of an exception (to save a checkpoint), which other ranks know nothing of.
+
+        They cannot take part. Lightning tells callbacks before it tells the strategy, so the failure is posted here. All ranks see
+        SIGTERM together.
+        """
+        error = sys.exception()
+        if error is None or isinstance(error, SIGTERMException) or self.world_size == 1 or self.lightning_module is None:
+            return False
+        if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        self.on_exception(error)
+        return True
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
-        return load_checkpoint(self.broadcast(str(checkpoint_path)))
+        checkpoint = load_checkpoint(self.broadcast(str(checkpoint_path)))
+        return take_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -479,13 +504,23 @@ class Lightning3DStrategy(ParallelStrategy):
     # Collectives that Lightning asks for
 
     @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._may_communicate("all_gather") else tensor
+
+    def _may_communicate(self, what: str) -> bool:
+        """Whether the other ranks are there; refuses what a step asks for that not all ranks run."""
+        if self._runner is not None:
+            self._runner.refuse_inside(what)
+        return dist.is_initialized() and not self._has_failed_alone()
+
+    @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if self._may_communicate("barrier"):
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
+        if not self._may_communicate("broadcast"):
             return obj
         told = [obj]
         dist.broadcast_object_list(told, src)
@@ -494,7 +529,7 @@ class Lightning3DStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks; tensor and pipeline replicas hold equal values, so that a mean is the mean over data ranks."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        if not isinstance(tensor, Tensor) or not self._may_communicate("reduce"):
             return tensor
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
@@ -549,6 +584,16 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
             "automatic_optimization=False: Lightning3DStrategy drives forward, backward and step itself and cannot call a manual"
             " optimization. Return the loss from training_step instead."
         )
+    if is_overridden("backward", module):
+        raise ConfigError(
+            "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
+            " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
+        )
+    refuse_accumulation(trainer)
+
+
+def refuse_accumulation(trainer: pl.Trainer) -> None:
+    """Refuse to accumulate over batches; a `GradientAccumulationScheduler` may ask for it from any epoch on."""
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is already cut into micro-batches. Use a"

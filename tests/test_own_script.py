@@ -39,11 +39,16 @@ class Fails(Callback):
 
 class Module(LightningModule):
     def configure_model(self):
+        if hasattr(self, "model"):
+            return
         sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
         self.model = LlamaForCausalLM(LlamaConfig(**sizes))
 
     def training_step(self, batch, batch_idx):
         return self.model(**batch).loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.model(**batch).loss)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-3)
@@ -52,7 +57,11 @@ rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 strategy = Lightning3DStrategy("pp2", micro_batch_size=2, zero_stage=1)
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, callbacks=[Fails()], **quiet)
-trainer.fit(Module(), DataLoader(rows, batch_size=4))
+module, loader = Module(), DataLoader(rows, batch_size=4)
+trainer.fit(module, loader)
+if how == "well":  # the ranks are there already
+    trainer.test(module, loader, verbose=False)
+    trainer.fit(module, loader)
 """
 
 CASES = {  # how, failing rank, exit code, what is said once

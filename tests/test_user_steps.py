@@ -8,12 +8,15 @@ import models
 import parity
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, target_count
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
+from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_3d.errors import ConfigError
 
@@ -71,12 +74,14 @@ def loss_of(batch: models.Batch) -> tuple[float, int]:
         return models.causal_token_losses(initial_model(RECIPE), batch).mean().item(), target_count("llama", batch)
 
 
-def strategy_trainer(layout: str, callbacks: list[pl.Callback] | None = None, **strategy: Any) -> pl.Trainer:
+def strategy_trainer(
+    layout: str, callbacks: list[pl.Callback] | None = None, max_epochs: int = 1, **strategy: Any
+) -> pl.Trainer:
     from lightning_3d.strategy import Lightning3DStrategy
 
     plan = Lightning3DStrategy(layout, **{"micro_batch_size": 1} | strategy)
     assert plan.layout is not None
-    return quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=1, callbacks=callbacks or [])
+    return quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=max_epochs, callbacks=callbacks or [])
 
 
 def validate(layout: str, numbered: bool) -> tuple[list[float], list[float]]:
@@ -117,6 +122,67 @@ def test_callbacks_of_every_rank_see_the_numbers_beside_the_loss() -> None:
         assert all(step == pytest.approx(expected) for step, expected in zip(other, first, strict=True))
 
 
+class Numbers(Module):
+    """Returns what is no tensor, too; keeps lists in a metric of which earlier stages have none."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.ranking = RetrievalMRR()
+
+    def validation_step(self, batch: models.Batch, batch_idx: int) -> dict[str, Any]:
+        assert self.model is not None
+        out = self.model(**batch)
+        first = batch["input_ids"][:, 0]
+        scores = out.logits[:, 0].float().softmax(-1)
+        for row, token in enumerate(first.tolist()):
+            target = torch.zeros(scores.shape[1], dtype=torch.bool)
+            target[token] = True
+            self.ranking.update(scores[row], target, indexes=batch["row"][row].expand(scores.shape[1]))
+        return {"mean": float(out.loss), "rows": len(first), "kind": "text"}
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mrr", self.ranking.compute())
+
+
+class KeepsOutputs(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(outputs)
+
+
+def numbered_rows() -> Rows:
+    return Rows(cut(data(RECIPE), 0, 12) | {"row": torch.arange(12)})
+
+
+class WithoutRow(Numbers):
+    def configure_model(self) -> None:
+        super().configure_model()
+        inner = self.model
+        assert inner is not None
+        forward = inner.forward
+        inner.forward = lambda row=None, **batch: forward(**batch)  # type: ignore[method-assign]
+
+
+def validate_numbers(layout: str) -> tuple[float, list[Any]]:
+    outputs = KeepsOutputs()
+    trainer = strategy_trainer(layout, [outputs])
+    found = trainer.validate(WithoutRow(RECIPE), DataLoader(numbered_rows(), batch_size=4), verbose=False)
+    return found[0]["mrr"], outputs.seen
+
+
+def test_lists_in_metrics_and_plain_numbers_in_outputs() -> None:
+    (expected, alone), *_ = run_ranks(validate_numbers, 1, "tp1")
+    assert [seen["rows"] for seen in alone] == [4, 4, 4] and alone[0]["kind"] == "text"
+    for layout in ("pp2", "pp2_dp2"):
+        for mrr, outputs in run_ranks(validate_numbers, 2 * (1 + ("dp2" in layout)), layout):
+            assert mrr == pytest.approx(expected, rel=1e-5)
+            assert [seen["rows"] for seen in outputs] == ([4, 2] if "dp2" in layout else [4, 4, 4])
+            if layout == "pp2":
+                assert [seen["mean"] for seen in outputs] == pytest.approx([seen["mean"] for seen in alone], rel=1e-5)
+
+
 class ComputesInside(Module):
     def __init__(self, recipe: Recipe, on_step: bool) -> None:
         super().__init__(recipe)
@@ -132,10 +198,12 @@ class ComputesInside(Module):
         return loss
 
 
-def fit(layout: str, kind: str, zero_stage: int = 0, **arguments: Any) -> int:
+def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any) -> int:
     """Steps taken."""
-    module = {"inside": ComputesInside, "frozen": PartlyFrozen}[kind](RECIPE, **arguments)
-    trainer = strategy_trainer(layout, zero_stage=zero_stage)
+    kinds = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates, "backward": OwnBackward}
+    module = kinds.get(kind, Steps)(RECIPE, **arguments)
+    callbacks: list[pl.Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
+    trainer = strategy_trainer(layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2)
     trainer.fit(module, DataLoader(rows(), batch_size=BATCH))
     return trainer.global_step
 
@@ -144,8 +212,48 @@ def fit(layout: str, kind: str, zero_stage: int = 0, **arguments: Any) -> int:
 @pytest.mark.parametrize("on_step", [False, True])
 def test_a_metric_over_all_ranks_inside_a_step_is_refused(on_step: bool, layout: str) -> None:
     """Some ranks never get there: it would wait for ever."""
-    with pytest.raises(ConfigError, match="inside a step"):
+    with pytest.raises(ConfigError, match="metric.compute"):
         run_ranks(fit, 2, layout, "inside", on_step=on_step)
+
+
+class Communicates(Module):
+    def __init__(self, recipe: Recipe, how: str) -> None:
+        super().__init__(recipe)
+        self.how = how
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss = self.model(**batch).loss
+        if self.how == "all_gather":
+            self.all_gather(loss)
+        else:
+            self.trainer.strategy.barrier()
+        return loss
+
+
+@pytest.mark.parametrize(("layout", "how"), [("pp2", "all_gather"), ("dp2", "barrier")])
+def test_communication_of_the_users_own_inside_a_step_is_refused(layout: str, how: str) -> None:
+    with pytest.raises(ConfigError, match="communicates with all ranks"):
+        run_ranks(fit, 2, layout, "communicates", how=how)
+
+
+def test_whole_batches_may_communicate() -> None:
+    """One micro-batch, no pipeline: the step runs equally often everywhere."""
+    assert run_ranks(fit, 2, "dp2", "communicates", micro_batch_size=BATCH, how="all_gather") == [4, 4]
+
+
+class OwnBackward(Module):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("backward", "overrides backward"), ("accumulates", "accumulate_grad_batches=2")]
+)
+def test_what_would_be_ignored_is_refused(kind: str, says: str) -> None:
+    """A scheduler of accumulation begins at an epoch of its own, long after the Trainer was looked at."""
+    with pytest.raises(ConfigError, match=says):
+        run_ranks(fit, 2, "dp2", kind)
 
 
 class PartlyFrozen(Module):
@@ -167,7 +275,7 @@ class PartlyFrozen(Module):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_frozen_stage(zero: int) -> None:
-    assert run_ranks(fit, 2, "pp2", "frozen", zero, filtered=False) == [4, 4]
+    assert run_ranks(fit, 2, "pp2", "frozen", zero, filtered=False) == [8, 8]
     with pytest.raises(ConfigError, match=r"rank 0\. Give the optimizer self\.parameters\(\)"):
         run_ranks(fit, 2, "pp2", "frozen", zero, filtered=True)
 
@@ -221,3 +329,88 @@ def test_a_pipeline_that_idles_for_want_of_micro_batches_is_told_once() -> None:
 def test_copies_stay_equal_where_the_vocabulary_is_cut_unevenly(layout: str, zero: int) -> None:
     """67 tokens: tensor-parallel ranks have flat buffers of different sizes, but hold the same norms bit by bit."""
     parity.assert_same_training("llama", layout, zero=zero)
+
+
+def another_module() -> list[float]:
+    """A strategy that has trained one module validates another, in memory and without `configure_model`."""
+    trainer, loader = strategy_trainer("pp2"), DataLoader(rows(), batch_size=BATCH)
+    trainer.fit(Steps(RECIPE), loader)
+    other = Steps(RECIPE, initial_model(RECIPE))
+    return [trainer.validate(other, loader, verbose=False)[0]["val_loss"] for _ in range(2)]
+
+
+def test_another_module_with_the_same_trainer() -> None:
+    expected, _ = loss_of(rows().batch)
+    for losses in run_ranks(another_module, 2):
+        assert losses == pytest.approx([expected, expected], rel=1e-5)
+
+
+class Several(Steps):
+    def validation_step(self, batch: list[models.Batch], batch_idx: int) -> None:  # type: ignore[override]
+        assert self.model is not None
+        self.log("val_loss", self.model(**batch[0]).loss)
+
+
+def validate_several() -> float:
+    loaders = CombinedLoader([DataLoader(rows(), batch_size=BATCH) for _ in range(2)], "max_size")
+    return strategy_trainer("pp2").validate(Several(RECIPE), loaders, verbose=False)[0]["val_loss"]
+
+
+def test_batches_of_several_loaders() -> None:
+    expected, _ = loss_of(rows().batch)
+    assert run_ranks(validate_several, 2) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            raise ArithmeticError("cannot go on")
+
+
+def fit_and_fail(folder: str) -> None:
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    callbacks = [Fails(), OnExceptionCheckpoint(folder)]
+    strategy = Lightning3DStrategy("pp2", micro_batch_size=1)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(Steps(RECIPE), DataLoader(rows(), batch_size=BATCH))
+
+
+def test_a_checkpoint_on_exception_does_not_wait_for_ranks_that_know_nothing(tmp_path: Any) -> None:
+    with pytest.raises(ArithmeticError):
+        run_ranks(fit_and_fail, 2, str(tmp_path), timeout=40)
+    assert list(tmp_path.iterdir()) == []
+
+
+class LayerwiseRates(Steps):
+    """Each block has a group and a learning rate of its own, so that stages have different ones."""
+
+    def configure_optimizers(self) -> Any:
+        groups = []
+        for name, parameter in self.named_parameters():
+            layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else 0
+            groups.append({"params": [parameter], "lr": 1e-4 * (layer + 1)})
+        optimizer = torch.optim.AdamW(groups)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+
+def resumed_rates(folder: str, second: str) -> tuple[list[float], list[float], str]:
+    loader = DataLoader(rows(), batch_size=BATCH)
+    first, again = strategy_trainer("pp2"), strategy_trainer(second, max_epochs=2)
+    first.fit(LayerwiseRates(RECIPE), loader)
+    first.save_checkpoint(f"{folder}/one")
+    before = [group["lr"] for group in first.optimizers[0].param_groups]
+    try:
+        again.fit(LayerwiseRates(RECIPE), loader, ckpt_path=f"{folder}/one")
+    except Exception as error:
+        return before, [], str(error)
+    return before, [group["lr"] for group in again.optimizers[0].param_groups], ""
+
+
+def test_learning_rates_of_later_stages_survive_a_resume(tmp_path: Any) -> None:
+    first, last = run_ranks(resumed_rates, 2, str(tmp_path), "pp2")
+    for before, after, message in (first, last):
+        assert message == "" and after == pytest.approx([rate / 2 for rate in before])
+    assert set(first[0]) != set(last[0])
+    for _, _, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):
+        assert "differ between pipeline stages (pp2_vp1, 1F1B)" in message

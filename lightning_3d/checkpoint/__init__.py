@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.folder import local_path, on_rank_zero, read_manifest
+from lightning_3d.checkpoint.pipeline_state import share_pipeline_state, take_pipeline_state
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import (
     MODEL,
@@ -37,6 +38,8 @@ __all__ = [
     "read_manifest",
     "remove_checkpoint",
     "save_checkpoint",
+    "share_pipeline_state",
+    "take_pipeline_state",
 ]
 
 PATH = "lightning_3d_path"

@@ -38,11 +38,6 @@ class StageAssignment:
             if owner == pp_rank
         )
 
-    def ranks_with(self, *, first: bool = False, last: bool = False) -> tuple[int, ...]:
-        """Pipeline ranks that own the first and / or the last stage, sorted."""
-        owners = [self.rank_of_stage[0]] * first + [self.rank_of_stage[-1]] * last
-        return tuple(sorted(set(owners)))
-
 
 def assign_stages(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> StageAssignment:
     """Deal the blocks of `module` (whole, on meta or not) to pp * vp stages, balanced by FLOPs and parameters.

@@ -1,8 +1,9 @@
 """Activations and gradients between neighbouring stages.
 
 A receiver posts its receives in the order in which the sender will send, which it knows because every rank knows the actions of
-all. Messages to a higher and to a lower pipeline rank go through different communicators, so that on NCCL, where operations of
-one communicator run one after another, no send ever waits behind a receive of the same pair.
+all. On NCCL the operations of one communicator run one after another. Every pair of ranks has a communicator of its own there (see
+`connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
+communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
 """
 
 from __future__ import annotations

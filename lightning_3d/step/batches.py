@@ -169,7 +169,7 @@ def _slice(value: Any, start: int, stop: int) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
-    """Join what the user's step returned for each micro-batch: rows are concatenated, scalars averaged
+    """Join what the user's step returned for each micro-batch: rows are concatenated, numbers averaged
     (counts, which are whole numbers, summed), the rest is the last.
 
     Args:
@@ -187,6 +187,9 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
         return [item for output in outputs for item in output]
     if isinstance(first, tuple):
         return tuple(merge_outputs(items, weights) for items in zip(*outputs, strict=True))
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        kind = torch.float64 if isinstance(first, float) else torch.int64
+        return merge_outputs([torch.tensor(output, dtype=kind) for output in outputs], weights).item()
     return outputs[-1]
 
 

@@ -35,8 +35,9 @@ class SameBatch:
             return
         checksum = 0
         for tensor in tensors_of(batch):
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
-            checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+            if tensor.numel():
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                checksum = zlib.crc32(data.numpy().tobytes(), checksum)
         extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=self._device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._mesh.group("tp", "cp", "pp"))
         highest, lowest = extremes[0].item(), -extremes[1].item()

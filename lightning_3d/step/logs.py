@@ -19,8 +19,6 @@ from lightning_3d.lightning_compat import (
     forward_value,
     hush_sync_dist_advice,
     mark_updated,
-    metric_state,
-    restore_metric_state,
     set_forward_value,
 )
 from lightning_3d.mesh import Mesh
@@ -58,7 +56,6 @@ class StepLog:
     """
 
     def __init__(self, module: LightningModule, mesh: Mesh, last_rank: int, device: torch.device) -> None:
-        self._in_step = share_metrics(module, mesh, last_rank)
         self._module = module
         self._mesh = mesh
         self._last_rank = last_rank
@@ -77,8 +74,7 @@ class StepLog:
         self._pending = []
         self._module.log = self._record  # type: ignore[method-assign]
         try:
-            with self._in_step:
-                yield
+            yield
         finally:
             del self._module.log
 
@@ -187,60 +183,3 @@ def _combination(reduce_fx: Any) -> str:
     if name not in ("mean", "sum", "max", "min"):
         raise ConfigError(f"self.log(reduce_fx={reduce_fx!r}) is not supported in a step: use mean, sum, max or min.")
     return name
-
-
-@contextmanager
-def unchanged_metrics(module: LightningModule) -> Iterator[None]:
-    """Leave no trace in the torchmetrics objects of `module`: for micro-batches that only fill the schedule."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    before = [metric_state(metric) for metric in metrics]
-    try:
-        yield
-    finally:
-        for metric, state in zip(metrics, before, strict=True):
-            restore_metric_state(metric, state)
-
-
-class InStep:
-    """Whether the user's step is running; to be entered around it."""
-
-    running = False
-
-    def __enter__(self) -> None:
-        self.running = True
-
-    def __exit__(self, *error: object) -> None:
-        self.running = False
-
-
-def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int) -> InStep:
-    """Make every torchmetrics object of `module` compute its value from the states of the last stages only.
-
-    The other stages never update theirs, and tensor-parallel ranks hold copies. Communicates when a metric is computed (usually
-    once an epoch): one gather over all ranks with this rank's tensor-parallel index. That cannot be inside a step: ranks before
-    the last stage never reach the end of one, and data-parallel ranks may have different numbers of micro-batches.
-
-    Returns:
-        What to enter around the user's step, so that this mistake is told instead of waiting for ever.
-    """
-    in_step = InStep()
-    group = mesh.group("cp", "pp", "dp")
-    coordinates = [mesh.layout.coordinates(rank)["pp"] for rank in mesh.ranks("cp", "pp", "dp")]
-    sources = [place for place, pp in enumerate(coordinates) if pp == last_rank]
-
-    def gather(state: Tensor, group: Any = group) -> list[Tensor]:
-        if in_step.running and len(coordinates) > 1:
-            raise ConfigError(
-                "A metric was computed over all ranks inside a step (metric.compute(), or dist_sync_on_step=True). A step runs once for"
-                " each micro-batch and stage, not equally often on all ranks. Log the metric object, self.log('name', self.metric),"
-                " or compute it at the end of the epoch."
-            )
-        gathered: list[Any] = [None] * len(coordinates)
-        dist.all_gather_object(gathered, state.cpu(), group=group)
-        return [gathered[place].to(state.device) for place in sources]
-
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            metric.dist_sync_fn = gather
-            metric.process_group = group
-    return in_step

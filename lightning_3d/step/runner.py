@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.randomness import RandomState
 from lightning_3d.step.batches import MicroBatches, merge_outputs
-from lightning_3d.step.logs import StepLog, unchanged_metrics
+from lightning_3d.step.logs import StepLog
+from lightning_3d.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.step.weighting import LossWeights
 from lightning_3d.zero import DataParallelBackend
 
@@ -48,6 +50,9 @@ class StepRunner:
         module: the user's module.
         context: a new precision context for each call of the user's step, by hook name.
         after_first_backward: called once, when the first step has its unreduced gradients.
+
+    Attributes:
+        inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class StepRunner:
         self._context = context
         self._check = after_first_backward
         self._log = StepLog(module, mesh, engine.last_rank, device)
+        self.inside = False
+        share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[Any, Tensor]] = []
 
@@ -131,13 +138,25 @@ class StepRunner:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
         self._weights.begin()
         filler = micro_batches.is_filler(index)
-        with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
-            output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
+        self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
+        try:
+            with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
+                output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
+        finally:
+            self.inside = False
         weight = self._weights.weight(micro_batches.rows, self._device)
         if filler:
             weight = torch.zeros_like(weight)
         self._log.weigh(weight)
         return self._account(hook, output, weight)
+
+    def refuse_inside(self, what: str) -> None:
+        """Refuse communication of the user's own inside a step: some ranks would wait for others for ever."""
+        if self.inside:
+            raise ConfigError(
+                f"The step communicates with all ranks ({what}). It runs once for each micro-batch and stage, not equally often on all"
+                " ranks. Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
+            )
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:
         """Set the random state of a micro-batch, which no two data-parallel ranks share."""
@@ -177,9 +196,9 @@ class StepRunner:
     def _tell(self, outputs: Any, *, whole: bool) -> Any:
         if self._mesh.size("pp") == 1:
             return outputs
-        told = [outputs if whole else _scalars(outputs)]
+        told = [move_data_to_device(outputs if whole else _scalars(outputs), "cpu")]
         dist.broadcast_object_list(told, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
-        return outputs if self._engine.owns_last else told[0]
+        return outputs if self._engine.owns_last else move_data_to_device(told[0], self._device)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,12 +17,20 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_TOLERANCE = 5e-2
 
 
-def check_replicated_gradients(module: nn.Module, specs: dict[str, ShardSpec], group: dist.ProcessGroup) -> None:
+def check_replicated_gradients(
+    module: nn.Module,
+    specs: dict[str, ShardSpec],
+    group: dist.ProcessGroup,
+    gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
+) -> None:
     """Compare the gradients of replicated parameters over the ranks, after a backward and before any reduction.
 
     A parameter that every rank holds whole but uses on its own heads only gets a different, partial gradient on each
     rank, and the replicas would drift apart in silence. One all-reduce over `group` of four numbers per replicated
     parameter.
+
+    Args:
+        gradient_of: a parameter's local gradient, where it is not its `.grad`.
 
     Raises PlanError on all ranks, naming the first such parameter and the style that it needs.
     """
@@ -31,7 +42,7 @@ def check_replicated_gradients(module: nn.Module, specs: dict[str, ShardSpec], g
     ]
     if not replicated:
         return
-    prints = torch.stack([_fingerprint(parameter) for _, parameter in replicated])
+    prints = torch.stack([_fingerprint(gradient_of(parameter), parameter.device) for _, parameter in replicated])
     extremes = torch.stack([prints, -prints])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     spread = (extremes[0] + extremes[1]).amax(-1).tolist()
@@ -46,11 +57,11 @@ def check_replicated_gradients(module: nn.Module, specs: dict[str, ShardSpec], g
             )
 
 
-def _fingerprint(parameter: nn.Parameter) -> Tensor:
+def _fingerprint(gradient: Tensor | None, device: torch.device) -> Tensor:
     """(norm, projection on a fixed random direction) of a gradient, float64; zeros for none."""
-    if parameter.grad is None:
-        return torch.zeros(2, dtype=torch.float64, device=parameter.device)
-    gradient = parameter.grad.detach().to(torch.float64).flatten()
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    gradient = gradient.detach().to(torch.float64).flatten()
     # A fixed direction without touching any random state.
     direction = torch.sin(torch.arange(1, gradient.numel() + 1, dtype=torch.float64, device=gradient.device) * 12.9898)
     return torch.stack([gradient.norm(), gradient @ direction])

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from lightning_3d.mesh import Mesh
     from lightning_3d.sharding import ShardSpec
 
-__all__ = ["BUCKET_BYTES", "DataParallelBackend", "make_backend"]
+__all__ = ["BUCKET_BYTES", "DataParallelBackend", "check_stage", "make_backend"]
+
+
+def check_stage(stage: int) -> None:
+    """Refuse a ZeRO stage that does not exist or is not available yet. Raises LayoutError."""
+    if stage in (2, 3):
+        raise LayoutError(f"zero_stage={stage} is not available yet. Use 1, which shards the optimizer's state, or 0.")
+    if stage not in (0, 1):
+        raise LayoutError(f"zero_stage={stage!r} does not exist; use 0 or 1.")
 
 
 def make_backend(
@@ -35,10 +43,7 @@ def make_backend(
     Raises:
         LayoutError: a stage that does not exist or is not available yet. ConfigError: stage 1 in double precision.
     """
-    if stage in (2, 3):
-        raise LayoutError(f"zero_stage={stage} is not available yet. Use 1, which shards the optimizer's state, or 0.")
-    if stage not in (0, 1):
-        raise LayoutError(f"zero_stage={stage!r} does not exist; use 0 or 1.")
+    check_stage(stage)
     if stage == 0:
         from lightning_3d.zero.bucketed import BucketedBackend
 

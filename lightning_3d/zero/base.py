@@ -125,6 +125,10 @@ class DataParallelBackend(ABC):
         """Called after each action that adds to the gradients of `parameters`: moves bf16 ones to float32 sums."""
         self._sums.absorb(parameters)
 
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """What has been added up for a parameter on this rank, before `reduce`; None where nothing has arrived."""
+        return self._sums[parameter]
+
     def reduce(self, scale: float | Tensor) -> None:
         """Make the local gradients those of the whole batch. Called once, inside the scope, by all ranks.
 
