@@ -45,6 +45,9 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # `--help | head`; Python would complain again when it flushes standard output at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if is_composition_error(error):
             return refuse(explain(error), outside)

@@ -489,6 +489,17 @@ def evaluation_place(trainer: Any) -> tuple[object, int]:
     return None, 0
 
 
+def batches_to_come(trainer: Any) -> float | None:
+    """At the first batch of an epoch or an evaluation: how many this rank will have (infinity where nobody knows); None later.
+
+    `Trainer._evaluation_loop` and the loops' `batch_progress` are not public (Lightning 2.6).
+    """
+    if trainer.training:
+        return trainer.num_training_batches if trainer.fit_loop.batch_idx == 0 else None
+    loop = trainer._evaluation_loop
+    return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
+
+
 def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
     """Let a torchmetrics object (1.x) compute its value from the states that `gather` returns for its own.
 

@@ -46,6 +46,7 @@ from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_available, few_micro_batches, resolve_layout
 from lightning_3d.lightning_compat import (
+    batches_to_come,
     connect_process_group,
     evaluation_place,
     keep_sample_order,
@@ -57,7 +58,7 @@ from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.schedules import find_schedule
 from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
-from lightning_3d.step.checks import SameBatch
+from lightning_3d.step.checks import SameBatch, check_equal_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.zero import DataParallelBackend, check_stage, make_backend
@@ -381,7 +382,11 @@ class Lightning3DStrategy(ParallelStrategy):
         return self._runner.evaluate(hook, self._micro_batches(batch, loader, index, training=False), tuple(rest))
 
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
-        assert self.layout is not None and self._same_batch is not None
+        assert self.layout is not None and self._same_batch is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        to_come = None if trainer.predicting else batches_to_come(trainer)
+        if to_come is not None and self.data_parallel_size > 1:
+            check_equal_batches(to_come, self._require_mesh(), self.root_device)
         self._same_batch.check(batch)
         return cut_batch(
             batch,

@@ -161,6 +161,12 @@ def test_usage_and_version() -> None:
     assert "train" in usage.output and version.output.strip()[0].isdigit()
 
 
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    command = f"{sys.executable} {REPOSITORY / 'train.py'} --help | head -n 1"
+    done = subprocess.run(command, shell=True, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.startswith("Trains a causal language model") and done.stderr == ""
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_fifty_runs_in_a_row_end_well(tmp_path: Path) -> None:

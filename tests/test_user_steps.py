@@ -14,7 +14,7 @@ from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, target_count
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 from torchmetrics.retrieval import RetrievalMRR
 
@@ -414,3 +414,25 @@ def test_learning_rates_of_later_stages_survive_a_resume(tmp_path: Any) -> None:
     assert set(first[0]) != set(last[0])
     for _, _, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):
         assert "differ between pipeline stages (pp2_vp1, 1F1B)" in message
+
+
+def unequal(training: bool) -> str:
+    """Rank 1 has a batch more: a sampler of the user's own."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    strategy = Lightning3DStrategy("dp2", micro_batch_size=1)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, use_distributed_sampler=False)
+    chosen = Subset(rows(), range(BATCH * (1 + trainer.global_rank)))
+    loader = DataLoader(chosen, batch_size=BATCH)
+    try:
+        trainer.fit(Steps(RECIPE), loader) if training else trainer.validate(Steps(RECIPE), loader, verbose=False)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_data_ranks_with_different_numbers_of_batches_are_refused(training: bool) -> None:
+    """One would wait for the other for ever."""
+    for message in run_ranks(unequal, 2, training):
+        assert "different numbers of batches: 1 to 2" in message

@@ -16,6 +16,22 @@ ALWAYS = 3
 EVERY = 64
 
 
+def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> None:
+    """Refuse data-parallel ranks with different numbers of batches, where those with more would wait for the others for ever.
+
+    One all-reduce of two numbers over ("cp", "pp", "dp"). Raises DataError on all of them.
+    """
+    extremes = torch.tensor([batches, -batches], dtype=torch.float64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.group("cp", "pp", "dp"))
+    most, fewest = extremes[0].item(), -extremes[1].item()
+    if most != fewest:
+        raise DataError(
+            f"Data-parallel ranks have different numbers of batches: {fewest:g} to {most:g}. Let Lightning inject its"
+            " DistributedSampler, give your sampler trainer.strategy.distributed_sampler_kwargs, or set limit_train_batches or"
+            f" limit_val_batches to {fewest:g}."
+        )
+
+
 class SameBatch:
     """Refuses to go on when ranks that must see the same batch do not.
 
