@@ -323,13 +323,19 @@ class Lightning3DStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         try:
             super().setup_optimizers(trainer)
-        except ValueError as error:
-            if "empty parameter list" not in str(error):
-                raise
-            raise ConfigError(
-                f"configure_optimizers found nothing to train among the parameters of pipeline rank {self._require_mesh().index('pp')}."
-                " Give the optimizer self.parameters(), frozen ones included: they are left out where they are frozen."
-            ) from error
+        except (TypeError, ValueError) as error:  # torch's, about a stage that lacks what the whole model has
+            where = f"on pipeline rank {self._require_mesh().index('pp')}"
+            if "empty parameter list" in str(error):
+                raise ConfigError(
+                    f"configure_optimizers found nothing to train {where}. Give the optimizer self.parameters(), frozen ones included:"
+                    " they are left out where they are frozen."
+                ) from error
+            if "NoneType" in str(error):
+                raise ConfigError(
+                    f"configure_optimizers named a parameter that does not exist {where}: parameters beside the pipelined model are on"
+                    " the last stage only. Take what is there from self.named_parameters()."
+                ) from error
+            raise
         module = self.lightning_module
         assert module is not None and self._backend is not None
         if len(self.optimizers) != 1:

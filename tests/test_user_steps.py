@@ -200,7 +200,8 @@ class ComputesInside(Module):
 
 def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any) -> int:
     """Steps taken."""
-    kinds = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates, "backward": OwnBackward}
+    kinds: dict[str, type[Module]] = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates}
+    kinds |= {"backward": OwnBackward, "tempered": Tempered}
     module = kinds.get(kind, Steps)(RECIPE, **arguments)
     callbacks: list[pl.Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
     trainer = strategy_trainer(layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2)
@@ -278,6 +279,22 @@ def test_a_frozen_stage(zero: int) -> None:
     assert run_ranks(fit, 2, "pp2", "frozen", zero, filtered=False) == [8, 8]
     with pytest.raises(ConfigError, match=r"rank 0\. Give the optimizer self\.parameters\(\)"):
         run_ranks(fit, 2, "pp2", "frozen", zero, filtered=True)
+
+
+class Tempered(Module):
+    """A parameter beside the model, named in the optimizer."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [self.temperature]}, {"params": list(self.parameters())[1:]}])
+
+
+def test_a_parameter_that_is_on_another_stage_is_told() -> None:
+    with pytest.raises(ConfigError, match="does not exist on pipeline rank 0"):
+        run_ranks(fit, 2, "pp2", "tempered")
 
 
 def second_trainer(layout: str, second: str) -> tuple[list[float], str]:
