@@ -500,6 +500,40 @@ def batches_to_come(trainer: Any) -> float | None:
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 
+def end_together_on_sigterm(trainer: Any) -> None:
+    """Let SIGTERM end a fit before its next batch, on all ranks, whatever each of them is doing when it comes.
+
+    Lightning's handler (2.6, `_SignalConnector._sigterm_notifier_fn`) broadcasts from rank 0 in the middle of a step, where the other
+    ranks wait for activations that rank 0 then never sends. Here it only takes a note, which rank 0 passes on in the broadcast that
+    the loop makes before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`). Outside a fit the process ends at once.
+    """
+    import signal
+
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    if getattr(loop, "_ends_together", False):
+        return
+    broadcast = loop._broadcast_sigterm_tensor
+    noted = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal noted
+        if trainer.state.fn != "fit":
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not noted:
+            launcher.kill(signum)
+        noted = True
+
+    def broadcast_note() -> None:
+        connector.received_sigterm = noted
+        broadcast()
+
+    connector._sigterm_notifier_fn = note
+    loop._broadcast_sigterm_tensor = broadcast_note
+    loop._ends_together = True
+
+
 def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
     """Let a torchmetrics object (1.x) compute its value from the states that `gather` returns for its own.
 

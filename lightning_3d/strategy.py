@@ -48,6 +48,7 @@ from lightning_3d.layout_rules import check_available, few_micro_batches, resolv
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
+    end_together_on_sigterm,
     evaluation_place,
     keep_sample_order,
     run_after_closure,
@@ -191,6 +192,8 @@ class Lightning3DStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.layout is not None
+        if self.lightning_module is not None and self.world_size > 1:
+            end_together_on_sigterm(self.lightning_module.trainer)
         connect_process_group(self, self._timeout)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)

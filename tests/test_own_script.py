@@ -28,6 +28,10 @@ class Fails(Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
         if index != 1 or how in ("well", "early"):
             return
+        if how == "term":
+            if trainer.global_rank == failing:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
         if trainer.global_rank != failing:
             time.sleep(600 if how in ("hang", "kill") else 0)
         elif how == "kill":
@@ -56,7 +60,7 @@ class Module(LightningModule):
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 strategy = Lightning3DStrategy("pp2", micro_batch_size=2, zero_stage=1)
-trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, callbacks=[Fails()], **quiet)
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2000 if how == "term" else 2, callbacks=[Fails()], **quiet)
 module, loader = Module(), DataLoader(rows, batch_size=4)
 trainer.fit(module, loader)
 if how == "well":  # the ranks are there already
@@ -72,6 +76,7 @@ CASES = {  # how, failing rank, exit code, what is said once
     "child raises, rank 0 hangs": ("hang", 1, 1, "ArithmeticError: cannot go on"),
     "child is killed, rank 0 hangs": ("kill", 1, 1, "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)"),
     "rank 0 is killed, child hangs": ("kill", 0, -signal.SIGKILL, "rank 0 of 2 failed:\nit ended without a word."),
+    "rank 0 is told to end": ("term", 0, 0, None),
     "child dies before the ranks meet": ("early", 1, 1, "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)"),
 }
 

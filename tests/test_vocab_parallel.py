@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import DataError, PlanError
 from lightning_3d.sharding import even_range
 from lightning_3d.tensor_parallel import (
     TensorParallel,
@@ -84,16 +84,20 @@ def test_cross_entropy_equals_the_one_of_full_logits_with_two_small_all_reduces(
     assert run_ranks(check_cross_entropy, tp, dtype, close) == [["all_reduce"] * 2] * tp
 
 
-def loss_of_an_impossible_label() -> tuple[float, float]:
+def loss_of_an_impossible_label() -> tuple[str, float]:
     targets = labels()
+    ignored = token_losses(wrapped(full_logits())[0], targets)[0, 0].item()
     targets[1, 1] = VOCABULARY
-    losses = token_losses(wrapped(full_logits())[0], targets)
-    return losses[1, 1].item(), losses[0, 0].item()
+    try:
+        token_losses(wrapped(full_logits())[0], targets)
+    except DataError as error:
+        return str(error), ignored
+    return "", ignored
 
 
-def test_a_label_outside_the_vocabulary_gives_nan_and_an_ignored_one_zero() -> None:
-    for impossible, ignored in run_ranks(loss_of_an_impossible_label, 2):
-        assert impossible != impossible
+def test_a_label_outside_the_vocabulary_is_refused_and_an_ignored_one_costs_nothing() -> None:
+    for message, ignored in run_ranks(loss_of_an_impossible_label, 2):
+        assert f"The label {VOCABULARY} at position [1, 1]" in message
         assert ignored == 0.0
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.errors import DataError
+
 
 def vocab_parallel_cross_entropy(
     local_logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int = -100
@@ -19,12 +21,14 @@ def vocab_parallel_cross_entropy(
 
     Args:
         local_logits: (..., local vocabulary), this rank's columns.
-        targets: (...), token ids of the full vocabulary, the same on all ranks. `ignore_index` gives a loss of 0; an id
-            that no rank holds gives NaN.
+        targets: (...), token ids of the full vocabulary, the same on all ranks. `ignore_index` gives a loss of 0.
         vocab_offset: first column of this rank.
 
     Returns:
         (...), float32, or float64 for float64 logits.
+
+    Raises:
+        DataError: an id that no rank holds, on all ranks; on CUDA an assertion of the device, which does not wait for it.
     """
     return _CrossEntropy.apply(local_logits, targets, vocab_offset, group, ignore_index)
 
@@ -55,7 +59,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         total, target_score = sums
         log_total = total.log()
-        losses = (log_total - target_score).masked_fill(is_held == 0, float("nan"))
+        _require_held((is_held > 0) | (targets == ignore_index), targets)
+        losses = log_total - target_score
         ctx.save_for_backward(logits, targets, highest + log_total)
         ctx.vocab_offset, ctx.ignore_index = vocab_offset, ignore_index
         return losses.masked_fill(targets == ignore_index, 0.0)
@@ -68,6 +73,18 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities.scatter_add_(-1, local.unsqueeze(-1), -mine.to(probabilities.dtype).unsqueeze(-1))
         gradient = gradient.masked_fill(targets == ctx.ignore_index, 0.0)
         return probabilities.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None, None, None, None
+
+
+def _require_held(known: Tensor, targets: Tensor) -> None:
+    """Refuse targets that are in no rank's part of the vocabulary."""
+    if known.is_cuda:
+        torch._assert_async(known.all(), "a label is outside the vocabulary")
+    elif not known.all():
+        place = (~known).nonzero()[0].tolist()
+        raise DataError(
+            f"The label {int(targets[tuple(place)])} at position {place} is outside the model's vocabulary. Is the tokenizer the"
+            " model's own?"
+        )
 
 
 def _locate(targets: Tensor, vocab_offset: int, columns: int) -> tuple[Tensor, Tensor]:
