@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import environment
+from ranks import run_ranks
 from torch.distributed import TCPStore
 
 from lightning_3d.errors import LayoutError
@@ -224,3 +225,20 @@ def test_supervised_ranks_use_the_folder(tmp_path: Any, monkeypatch: pytest.Monk
     assert FailureReporter.connect(0, 8).finish(LayoutError("No."), output) == 2
     assert output.getvalue() == "", "the supervisor prints"
     assert [file.name for file in tmp_path.glob("failure_*")] == ["failure_0.json"]
+
+
+def posted_and_seen(number: int) -> str | None:
+    """What a call finds on its board; the first one leaves a failure behind."""
+    from lightning_3d.failures import connect_board
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    board = connect_board(rank, world_size)
+    found = board.first()
+    if number == 0:
+        board.post(Failure.of(LayoutError("No."), rank))
+    return None if found is None else found.text
+
+
+def test_a_restart_does_not_see_the_failure_of_an_earlier_attempt() -> None:
+    run_ranks(posted_and_seen, 2, 0)
+    assert run_ranks(posted_and_seen, 2, 1) == [None, None]
