@@ -279,16 +279,16 @@ def connect_store(rank: int, world_size: int) -> Any:
     One connection serves all fits and evaluations of a process: if rank 0 let go of it in between, the others could reach a
     server that is just closing.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # torchrun's store has other keys for each attempt
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size, attempt)
 
 
 @lru_cache(maxsize=1)
 def _store_at(address: str, port: str, rank: int, world_size: int, attempt: str) -> Any:
-    from torch.distributed import rendezvous
+    from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, world_size))
-    return store
+    return PrefixStore(f"attempt {attempt}", store)  # what an earlier attempt posted is not about this one
 
 
 class FailureReporter:
