@@ -209,6 +209,16 @@ def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]
         yield
 
 
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Stop the device with an assertion unless `condition`, of shape (), holds; nothing waits for it.
+
+    `torch._assert_async` (torch 2.11 to 2.13) has no public form.
+    """
+    import torch
+
+    torch._assert_async(condition, message)
+
+
 def storage_key(tensor: Tensor) -> int:
     """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is always 0.
 
@@ -501,18 +511,20 @@ def batches_to_come(trainer: Any) -> float | None:
 
 
 def end_together_on_sigterm(trainer: Any) -> None:
-    """Let SIGTERM end a fit before its next batch, on all ranks, whatever each of them is doing when it comes.
+    """Let SIGTERM to any rank end a fit before its next batch, on all ranks, whatever each of them is doing when it comes.
 
     Lightning's handler (2.6, `_SignalConnector._sigterm_notifier_fn`) broadcasts from rank 0 in the middle of a step, where the other
-    ranks wait for activations that rank 0 then never sends. Here it only takes a note, which rank 0 passes on in the broadcast that
-    the loop makes before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`). Outside a fit the process ends at once.
+    ranks wait for activations that rank 0 then never sends. Here it only takes a note; where the loop broadcasts rank 0's before every
+    batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), all ranks' notes are reduced. Outside a fit the process ends at once.
     """
     import signal
 
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    if getattr(loop, "_ends_together", False):
-        return
-    broadcast = loop._broadcast_sigterm_tensor
+    import torch
+    import torch.distributed as dist
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    loop = trainer.fit_loop.epoch_loop
     noted = False
 
     def note(signum: int, frame: Any) -> None:
@@ -520,18 +532,21 @@ def end_together_on_sigterm(trainer: Any) -> None:
         if trainer.state.fn != "fit":
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        launcher = trainer.strategy.launcher
-        if launcher is not None and not noted:
-            launcher.kill(signum)
+        if trainer.strategy.launcher is not None and not noted:
+            trainer.strategy.launcher.kill(signum)
         noted = True
 
-    def broadcast_note() -> None:
-        connector.received_sigterm = noted
-        broadcast()
+    def end_if_noted() -> None:
+        nonlocal noted
+        anywhere = torch.tensor(int(noted), device=trainer.strategy.root_device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        if anywhere:
+            noted = False
+            rank_zero_info("SIGTERM: the fit ends before its next batch.")
+            raise SIGTERMException
 
-    connector._sigterm_notifier_fn = note
-    loop._broadcast_sigterm_tensor = broadcast_note
-    loop._ends_together = True
+    trainer._signal_connector._sigterm_notifier_fn = note
+    loop._broadcast_sigterm_tensor = end_if_noted
 
 
 def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:

@@ -22,7 +22,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -62,6 +61,7 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
+from lightning_3d.unsupported import explained_optimizers, refuse_accumulation, refuse_unsupported
 from lightning_3d.zero import DataParallelBackend, check_stage, make_backend
 
 PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
@@ -192,9 +192,9 @@ class Lightning3DStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.layout is not None
+        connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
             end_together_on_sigterm(self.lightning_module.trainer)
-        connect_process_group(self, self._timeout)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
             self._failures.watch()
@@ -324,21 +324,8 @@ class Lightning3DStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        try:
+        with explained_optimizers(self._require_mesh().index("pp")):
             super().setup_optimizers(trainer)
-        except (TypeError, ValueError) as error:  # torch's, about a stage that lacks what the whole model has
-            where = f"on pipeline rank {self._require_mesh().index('pp')}"
-            if "empty parameter list" in str(error):
-                raise ConfigError(
-                    f"configure_optimizers found nothing to train {where}. Give the optimizer self.parameters(), frozen ones included:"
-                    " they are left out where they are frozen."
-                ) from error
-            if "NoneType" in str(error):
-                raise ConfigError(
-                    f"configure_optimizers named a parameter that does not exist {where}: parameters beside the pipelined model are on"
-                    " the last stage only. Take what is there from self.named_parameters()."
-                ) from error
-            raise
         module = self.lightning_module
         assert module is not None and self._backend is not None
         if len(self.optimizers) != 1:
@@ -588,31 +575,6 @@ def _resolve(
     resolved, name = resolve_layout(layout, schedule, vp, order)
     check_available(resolved)
     return resolved, name
-
-
-def refuse_unsupported(trainer: pl.Trainer) -> None:
-    """Name in one line what a fit of this strategy cannot do."""
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        raise ConfigError(
-            "automatic_optimization=False: Lightning3DStrategy drives forward, backward and step itself and cannot call a manual"
-            " optimization. Return the loss from training_step instead."
-        )
-    if is_overridden("backward", module):
-        raise ConfigError(
-            "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
-            " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
-        )
-    refuse_accumulation(trainer)
-
-
-def refuse_accumulation(trainer: pl.Trainer) -> None:
-    """Refuse to accumulate over batches; a `GradientAccumulationScheduler` may ask for it from any epoch on."""
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is already cut into micro-batches. Use a"
-            f" {trainer.accumulate_grad_batches} times larger batch_size and set micro_batch_size."
-        )
 
 
 def _keep_gradients(*args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 from torchmetrics.retrieval import RetrievalMRR
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, PlanError
 
 ROWS, BATCH = 13, 4  # the last batches are short, and with two data ranks one row is repeated
 RECIPE = Recipe(steps=2)
@@ -118,8 +118,14 @@ def train_with_extras(layout: str) -> list[dict[str, float]]:
 def test_callbacks_of_every_rank_see_the_numbers_beside_the_loss() -> None:
     first, *others = run_ranks(train_with_extras, 4, "tp2_pp2")
     assert len(first) == 4 and all(set(step) == {"loss", "largest"} for step in first)
+    batch = cut(rows().batch, 0, BATCH)
+    with torch.no_grad():
+        largest = initial_model(RECIPE)(input_ids=batch["input_ids"]).logits.amax((1, 2)).tolist()
+    counts = [target_count("llama", cut(batch, row, 1)) for row in range(BATCH)]
+    expected = sum(value * count for value, count in zip(largest, counts, strict=True)) / sum(counts)
+    assert first[0]["largest"] == pytest.approx(expected, rel=1e-5), "one row a micro-batch, weighted as its loss"
     for other in others:
-        assert all(step == pytest.approx(expected) for step, expected in zip(other, first, strict=True))
+        assert all(step == pytest.approx(seen) for step, seen in zip(other, first, strict=True))
 
 
 class Numbers(Module):
@@ -172,15 +178,26 @@ def validate_numbers(layout: str) -> tuple[float, list[Any]]:
     return found[0]["mrr"], outputs.seen
 
 
+def ranking_and_losses() -> tuple[float, list[float]]:
+    """(mean reciprocal rank of each row's first token, mean loss of each batch) on one process, without torchmetrics."""
+    batch = numbered_rows().batch
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        scores = initial_model(RECIPE)(input_ids=ids).logits[:, 0]
+    ranks = 1 + (scores > scores.gather(1, ids[:, :1])).sum(1)
+    tokens = {key: value for key, value in batch.items() if key != "row"}
+    return (1 / ranks).mean().item(), [loss_of(cut(tokens, start, 4))[0] for start in range(0, 12, 4)]
+
+
 def test_lists_in_metrics_and_plain_numbers_in_outputs() -> None:
-    (expected, alone), *_ = run_ranks(validate_numbers, 1, "tp1")
-    assert [seen["rows"] for seen in alone] == [4, 4, 4] and alone[0]["kind"] == "text"
+    expected, means = ranking_and_losses()
     for layout in ("pp2", "pp2_dp2"):
         for mrr, outputs in run_ranks(validate_numbers, 2 * (1 + ("dp2" in layout)), layout):
             assert mrr == pytest.approx(expected, rel=1e-5)
+            assert all(seen["kind"] == "text" for seen in outputs if "kind" in seen)
             assert [seen["rows"] for seen in outputs] == ([4, 2] if "dp2" in layout else [4, 4, 4])
             if layout == "pp2":
-                assert [seen["mean"] for seen in outputs] == pytest.approx([seen["mean"] for seen in alone], rel=1e-5)
+                assert [seen["mean"] for seen in outputs] == pytest.approx(means, rel=1e-5)
 
 
 class ComputesInside(Module):
@@ -201,7 +218,7 @@ class ComputesInside(Module):
 def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any) -> int:
     """Steps taken."""
     kinds: dict[str, type[Module]] = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates}
-    kinds |= {"backward": OwnBackward, "tempered": Tempered}
+    kinds |= {"backward": OwnBackward, "tempered": Tempered, "two": TwoOptimizers}
     module = kinds.get(kind, Steps)(RECIPE, **arguments)
     callbacks: list[pl.Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
     trainer = strategy_trainer(layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2)
@@ -249,12 +266,36 @@ class OwnBackward(Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("backward", "overrides backward"), ("accumulates", "accumulate_grad_batches=2")]
+    ("kind", "says"),
+    [("backward", "overrides backward"), ("accumulates", "accumulate_grad_batches=2"), ("two", "several optimizers")],
 )
 def test_what_would_be_ignored_is_refused(kind: str, says: str) -> None:
     """A scheduler of accumulation begins at an epoch of its own, long after the Trainer was looked at."""
     with pytest.raises(ConfigError, match=says):
         run_ranks(fit, 2, "dp2", kind)
+
+
+class TwoOptimizers(Module):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(2)]
+
+
+def train_with_wrong_plan(precision: str) -> None:
+    """The norms of queries and keys are used on each rank's own heads, which the plan does not say."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    recipe = Recipe("qwen3", steps=2)
+    wrong = dict(initial_model(recipe).config.base_model_tp_plan)  # type: ignore[union-attr, arg-type]
+    plan = {f"model.{name}": style for name, style in wrong.items() if "_norm" not in name}
+    strategy = Lightning3DStrategy("tp2", plan={"tp": plan | {"lm_head": "colwise_gather_output"}})
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, precision=precision)
+    trainer.fit(Module(recipe), DataLoader(Rows(cut(data(recipe), 0, 8)), batch_size=4))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_plan_that_lets_copies_drift_is_refused_in_every_precision(precision: str) -> None:
+    with pytest.raises(PlanError, match="replicated_with_grad_allreduce"):
+        run_ranks(train_with_wrong_plan, 2, precision)
 
 
 class PartlyFrozen(Module):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.errors import DataError
+from lightning_3d.lightning_compat import assert_on_device
 
 
 def vocab_parallel_cross_entropy(
@@ -78,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _require_held(known: Tensor, targets: Tensor) -> None:
     """Refuse targets that are in no rank's part of the vocabulary."""
     if known.is_cuda:
-        torch._assert_async(known.all(), "a label is outside the vocabulary")
+        assert_on_device(known.all(), "a label is outside the vocabulary")
     elif not known.all():
         place = (~known).nonzero()[0].tolist()
         raise DataError(

@@ -1,0 +1,59 @@
+"""What a fit under `Lightning3DStrategy` cannot do, refused in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_3d.errors import ConfigError
+
+
+def refuse_unsupported(trainer: pl.Trainer) -> None:
+    """Name in one line what a fit of this strategy cannot do."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "automatic_optimization=False: Lightning3DStrategy drives forward, backward and step itself and cannot call a manual"
+            " optimization. Return the loss from training_step instead."
+        )
+    if is_overridden("backward", module):
+        raise ConfigError(
+            "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
+            " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
+        )
+    refuse_accumulation(trainer)
+
+
+def refuse_accumulation(trainer: pl.Trainer) -> None:
+    """Refuse to accumulate over batches; a `GradientAccumulationScheduler` may ask for it from any epoch on."""
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is already cut into micro-batches. Use a"
+            f" {trainer.accumulate_grad_batches} times larger batch_size and set micro_batch_size."
+        )
+
+
+@contextmanager
+def explained_optimizers(pp_rank: int) -> Iterator[None]:
+    """Say what is wrong with `configure_optimizers` where torch and Lightning know nothing of stages or advise what is refused."""
+    try:
+        yield
+    except Exception as error:
+        reason = next((text for sign, text in _OPTIMIZER_REFUSALS.items() if sign in str(error)), None)
+        if reason is None:
+            raise
+        raise ConfigError(f"configure_optimizers {reason.format(where=f'on pipeline rank {pp_rank}')}") from error
+
+
+_OPTIMIZER_REFUSALS = {
+    "empty parameter list": "found nothing to train {where}. Give the optimizer self.parameters(), frozen ones included: they are"
+    " left out where they are frozen.",
+    "one of the params is NoneType": "named a parameter that does not exist {where}: parameters beside the pipelined model are on"
+    " the last stage only. Take what is there from self.named_parameters().",
+    "multiple optimizers is only supported": "returned several optimizers; Lightning3DStrategy drives exactly one. Use parameter"
+    " groups of one optimizer instead.",
+}
+"""What follows "configure_optimizers", by a part of the message of torch (2.11 to 2.13) or Lightning (2.6)."""
