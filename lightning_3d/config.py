@@ -34,11 +34,11 @@ from lightning_3d.layout_rules import (
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
+from lightning_3d.zero_options import ZeroOptions
 
 PRECISIONS = {"fp32": "32-true", "fp64": "64-true", "bf16": "bf16-true", "bf16_mixed": "bf16-mixed"}
 """`precision.name` and what Lightning calls it."""
 
-ZERO_STAGES = (0, 1)
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
 MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config")
@@ -53,6 +53,8 @@ class ParallelismConfig:
     schedule: str | None = None
     vp: int | None = None
     zero_stage: int = 1
+    zero_reduce: str | None = None
+    zero_reduce_scatter: bool | None = None
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 
@@ -124,7 +126,7 @@ class RunPlan:
 
     layout: Layout
     schedule: str
-    zero_stage: int
+    zero: ZeroOptions
     micro_batch_size: int
     micro_batches: int
     accelerator: str
@@ -138,6 +140,7 @@ class RunPlan:
                 "layout": self.layout.name,
                 "schedule": self.schedule,
                 "vp": self.layout.vp,
+                "zero_reduce": self.zero.reduce,
                 "micro_batch_size": self.micro_batch_size,
             },
             "cluster": {"accelerator": self.accelerator},
@@ -153,7 +156,7 @@ class RunPlan:
         words = [
             f"{self.layout.name}: {self.layout.world_size} rank{'s' * (self.layout.world_size > 1)} on {where}",
             self.schedule,
-            f"ZeRO-{self.zero_stage}",
+            self.zero.describe(),
         ]
         return ", ".join([*words, self.precision, micro])
 
@@ -175,6 +178,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     )
     if outside is not None:
         layout.require_world_size(outside.world_size)
+    options = ZeroOptions(parallelism.zero_stage, parallelism.zero_reduce, parallelism.zero_reduce_scatter)
+    zero = options.resolve(schedule, layout.pp)
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)
@@ -185,7 +190,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     return RunPlan(
         layout=layout,
         schedule=schedule,
-        zero_stage=parallelism.zero_stage,
+        zero=zero,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         accelerator=accelerator,
@@ -334,9 +339,6 @@ def _listed_gpus() -> int:
 
 def _choose_precision(run: RunConfig, accelerator: str) -> str:
     name, zero_stage = run.precision.name, run.parallelism.zero_stage
-    if zero_stage not in ZERO_STAGES:
-        later = " Stages 2 and 3 are not available in this version." if zero_stage in (2, 3) else ""
-        raise ConfigError(f"parallelism.zero_stage is {zero_stage}; it must be 0 or 1.{later}")
     if name == "auto":
         return "bf16" if accelerator == "gpu" else "fp32"
     if name not in PRECISIONS:

@@ -58,11 +58,12 @@ from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.schedules import find_schedule
 from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
-from lightning_3d.step.checks import SameBatch, check_equal_batches
+from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.unsupported import explained_optimizers, refuse_accumulation, refuse_unsupported
-from lightning_3d.zero import DataParallelBackend, check_stage, make_backend
+from lightning_3d.zero import DataParallelBackend, make_backend
+from lightning_3d.zero_options import ZeroOptions
 
 PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
 
@@ -79,7 +80,9 @@ class Lightning3DStrategy(ParallelStrategy):
         schedule: a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
         vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
-        zero_stage: 0 (our own gradient reduction and the plain optimizer) or 1 (DeepSpeed shards the optimizer's state).
+        zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state) or 2 (gradients
+            too).
+        zero_reduce, zero_reduce_scatter: when and how gradients are reduced, see `ZeroOptions`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -99,6 +102,8 @@ class Lightning3DStrategy(ParallelStrategy):
         schedule: str | None = None,
         vp: int | None = None,
         zero_stage: int = 0,
+        zero_reduce: str | None = None,
+        zero_reduce_scatter: bool | None = None,
         order: tuple[str, ...] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -115,11 +120,11 @@ class Lightning3DStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
-        check_stage(zero_stage)
         if layout is None and (vp is not None or order is not None):
             raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
         self.layout, self.schedule = _resolve(layout, schedule, vp, order)
-        self.zero_stage = zero_stage
+        options = ZeroOptions(zero_stage, zero_reduce, zero_reduce_scatter)
+        self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
         self.model_parts: LocalModel | None = None
@@ -135,6 +140,11 @@ class Lightning3DStrategy(ParallelStrategy):
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
         self._advised = False
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
+        return self.zero.stage
 
     # Ranks and processes
 
@@ -289,7 +299,7 @@ class Lightning3DStrategy(ParallelStrategy):
                 f"precision={self.precision_plugin.precision!r} is not supported by Lightning3DStrategy: loss scaling across"
                 f" stages would not be exact. Use one of {', '.join(PRECISIONS)}."
             )
-        self._backend = make_backend(self.zero_stage, mesh, parts.specs, precision=precision)
+        self._backend = make_backend(self.zero, mesh, parts.specs, stages=list(parts.parameters.values()), precision=precision)
         weights = LossWeights()
         weigh_loss(module, weights)
         engine = PipelineEngine(
@@ -388,11 +398,15 @@ class Lightning3DStrategy(ParallelStrategy):
             batch,
             self.micro_batch_size,
             repeated=partial(repeated_rows, loader, index),
+            agree=self._agree if training and self._backend is not None and self._backend.lockstep else None,
             schedule=find_schedule(self.schedule) if training else None,
             pp=self.layout.pp,
             vp=self.layout.vp,
             split_batch=self._split_batch,
         )
+
+    def _agree(self, micro_batches: int) -> int:
+        return most_micro_batches(micro_batches, self._require_mesh(), self.root_device)
 
     def _advise(self, micro_batches: int) -> None:
         """Once: warn when the pipeline is predicted to idle for want of micro-batches."""

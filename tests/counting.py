@@ -28,7 +28,12 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "recv": ("tensor", 0),
     "irecv": ("tensor", 0),
 }
-OWN_NAMES = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+OWN_NAMES = {
+    "_all_gather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Cell:
     zero: int = 0
     dtype: str = "float32"
     vp: int | None = None  # stages per pipeline rank; None for what the schedule implies
+    options: tuple[tuple[str, Any], ...] = ()  # further arguments of the strategy
 
     @property
     def layout(self) -> str:
@@ -71,7 +72,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.layout}-{self.schedule}-zero{self.zero}-{self.dtype}"
+        return "-".join([self.model, self.layout, self.schedule, f"zero{self.zero}", self.dtype, *self.words])
+
+    @property
+    def words(self) -> list[str]:
+        """The further arguments, as in a file name."""
+        return [str(key if value is True else value) for key, value in self.options]
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Measured:
         cell = self.cell
         pairs = zip(dataclasses.astuple(self.error), dataclasses.astuple(self.noise), strict=True)
         numbers = "  ".join(f"{error:7.1e} ({noise:7.1e})" for error, noise in pairs)
-        mode = f"{cell.dtype} zero{cell.zero}"
+        mode = " ".join([cell.dtype, f"zero{cell.zero}", *cell.words])
         where = f"{cell.model:<9} {cell.layout:<12} {cell.schedule:<21} {mode:<13}"
         return f"{where}  {numbers}  {self.seconds:5.1f}  {'ok' if self.ok else 'FAILED'}"
 
@@ -122,7 +128,8 @@ def assert_same_training(
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, **degrees), **strategy)
+    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith("zero_")))
+    return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees), **strategy)
 
 
 def check(cell: Cell, **strategy: Any) -> Measured:
@@ -175,6 +182,7 @@ def strategy_arguments(cell: Cell) -> dict[str, Any]:
         "micro_batch_size": cell.micro_batch,
         "schedule": cell.schedule,
         "zero_stage": cell.zero,
+        **dict(cell.options),
     }
     if cell.model == models.PLAIN:
         arguments["plan"] = models.PlainModel.plan

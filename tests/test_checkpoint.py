@@ -154,6 +154,7 @@ def uninterrupted() -> list[float]:
         ("pp4", {}),
         ("dp2", {"zero_stage": 1}),
         ("tp4_dp2", {"zero_stage": 1}),
+        ("dp4", {"zero_stage": 2}),
         ("tp2_pp2_dp2", {}),
         ("pp2_dp2", {"schedule": "Interleaved1F1B", "zero_stage": 1}),
     ],

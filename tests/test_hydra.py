@@ -41,7 +41,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_main_job() -> None:
     plan = planned()
     assert plan.layout == Layout(tp=2, pp=2, dp=2)
-    assert (plan.schedule, plan.zero_stage, plan.accelerator, plan.precision) == ("1F1B", 1, "cpu", "fp32")
+    assert (plan.schedule, plan.zero.stage, plan.accelerator, plan.precision) == ("1F1B", 1, "cpu", "fp32")
     assert plan.warnings == ()
 
 
@@ -72,7 +72,7 @@ def test_other_names_are_left_to_files(name: str) -> None:
 
 def test_options_of_a_layout_are_keys() -> None:
     plan = planned("parallelism=pp2_dp2", "parallelism.schedule=zbvzerobubble", "parallelism.zero_stage=0")
-    assert (plan.schedule, plan.layout.vp, plan.zero_stage) == ("ZBVZeroBubble", 2, 0)
+    assert (plan.schedule, plan.layout.vp, plan.zero.stage) == ("ZBVZeroBubble", 2, 0)
 
 
 def test_vp_takes_the_interleaved_schedule() -> None:

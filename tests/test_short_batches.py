@@ -19,6 +19,7 @@ LAYOUTS = [
     {"layout": "pp2_dp2", "schedule": "Interleaved1F1B", "zero_stage": 1},
     {"layout": "pp2_dp2", "schedule": "DualPipeV"},
     {"layout": "dp4"},
+    {"layout": "pp2_dp2", "zero_stage": 2, "zero_reduce": "micro_batch"},
 ]
 every_layout = pytest.mark.parametrize("strategy", LAYOUTS, ids=lambda strategy: "-".join(map(str, strategy.values())))
 

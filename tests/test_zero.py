@@ -8,6 +8,7 @@ cut unevenly, replicated, with partial gradients, tied across stages, frozen, an
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import ShardSpec, cut_along, even_range, replicated
 from lightning_3d.zero import make_backend
 from lightning_3d.zero.norm import clip_coefficient, squared_norm
+from lightning_3d.zero_options import ZeroOptions
 
 LAYERS = 4
 MICRO_BATCHES = 4  # of the whole world
@@ -34,12 +36,24 @@ VOCABULARY = 11
 HEADS = 2  # of keys and values
 
 
+MODES = {
+    "0": ZeroOptions(0, "step"),
+    "1": ZeroOptions(1, "step"),
+    "1 scattered": ZeroOptions(1, "step", reduce_scatter=True),
+    "2": ZeroOptions(2, "step"),
+    "2 scattered": ZeroOptions(2, "step", reduce_scatter=True),
+    "2 eager": ZeroOptions(2, "micro_batch"),
+    "2 eager to owners": ZeroOptions(2, "micro_batch", reduce_scatter=True),
+}
+SHARDED = list(MODES)[1:]
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run: everything that ranks and reference have in common."""
 
     layout: str = "tp1"
-    stage: int = 0
+    mode: str = "0"
     precision: str = "fp32"
     steps: int = 10
     max_norm: float | None = 0.5
@@ -239,7 +253,7 @@ def train(run: Run) -> dict[str, Any]:
     mesh = Mesh(layout)
     shard = Shard(run, layout, dist.get_rank())
     mesh.create(shard.groups())
-    backend = make_backend(run.stage, mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)
+    backend = make_backend(MODES[run.mode], mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)
     optimizer, scheduler = make_optimizer(run, shard.named)
     assert backend.prepare(shard.module, optimizer) is optimizer
     own = [m for m in range(MICRO_BATCHES) if m % layout.dp == shard.at["dp"]]
@@ -301,15 +315,16 @@ def test_stage_0_in_single_precision(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stage_1_in_single_precision(layout: str) -> None:
-    check(Run(layout, stage=1), weights=5e-5, norm=1e-5)
+@pytest.mark.parametrize("mode", SHARDED)
+def test_sharded_in_single_precision(layout: str, mode: str) -> None:
+    check(Run(layout, mode=mode), weights=5e-5, norm=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["tp1", "dp4", "tp2_dp2", "pp2_dp2"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_bf16_with_single_precision_masters(layout: str, stage: int) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
     """Against float32 masters and sums in one process; bf16 weights alone would lose most of these updates."""
-    run = Run(layout, stage=stage, precision="bf16", steps=20)
+    run = Run(layout, mode=mode, precision="bf16", steps=20)
     expected, norms = reference(run)
     equal = total = 0
     for result in run_ranks(train, Layout.parse(layout).world_size, run):
@@ -322,7 +337,7 @@ def test_bf16_with_single_precision_masters(layout: str, stage: int) -> None:
     assert equal >= 0.995 * total  # a sum in another order may round a weight to its neighbour
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "change",
     [
@@ -340,20 +355,19 @@ def test_bf16_with_single_precision_masters(layout: str, stage: int) -> None:
     ],
     ids=str,
 )
-def test_options(stage: int, change: dict[str, Any]) -> None:
+def test_options(mode: str, change: dict[str, Any]) -> None:
     """By value, without clipping, one bucket, gradients on one rank or in some steps only, other optimizers, frozen
     parameters and whole stages."""
-    check(Run("pp2_dp2", stage=stage, **change), weights=5e-5, norm=1e-5)
+    check(Run("pp2_dp2", mode=mode, **change), weights=5e-5, norm=1e-5)
 
 
-def count_collectives(stage: int, micro_batches: int, bucket_bytes: int) -> dict[str, int]:
-    """All-reduces over the data-parallel ranks in one reduction, and what a step sends after it."""
+def count_collectives(mode: str, micro_batches: int, bucket_bytes: int) -> dict[str, Counter[tuple[str, int]]]:
+    """What a step of two ranks sends, by its parts: calls by name and number of elements."""
     mesh = Mesh(Layout.parse("dp2"))
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
-    backend = make_backend(stage, mesh, specs, bucket_bytes=bucket_bytes)
+    backend = make_backend(MODES[mode], mesh, specs, bucket_bytes=bucket_bytes)
     backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-    data, world = mesh.ranks("dp"), mesh.ranks("tp", "cp", "pp")
     with backend.gradient_scope():
         with recording() as backward:
             for _ in range(micro_batches):
@@ -368,41 +382,56 @@ def count_collectives(stage: int, micro_batches: int, bucket_bytes: int) -> dict
         backend.clip(max_norm=1.0)
         backend.step()
     backend.teardown()
-    assert world == (dist.get_rank(),)
-    return {
-        "backward": len(backward.calls),
-        "reduction": len(reduction.over(data, "all_reduce")) if len(reduction.calls) else 0,
-        "others": len(reduction.calls) - len(reduction.over(data, "all_reduce")),
-        "norm": len(norm.calls),
-        "step": len([call for call in step.calls if call.name == "all_reduce"]),
-    }
+    recorders = {"backward": backward, "reduction": reduction, "norm": norm, "step": step}
+    return {part: Counter((call.name, call.numel) for call in recorder.calls) for part, recorder in recorders.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_one_all_reduce_per_bucket_and_step(stage: int) -> None:
-    size = 4 * (16 * 16 + 16)
+LAYER, TENSORS = 16 * 16 + 16, 16  # elements of each of 8 layers; tensors in all
+
+
+@pytest.mark.parametrize("buckets", [1, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_step_sends(mode: str, buckets: int) -> None:
+    """With reduce=step as much for 16 micro-batches as for one; with micro_batch every bucket in each."""
+    options = MODES[mode]
     for micro_batches in (1, 16):
-        for buckets, bucket_bytes in ((1, 2**20), (8, size)):
-            for counted in run_ranks(count_collectives, 2, stage, micro_batches, bucket_bytes):
-                # The norm is one number: over one rank at stage 0, where all data-parallel ranks know it, over all at
-                # stage 1.
-                expected = {"backward": 0, "reduction": buckets, "others": 0, "norm": stage, "step": 0}
-                assert counted == expected
+        for sent in run_ranks(count_collectives, 2, mode, micro_batches, 2**20 if buckets == 1 else 4 * LAYER):
+            whole = 8 * LAYER
+            parameters = Counter({("all_gather_into_tensor", whole // 2): 1} if options.stage else {})
+            assert sent["step"] == parameters
+            # The norm is one number: all data-parallel ranks know it at stage 0.
+            assert sent["norm"] == Counter({("all_reduce", 1): 1} if options.stage else {})
+            counts = Counter({("all_reduce", TENSORS): 1})
+            if options.reduce == "micro_batch":
+                function = "reduce" if options.reduce_scatter else "all_reduce"
+                numel = sum(calls * size for (_, size), calls in sent["backward"].items())
+                assert {name for name, _ in sent["backward"]} == {function}
+                assert numel == micro_batches * whole
+                assert sent["reduction"] == counts
+                continue
+            assert not sent["backward"]
+            if options.reduce_scatter:
+                assert sent["reduction"] == Counter({("reduce_scatter_tensor", whole): 1}) + counts
+            else:
+                assert sum(sent["reduction"].values()) == buckets
+                assert sum(calls * size for (_, size), calls in sent["reduction"].items()) == whole + TENSORS
 
 
-def interrupted(stage: int) -> int:
+def interrupted(mode: str) -> int:
     """A rank that raises inside the scope sends nothing more; the next step is as if it had not been."""
     mesh = Mesh(Layout.parse("dp2"))
     module = nn.Linear(4, 4)
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
-    backend = make_backend(stage, mesh, specs)
+    backend = make_backend(MODES[mode], mesh, specs)
     backend.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
     with recording() as calls, suppress(ZeroDivisionError), backend.gradient_scope():
-        module(torch.ones(1, 4)).sum().backward()
+        if MODES[mode].reduce == "step":
+            module(torch.ones(1, 4)).sum().backward()
         raise ZeroDivisionError
     before = module.bias.detach().clone()
     with backend.gradient_scope():
         module(torch.ones(1, 4)).sum().backward()
+        backend.after_backward(module.parameters())
         backend.reduce(0.5)
     backend.step()
     assert torch.equal(module.bias, before - 1.0)
@@ -413,12 +442,12 @@ def interrupted(stage: int) -> int:
     return len(calls.calls)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_an_error_inside_the_scope_sends_nothing(stage: int) -> None:
-    assert run_ranks(interrupted, 2, stage) == [0, 0]
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_inside_the_scope_sends_nothing(mode: str) -> None:
+    assert run_ranks(interrupted, 2, mode) == [0, 0]
 
 
-def several_fits(stage: int) -> list[float]:
+def several_fits(mode: str) -> list[float]:
     """The same module under a new optimizer and a new backend, three times; weights written from outside in between."""
     mesh = Mesh(Layout.parse("dp2"))
     module = nn.Linear(4, 3)
@@ -426,13 +455,14 @@ def several_fits(stage: int) -> list[float]:
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
     values = []
     for fit in range(3):
-        backend = make_backend(stage, mesh, specs)
+        backend = make_backend(MODES[mode], mesh, specs)
         backend.prepare(module, torch.optim.SGD(module.parameters(), lr=0.5))
         with torch.no_grad():
             module.load_state_dict({"weight": torch.full((3, 4), float(fit)), "bias": torch.zeros(3)})
         backend.refresh_master_weights()
         with backend.gradient_scope():
             module(torch.ones(1, 4)).sum().backward()
+            backend.after_backward(module.parameters())
             backend.reduce(0.5)
         backend.step()
         backend.teardown()
@@ -443,9 +473,9 @@ def several_fits(stage: int) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_several_fits_in_one_process(stage: int) -> None:
-    for values in run_ranks(several_fits, 2, stage):
+@pytest.mark.parametrize("mode", MODES)
+def test_several_fits_in_one_process(mode: str) -> None:
+    for values in run_ranks(several_fits, 2, mode):
         assert values == [-0.5, -0.5, 0.5, 0.5, 1.5, 1.5]
 
 
@@ -474,7 +504,7 @@ def refusal(stage: int, precision: str, dtype: torch.dtype, optimizer: str) -> s
     module = nn.Linear(4, 4, bias=False, dtype=dtype)
     spec = cut_along("weight", (8, 4), 0, [(0, 4)], tp_replicas=(0,))
     try:
-        backend = make_backend(stage, mesh, {"weight": spec}, precision=precision)
+        backend = make_backend(ZeroOptions(stage, "step"), mesh, {"weight": spec}, precision=precision)
         other = nn.Linear(2, 2) if optimizer == "foreign" else module
         make = getattr(torch.optim, "SGD" if optimizer == "foreign" else optimizer)
         backend.prepare(module, make(other.parameters(), lr=1e-3))
@@ -487,9 +517,6 @@ def refusal(stage: int, precision: str, dtype: torch.dtype, optimizer: str) -> s
 @pytest.mark.parametrize(
     ("stage", "precision", "dtype", "optimizer", "words"),
     [
-        (2, "fp32", torch.float32, "AdamW", "zero_stage=2 is not available yet"),
-        (3, "fp32", torch.float32, "AdamW", "zero_stage=3 is not available yet"),
-        (4, "fp32", torch.float32, "AdamW", "does not exist"),
         (1, "fp64", torch.float64, "AdamW", "double precision"),
         (1, "fp32", torch.float64, "AdamW", "float64"),
         (0, "fp32", torch.bfloat16, "AdamW", "bf16-true"),
@@ -514,12 +541,13 @@ SCRIPT = """
     from lightning_3d.mesh import Mesh
     from lightning_3d.sharding import replicated
     from lightning_3d.zero import make_backend
+    from lightning_3d.zero_options import ZeroOptions
 
     assert "deepspeed" not in sys.modules, "DeepSpeed takes a second to import; stage 0 does not need it"
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
     module = nn.Linear(4, 4)
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
-    backend = make_backend(1, Mesh(Layout()), specs)
+    backend = make_backend(ZeroOptions(1, "step"), Mesh(Layout()), specs)
     backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
     for _ in range(3):
         with backend.gradient_scope():

@@ -60,7 +60,7 @@ class PipelineEngine:
         schedule, vp: name as in `lightning_3d.schedules` and stages per rank.
         state: shared with the gates in the model.
         device: where hidden states live.
-        after_backward: called with a stage's parameters after each action that adds to their gradients.
+        after_backward: called with a stage's parameters after each action that may add to their gradients.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class PipelineEngine:
     def _backward_all(self, chunk: Chunk, micro_batch: int, flight: _InFlight) -> None:
         if flight.output is not None and flight.output.requires_grad:
             torch.autograd.backward(flight.output, flight.gradient)
-            self._after_backward(self._parameters[chunk.stage])
+        self._after_backward(self._parameters[chunk.stage])
         del self._in_flight[chunk.stage, micro_batch]
 
     def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
@@ -235,7 +235,7 @@ class PipelineEngine:
                 return
             if flight.weight_work is not None:
                 backward_weight(self._parameters[chunk.stage], flight.weight_work)
-                self._after_backward(self._parameters[chunk.stage])
+            self._after_backward(self._parameters[chunk.stage])
         del self._in_flight[chunk.stage, micro_batch]
 
     def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:

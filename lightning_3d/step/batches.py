@@ -55,6 +55,7 @@ def cut_batch(
     pp: int = 1,
     vp: int = 1,
     split_batch: SplitBatch | None = None,
+    agree: Callable[[int], int] | None = None,
 ) -> MicroBatches:
     """Cut a batch along dimension 0 of its tensors.
 
@@ -68,6 +69,7 @@ def cut_batch(
             they are left out.
         schedule, pp, vp: what the micro-batches are for; None when there is no backward.
         split_batch: the user's own cut, for batches whose tensors do not all have the rows in dimension 0.
+        agree: this rank's number of micro-batches -> the number to fill up to, where ranks must have as many.
 
     Raises:
         DataError: no tensor in the batch, or tensors that disagree about the number of rows.
@@ -91,6 +93,9 @@ def cut_batch(
     while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
         parts.append(parts[0])
         fillers += 1
+    missing = agree(len(parts)) - len(parts) if agree is not None else 0
+    parts += [parts[0]] * missing
+    fillers += missing
     return MicroBatches(tuple(parts), size, fillers)
 
 

@@ -32,6 +32,13 @@ def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> Non
         )
 
 
+def most_micro_batches(own: int, mesh: Mesh, device: torch.device) -> int:
+    """The largest number of micro-batches that a data-parallel rank has: one all-reduce of a number over ("cp", "dp")."""
+    most = torch.tensor(own, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("cp", "dp"))
+    return int(most)
+
+
 class SameBatch:
     """Refuses to go on when ranks that must see the same batch do not.
 

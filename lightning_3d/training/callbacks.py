@@ -366,9 +366,9 @@ def _describe_layout(trainer: Trainer) -> str:
     words = [f"{layout.name} on {trainer.world_size} ranks"]
     if getattr(layout, "pp", 1) > 1:
         words.append(str(getattr(strategy, "schedule", "")))
-    stage = getattr(strategy, "zero_stage", None)
-    if stage is not None:
-        words.append(f"ZeRO-{stage}")
+    zero = getattr(strategy, "zero", None)
+    if zero is not None:
+        words.append(zero.describe())
     return ", ".join(word for word in words if word)
 
 

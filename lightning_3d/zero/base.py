@@ -18,6 +18,7 @@ from lightning_3d.sharding import OptimizerShard, ShardSpec
 from lightning_3d.zero.gradients import GradientSums
 from lightning_3d.zero.norm import clip_coefficient
 from lightning_3d.zero.partial import PartialSums
+from lightning_3d.zero_options import ZeroOptions
 
 BUCKET_BYTES = 32 * 2**20
 """Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough that copying the
@@ -52,6 +53,9 @@ class DataParallelBackend(ABC):
         mesh: process groups.
         specs: where each trained parameter lies in the whole model, by its name in the module that `prepare` gets.
         bucket_bytes: upper bound of the bytes of one all-reduce of gradients, except for a single larger parameter.
+        zero: what is sharded and when, resolved.
+        stages: of each pipeline stage on this rank its parameters, in the order in which the forward uses them; None: one
+            stage with all.
         precision: "fp32", "fp64", "bf16" or "bf16_mixed". With "bf16" the parameters are bf16; gradients are summed and
             reduced in float32, and the optimizer updates float32 master weights. With the others all of these have the
             parameters' type.
@@ -62,13 +66,18 @@ class DataParallelBackend(ABC):
         mesh: Mesh,
         specs: Mapping[str, ShardSpec],
         *,
+        zero: ZeroOptions,
+        stages: Sequence[Sequence[nn.Parameter]] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         precision: str = "fp32",
     ) -> None:
         self._mesh = mesh
+        self._zero = zero
+        self._given_stages = stages
         self._specs = specs
         self._bucket_bytes = bucket_bytes
         self._precision = precision
+        self._stages: Sequence[Sequence[nn.Parameter]] = ()
         self._trained: list[Trained] = []
         self._ended: list[OptimizerShard] | None = None
         self._others: list[nn.Parameter] = []
@@ -93,6 +102,7 @@ class DataParallelBackend(ABC):
         self._ended = None
         self._others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
         self._frozen = {id(parameter) for parameter in self._others if not parameter.requires_grad}
+        self._stages = self._given_stages if self._given_stages is not None else [list(module.parameters())]
         self._device = next((parameter.device for parameter in module.parameters()), self._device)
         self._check(optimizer)
         self._sums = GradientSums(entry.parameter for entry in self._trained)
@@ -106,7 +116,6 @@ class DataParallelBackend(ABC):
 
         When its body raises, nothing more is sent: other ranks would wait for it.
         """
-        self._sums.clear()
         for parameter in self._others:
             parameter.grad = None
             if parameter.requires_grad and id(parameter) in self._frozen:
@@ -115,18 +124,26 @@ class DataParallelBackend(ABC):
                     " supported: its gradient would not be reduced. Unfreeze before trainer.fit, in a second fit for example."
                 )
         self._norm, self._reduced = None, False
+        self._begin_step()
         yield
         if not self._reduced:
             raise RuntimeError(
                 "The gradients were not reduced inside their scope; call reduce() after the last backward."
             )
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether data-parallel ranks communicate in every micro-batch, so that they must run the same number of them."""
+        return False
+
     def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Called after each action that adds to the gradients of `parameters`: moves bf16 ones to float32 sums."""
+        """Called after each action that may add to the gradients of `parameters`, all those of one pipeline stage: moves bf16
+        ones to float32 sums."""
         self._sums.absorb(parameters)
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What has been added up for a parameter on this rank, before `reduce`; None where nothing has arrived."""
+        """What has been added up for a parameter, before `reduce`; None where nothing has arrived. On this rank alone, or where
+        micro-batches are reduced at once over the data-parallel ranks and of those elements that this rank keeps."""
         return self._sums[parameter]
 
     def reduce(self, scale: float | Tensor) -> None:
@@ -193,7 +210,7 @@ class DataParallelBackend(ABC):
             self._ended = [shard.to_host() for shard in self._shards()]
         self._sums.clear()
         self._release()
-        self._trained, self._others = [], []
+        self._trained, self._others, self._stages, self._given_stages = [], [], (), None
         self._sums, self._partial = GradientSums(()), PartialSums(self._mesh, ())
 
     @property
@@ -226,6 +243,10 @@ class DataParallelBackend(ABC):
     @abstractmethod
     def _install(self, optimizer: Optimizer) -> None:
         """Build what `reduce` and `step` need."""
+
+    def _begin_step(self) -> None:
+        """Forget all gradients."""
+        self._sums.clear()
 
     @abstractmethod
     def _shards(self) -> list[OptimizerShard]:

@@ -1,19 +1,21 @@
-"""Stage 1: DeepSpeed shards the optimizer's state over the data-parallel ranks.
+"""Stages 1 and 2: DeepSpeed shards the optimizer's state over the data-parallel ranks.
 
 DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each data-parallel rank owns a
 contiguous part with its float32 master weights and optimizer state; after the optimizer's step the parts are
 all-gathered. That is what it does here. The reduction, the norm and clipping are ours:
 
-- Gradients are reduced by `FlatGradients` in DeepSpeed's own layout, so that the owned part is a view and nothing is
-  copied twice. DeepSpeed's reduction (`coalesce_grad_reduction`) sends even when the rank raised inside it, and keeps
-  float32 sums of bf16 gradients only under another stage.
+- Gradients are reduced by `FlatGradients`, once for each step, or by `EagerReduction`, in every backward, in DeepSpeed's
+  own layout, so that the owned part is a view and nothing is copied twice. DeepSpeed's reduction
+  (`coalesce_grad_reduction`) sends even when the rank raised inside it, keeps float32 sums of bf16 gradients only under
+  another stage, and hooks do not see the gradients of a split backward. So its stage 1 is used for both stages.
 - DeepSpeed's norm costs one all-reduce per parameter group, which waits for ever where pipeline ranks have different
   groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -35,20 +37,26 @@ from lightning_3d.lightning_compat import (
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
 from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, new_state
-from lightning_3d.zero.gradients import FlatGradients, Slot
+from lightning_3d.zero.eager import EagerReduction, Share
+from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
+from lightning_3d.zero_options import MICRO_BATCH
 
 
 class DeepSpeedBackend(DataParallelBackend):
-    """ZeRO-1: one all-reduce of gradients per bucket and one all-gather of parameters per optimizer group in each step.
+    """ZeRO 1 and 2: gradients go to the rank that steps with them, one all-gather of parameters per optimizer group in each step.
 
-    Optimizer state and float32 master weights take 1 / (dp * cp) of their size. `clip` changes the part that this rank
-    steps with; `.grad` shows the whole reduced gradient until the step.
+    Optimizer state and float32 master weights take 1 / (dp * cp) of their size. With `reduce="micro_batch"` so do the sums of
+    gradients, except of those that are still to be summed over other ranks: partial ones and those of tied parameters. `clip` changes
+    the part that this rank steps with. At stage 1 with an all-reduce `.grad` shows the whole reduced gradient until the step,
+    else nothing.
     """
 
     _engine: Any = None
     _partitions: Sequence[_Partition] = ()
     _flat: FlatGradients | None = None
+    _eager: EagerReduction | None = None
+    _untouched: Sequence[nn.Parameter] = ()
     _optimizer: Optimizer | None = None
 
     @property
@@ -56,12 +64,16 @@ class DeepSpeedBackend(DataParallelBackend):
         """All-reduces of gradients over the data-parallel ranks in one step."""
         return self._flat.collectives if self._flat is not None else 0
 
+    @property
+    def lockstep(self) -> bool:
+        return self._zero.reduce == MICRO_BATCH
+
     def _check(self, optimizer: Optimizer) -> None:
         super()._check(optimizer)
         name = type(optimizer).__name__
         if name in WHOLE_TENSOR_OPTIMIZERS:
             raise ConfigError(
-                f"{name} needs whole weight matrices, but zero_stage=1 cuts them. Use zero_stage=0, or AdamW."
+                f"{name} needs whole weight matrices, but zero_stage={self._zero.stage} cuts them. Use zero_stage=0, or AdamW."
             )
         if name == "Adagrad":
             raise ConfigError(
@@ -70,11 +82,14 @@ class DeepSpeedBackend(DataParallelBackend):
         dtypes = {entry.parameter.dtype for entry in self._trained}
         if torch.float64 in dtypes:
             raise ConfigError(
-                "zero_stage=1 cannot keep float64 parameters: DeepSpeed's master weights are float32. Use zero_stage=0."
+                f"zero_stage={self._zero.stage} cannot keep float64 parameters: DeepSpeed's master weights are float32. Use"
+                " zero_stage=0."
             )
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(map(str, dtypes)))
-            raise ConfigError(f"zero_stage=1 needs trained parameters of one type, found {kinds}. Use zero_stage=0.")
+            raise ConfigError(
+                f"zero_stage={self._zero.stage} needs trained parameters of one type, found {kinds}. Use zero_stage=0."
+            )
 
     def _install(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -97,24 +112,100 @@ class DeepSpeedBackend(DataParallelBackend):
             groups = deepspeed_groups(self._engine)
         bases = accumulate((group.flat.numel() for group in groups), initial=0)
         self._partitions = [_Partition(group, base, optimizer) for group, base in zip(groups, bases, strict=False)]
-        self._flat = self._layout()
+        self._lay_out()
 
-    def _layout(self) -> FlatGradients:
-        """DeepSpeed's flat buffers, one behind the other."""
+    def _lay_out(self) -> None:
+        """All gradients in DeepSpeed's flat buffers, one behind the other; those that are reduced at once apart from the others."""
         slots = [
             Slot(slot.parameter, partition.base + slot.start, partition.base + slot.stop)
             for partition in self._partitions
             for slot in partition.slots
         ]
-        last = self._partitions[-1]
-        return FlatGradients(slots, last.base + last.numel, bucket_bytes=self._bucket_bytes, alone=self._alone())
+        if self._zero.reduce == MICRO_BATCH:
+            self._eager = self._reduce_eagerly({id(slot.parameter): slot for slot in slots})
+        if self._eager is None:
+            numel = self._partitions[-1].base + self._partitions[-1].numel
+        else:
+            slots = end_to_end(slot.parameter for slot in slots if slot.parameter not in self._eager)
+            numel = slots[-1].stop if slots else 0
+        if slots:
+            self._flat = FlatGradients(slots, numel, bucket_bytes=self._bucket_bytes, alone=self._alone())
+
+    def _reduce_eagerly(self, slots: Mapping[int, Slot]) -> EagerReduction | None:
+        """The reduction of what one stage uses and is whole on this rank; None where there is nothing of this kind."""
+        whole = {
+            id(e.parameter) for e in self._trained if len(e.spec.tp_grad_sum) <= 1 and len(e.spec.pp_replicas) <= 1
+        }
+        uses = Counter(id(parameter) for stage in self._stages for parameter in stage)
+        stages = [
+            [slots[id(p)] for p in stage if id(p) in whole and id(p) in slots and uses[id(p)] == 1] for stage in self._stages
+        ]
+        if not any(stages):
+            return None
+        ranks = range(dist.get_world_size(self._group))
+        return EagerReduction(
+            stages,
+            [share for partition in self._partitions for share in partition.shares(ranks)],
+            self._group,
+            bucket_bytes=self._bucket_bytes,
+            alone=self._alone(),
+            to_owners=self._reduce_scatters,
+        )
+
+    @property
+    def _reduce_scatters(self) -> bool:
+        """Whether gradients go only to their owners. Buffers that differ between tensor-parallel ranks would be cut differently on
+        them, and copies would not stay bit-equal."""
+        wanted = self._zero.reduce_scatter
+        if self._data_ranks > 2 and any(self._uneven(entry) for entry in self._trained):
+            return False
+        return wanted if wanted is not None else self._device.type == "cuda"
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        if self._eager is not None:
+            self._eager.begin()
+
+    def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if self._eager is not None:
+            self._eager.flush(parameters)
+        super().after_backward(parameters)
+
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if self._eager is None or parameter not in self._eager:
+            return super().local_gradient(parameter)
+        # Ranks with other sizes have other pieces, which cannot be compared.
+        return None if any(self._uneven(entry) for entry in self._trained) else self._eager.local(parameter)
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
+        self._untouched = []
+        if self._eager is not None:
+            sums, self._untouched = self._eager.finish(scale)
+            for partition, total in zip(self._partitions, sums, strict=True):
+                partition.gradient = total
         if self._flat is None:
             return
-        flat = self._flat.all_reduce(self._sums, self._group, scale)
+        if self._eager is None and self._reduce_scatters:
+            cuts = [(partition.base, partition.base + partition.numel) for partition in self._partitions]
+            parts = self._flat.reduce_scatter(self._sums, self._group, cuts, scale)
+            for partition, part in zip(self._partitions, parts, strict=True):
+                partition.gradient = part
+        else:
+            self._all_reduce(self._flat, scale)
+        self._untouched = [*self._untouched, *self._flat.nowhere]
+
+    def _all_reduce(self, layout: FlatGradients, scale: float | Tensor) -> None:
+        flat = layout.all_reduce(self._sums, self._group, scale)
         for partition in self._partitions:
-            partition.gradient = partition.owned_part(flat)
+            if self._eager is not None:
+                partition.add_owned(layout.slots, flat)
+            elif self._zero.stage == 1:
+                partition.gradient = partition.owned_part(flat)
+            else:
+                partition.gradient = partition.owned_part(flat).clone()
+        if self._zero.stage > 1:
+            self._sums.clear()
 
     def _gradients(self) -> Iterator[Tensor]:
         for partition in self._partitions:
@@ -136,8 +227,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def step(self) -> None:
         if self._engine is None or self._optimizer is None:
             return
-        untouched = [entry.parameter for entry in self._trained if self._sums[entry.parameter] is None]
-        with _without_empty_groups(self._optimizer), self._kept(untouched):
+        with _without_empty_groups(self._optimizer), self._kept(self._untouched):
             set_deepspeed_gradients(self._engine, list(self._gradients()))
             self._engine.step()
         for partition in self._partitions:
@@ -145,7 +235,7 @@ class DeepSpeedBackend(DataParallelBackend):
         self._sums.clear()
 
     @contextmanager
-    def _kept(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+    def _kept(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Undo what the step does to parameters that no rank has a gradient for: one process would not decay them."""
         chosen = {id(parameter) for parameter in parameters}
         with ExitStack() as undo:
@@ -187,8 +277,10 @@ class DeepSpeedBackend(DataParallelBackend):
         if self._engine is not None and self._optimizer is not None:
             with _without_empty_groups(self._optimizer):
                 release_deepspeed(self._engine)
-        self._engine = self._flat = self._optimizer = None
-        self._partitions = []
+        if self._eager is not None:
+            self._eager.close()
+        self._engine = self._flat = self._eager = self._optimizer = None
+        self._partitions, self._untouched = [], []
 
 
 class _Partition:
@@ -222,6 +314,24 @@ class _Partition:
     @property
     def _stop(self) -> int:
         return self._start + self.group.owned.numel()
+
+    def shares(self, ranks: Iterable[int]) -> list[Share]:
+        """What each rank owns of the flat buffer of all gradients."""
+        size = self.group.owned.numel()
+        return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
+
+    def add_owned(self, slots: Iterable[Slot], flat: Tensor) -> None:
+        """Add this rank's part of gradients that lie in a buffer with another order."""
+        places = {id(slot.parameter): slot for slot in self.slots}
+        for source in slots:
+            place = places.get(id(source.parameter))
+            if place is None:
+                continue
+            start, stop = max(place.start, self._start), min(place.stop, self._stop)
+            if start < stop:
+                assert self.gradient is not None
+                first = source.start + start - place.start
+                self.gradient[start - self._start : stop - self._start] += flat[first : first + stop - start]
 
     def owned_part(self, flat: Tensor) -> Tensor:
         """This rank's part of the flat buffer of all gradients."""

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.lightning_compat import reduce_scatter_flat
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Types too coarse to add many micro-batches in: their gradients are summed in float32."""
 
@@ -101,6 +103,9 @@ class FlatGradients:
             all-reduce.
         alone: parameters that are reduced in a collective of their own. How a collective associates its sum depends on
             an element's place in it and on its length; copies on two ranks stay bit-equal only when these are the same.
+
+    Attributes:
+        nowhere: parameters that no rank had a gradient for in the latest reduction.
     """
 
     def __init__(
@@ -117,8 +122,14 @@ class FlatGradients:
         first = self._slots[0].parameter
         self._dtype, self._device = sum_dtype(first), first.device
         self._total = numel + len(self._slots)
+        self.nowhere: list[nn.Parameter] = []
         self._buckets = self._cut(bucket_bytes)
         self._gaps = self._find_gaps()
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Where each parameter lies."""
+        return self._slots
 
     @property
     def collectives(self) -> int:
@@ -157,11 +168,7 @@ class FlatGradients:
         Returns:
             The flat buffer, shape (numel,), of which the gradients are views now.
         """
-        flat = torch.empty(self._total, dtype=self._dtype, device=self._device)
-        pending = []
-        absent: list[int] = []
-        for start, stop in self._gaps:
-            flat[start:stop].zero_()
+        flat, pending, absent = self._begin(), [], []
         for start, stop, members in self._buckets:
             absent += self._fill(flat, members, sums, scale)
             if stop == self._total:
@@ -172,12 +179,53 @@ class FlatGradients:
             work.wait()
         # Only a rank that lacks a gradient looks at the counts: on an accelerator that waits for the reduction.
         nowhere = {index for index in absent if flat[self.numel + index].item() == 0}
+        self.nowhere = [self._slots[index].parameter for index in sorted(nowhere)]
         for index, slot in enumerate(self._slots):
             view = flat[slot.start : slot.stop].view(slot.parameter.shape)
             sums[slot.parameter] = None if index in nowhere else view
         return flat[: self.numel]
 
-    def _fill(self, flat: Tensor, members: list[int], sums: GradientSums, scale: float | Tensor) -> list[int]:
+    def reduce_scatter(
+        self, sums: GradientSums, group: dist.ProcessGroup, cuts: Sequence[tuple[int, int]], scale: float | Tensor = 1.0
+    ) -> list[Tensor]:
+        """Take the gradients away and leave each rank its part of `scale` times their sum over `group`.
+
+        One reduce-scatter for each of `cuts`, parts (start, stop) of the buffer whose length the group's size divides; a small
+        all-reduce of the counts; one all-reduce for each parameter that is reduced alone.
+
+        Returns:
+            The part of this rank of each cut, contiguous and of equal size on all ranks.
+        """
+        flat = self._begin()
+        absent = self._fill(flat, range(len(self._slots)), sums, scale)
+        self._fill_counts(flat, absent)
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        alone = [(slot, flat[slot.start : slot.stop].clone()) for slot in self._slots if id(slot.parameter) in self._alone]
+        pending = [dist.all_reduce(copy, group=group, async_op=True) for _, copy in alone]
+        pending.append(dist.all_reduce(flat[self.numel :], group=group, async_op=True))
+        parts = []
+        for start, stop in cuts:
+            parts.append(torch.empty((stop - start) // ranks, dtype=self._dtype, device=self._device))
+            pending.append(reduce_scatter_flat(parts[-1], flat[start:stop], group))
+        for work in pending:
+            work.wait()
+        for (start, _), part in zip(cuts, parts, strict=True):
+            own = start + rank * part.numel()
+            for slot, copy in alone:
+                first, last = max(slot.start, own), min(slot.stop, own + part.numel())
+                if first < last:
+                    part[first - own : last - own] = copy[first - slot.start : last - slot.start]
+        self.nowhere = [self._slots[index].parameter for index in absent if flat[self.numel + index].item() == 0]
+        return parts
+
+    def _begin(self) -> Tensor:
+        """An empty buffer with zeros where no gradient lies."""
+        flat = torch.empty(self._total, dtype=self._dtype, device=self._device)
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
+        return flat
+
+    def _fill(self, flat: Tensor, members: Iterable[int], sums: GradientSums, scale: float | Tensor) -> list[int]:
         """Copy the scaled gradients of one bucket; return the indices of those that are not there."""
         absent = []
         for index in members:

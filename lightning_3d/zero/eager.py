@@ -1,0 +1,230 @@
+"""Gradients that are reduced while the backward of each micro-batch still runs, so that a rank keeps only its part of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.zero.gradients import Slot, sum_dtype
+
+
+@dataclass(frozen=True)
+class Share:
+    """Elements `start` to `stop` of the flat buffer of all gradients, which belong to one rank of the group."""
+
+    rank: int
+    start: int
+    stop: int
+
+    def overlap(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of [start, stop) that lies in this share; empty where the second number is not above the first."""
+        return max(self.start, start), min(self.stop, stop)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Neighbouring slots that travel together, and which of their gradients of this micro-batch are still to come."""
+
+    slots: list[Slot]
+    missing: set[int] = field(default_factory=set)
+
+    @property
+    def start(self) -> int:
+        return self.slots[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1].stop
+
+    def expect_all(self) -> None:
+        self.missing = {id(slot.parameter) for slot in self.slots}
+
+
+class EagerReduction:
+    """Sums of gradients over micro-batches and data-parallel ranks, of which this rank keeps its shares.
+
+    A bucket is sent as soon as the backward of a micro-batch has made all its gradients, and its `.grad` are freed then. All ranks
+    must send in one order: that in which a backward finishes the buckets, from the end of the model. What a micro-batch has no
+    gradient for is sent as zeros when its action ends (`flush`), which is also where gradients are taken that came without autograd
+    hooks, as in the split backward of zero-bubble schedules. So all ranks of the group must run the same actions.
+
+    Args:
+        stages: of each pipeline stage on this rank the slots of its parameters in the flat buffer, in the order in which the forward
+            uses them.
+        shares: who keeps what of the flat buffer; those of this rank in the order of its partitions.
+        group: the data-parallel ranks.
+        bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
+        alone: parameters in a bucket of their own (see `FlatGradients`).
+        to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
+    """
+
+    _IN_FLIGHT = 2
+    """Buckets that may be on their way at a time."""
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Slot]],
+        shares: Sequence[Share],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int,
+        alone: Iterable[nn.Parameter] = (),
+        to_owners: bool = False,
+    ) -> None:
+        self._group = group
+        self._shares = list(shares)
+        self._own = [share for share in shares if share.rank == dist.get_rank(group)]
+        self._to_owners = to_owners
+        self._parameters = [slot.parameter for slots in stages for slot in slots]
+        first = self._parameters[0]
+        self._dtype, self._device = sum_dtype(first), first.device
+        apart = {id(parameter) for parameter in alone}
+        limit = max(1, bucket_bytes // self._dtype.itemsize)
+        self._buckets = [_in_backward_order(slots, limit, apart) for slots in stages]
+        self._place = {
+            id(slot.parameter): (stage, bucket, slot)
+            for stage, buckets in enumerate(self._buckets)
+            for bucket in buckets
+            for slot in bucket.slots
+        }
+        self._queues: list[deque[_Bucket]] = []
+        self._pending: deque[tuple[_Bucket, Tensor, list[Any]]] = deque()
+        self._sums: list[Tensor] = []
+        self._active = False
+        self._seen: set[int] = set()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._parameters]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._place
+
+    def begin(self) -> None:
+        """Forget all gradients."""
+        self._active = True
+        self._pending.clear()
+        self._seen.clear()
+        self._sums = [torch.zeros(share.stop - share.start, dtype=self._dtype, device=self._device) for share in self._own]
+        self._queues = [self._expect(stage) for stage in range(len(self._buckets))]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _expect(self, stage: int) -> deque[_Bucket]:
+        for bucket in self._buckets[stage]:
+            bucket.expect_all()
+        return deque(self._buckets[stage])
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Autograd has finished the gradient of a parameter for this micro-batch."""
+        if not self._active:
+            return  # a backward outside a step of training: nobody else runs it
+        stage, bucket, _ = self._place[id(parameter)]
+        bucket.missing.discard(id(parameter))
+        queue = self._queues[stage]
+        while queue and not queue[0].missing:
+            self._send(queue.popleft())
+
+    @torch.no_grad()
+    def flush(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward of a micro-batch through the stages of `parameters` is over: send what is left of them."""
+        for stage in sorted({self._place[id(p)][0] for p in parameters if id(p) in self._place}):
+            while self._queues[stage]:
+                self._send(self._queues[stage].popleft())
+            self._queues[stage] = self._expect(stage)
+
+    def _send(self, bucket: _Bucket) -> None:
+        buffer = torch.empty(bucket.stop - bucket.start, dtype=self._dtype, device=self._device)
+        for slot in bucket.slots:
+            target = buffer[slot.start - bucket.start : slot.stop - bucket.start]
+            gradient = slot.parameter.grad
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.detach().reshape(-1))
+                self._seen.add(id(slot.parameter))
+                slot.parameter.grad = None
+        self._pending.append((bucket, buffer, self._reduce(bucket, buffer)))
+        while len(self._pending) > self._IN_FLIGHT:
+            self._receive()
+
+    def _reduce(self, bucket: _Bucket, buffer: Tensor) -> list[Any]:
+        if not self._to_owners:
+            return [dist.all_reduce(buffer, group=self._group, async_op=True)]
+        works = []
+        for share in self._shares:
+            start, stop = share.overlap(bucket.start, bucket.stop)
+            if start < stop:
+                owner = dist.get_global_rank(self._group, share.rank)
+                piece = buffer[start - bucket.start : stop - bucket.start]
+                works.append(dist.reduce(piece, owner, group=self._group, async_op=True))
+        return works
+
+    def _receive(self) -> None:
+        """Wait for the oldest bucket and add this rank's part of it."""
+        bucket, buffer, works = self._pending.popleft()
+        for work in works:
+            work.wait()
+        for share, total in zip(self._own, self._sums, strict=True):
+            start, stop = share.overlap(bucket.start, bucket.stop)
+            if start < stop:
+                total[start - share.start : stop - share.start] += buffer[start - bucket.start : stop - bucket.start]
+
+    def finish(self, scale: float | Tensor) -> tuple[list[Tensor], list[nn.Parameter]]:
+        """Wait for what is on its way.
+
+        Returns:
+            This rank's sums times `scale`, one for each of its shares; the parameters that no rank had a gradient for. One small
+            all-reduce.
+        """
+        while self._pending:
+            self._receive()
+        counts = torch.tensor([float(id(parameter) in self._seen) for parameter in self._parameters], device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        absent = [parameter for parameter, count in zip(self._parameters, counts.tolist(), strict=True) if count == 0]
+        self._active = False
+        sums, self._sums = self._sums, []
+        for total in sums:
+            total.mul_(scale)
+        return sums, absent
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """What this rank keeps of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
+        while self._pending:
+            self._receive()
+        slot = self._place[id(parameter)][2]
+        pieces = [
+            total[start - share.start : stop - share.start]
+            for share, total in zip(self._own, self._sums, strict=True)
+            for start, stop in [share.overlap(slot.start, slot.stop)]
+            if start < stop
+        ]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self._dtype, device=self._device)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._parameters, self._place, self._buckets = [], [], {}, []
+        self._pending.clear()
+        self._sums, self._queues = [], []
+
+
+def _in_backward_order(slots: Sequence[Slot], limit: int, alone: set[int]) -> list[_Bucket]:
+    """Neighbours in the flat buffer together, up to `limit` elements; the bucket that a backward finishes first comes first."""
+    used = {id(slot.parameter): index for index, slot in enumerate(slots)}
+    buckets: list[_Bucket] = []
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        last = buckets[-1] if buckets else None
+        if (
+            last is None
+            or slot.start != last.stop
+            or slot.stop - last.start > limit
+            or alone & {id(slot.parameter), id(last.slots[-1].parameter)}
+        ):
+            buckets.append(_Bucket([]))
+        buckets[-1].slots.append(slot)
+    return sorted(buckets, key=lambda bucket: min(used[id(slot.parameter)] for slot in bucket.slots), reverse=True)
