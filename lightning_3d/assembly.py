@@ -55,6 +55,23 @@ class LocalModel:
         return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
 
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that this rank has, in the order in which they are called: of the plan, else of all lists of modules."""
+        if self.plan.layers:
+            lists = [self.module.get_submodule(self.plan.layers)]
+        else:
+            lists = [module for module in self.module.modules() if isinstance(module, nn.ModuleList)]
+        inner = {id(module) for blocks in lists for block in blocks.children() for module in block.modules()}
+        return [
+            block
+            for blocks in lists
+            if id(blocks) not in inner
+            for block in blocks.children()
+            if any(True for _ in block.parameters())
+        ]
+
+
 @dataclass(frozen=True)
 class Partition:
     """How a user's module was partitioned: what a second strategy needs to go on with it.
@@ -96,10 +113,14 @@ def assemble(
     schedule: str,
     seed: int,
     device: torch.device,
+    weights_device: torch.device | None = None,
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
     """Turn `root`, the user's whole module, into this rank's part of it, in place.
+
+    Args:
+        device: what the model will run on. weights_device: where its weights are made; the same by default.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -124,7 +145,7 @@ def assemble(
         inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
         context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random)
         rewrite(module, plan, inner, context)
-    initialize(root, seed, specs=local, device=device, blueprint=blueprint)
+    initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule))
     return parts

@@ -54,6 +54,7 @@ class ParallelismConfig:
     vp: int | None = None
     zero_stage: int = 1
     zero_reduce: str | None = None
+    zero_gather: str | None = None
     zero_reduce_scatter: bool | None = None
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
@@ -141,6 +142,7 @@ class RunPlan:
                 "schedule": self.schedule,
                 "vp": self.layout.vp,
                 "zero_reduce": self.zero.reduce,
+                "zero_gather": self.zero.gather,
                 "micro_batch_size": self.micro_batch_size,
             },
             "cluster": {"accelerator": self.accelerator},
@@ -178,8 +180,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     )
     if outside is not None:
         layout.require_world_size(outside.world_size)
-    options = ZeroOptions(parallelism.zero_stage, parallelism.zero_reduce, parallelism.zero_reduce_scatter)
-    zero = options.resolve(schedule, layout.pp)
+    asked = (parallelism.zero_stage, parallelism.zero_reduce, parallelism.zero_gather, parallelism.zero_reduce_scatter)
+    zero = ZeroOptions(*asked).resolve(schedule, layout.pp)
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)

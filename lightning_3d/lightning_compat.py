@@ -528,7 +528,7 @@ def batches_to_come(trainer: Any) -> float | None:
     """
     if trainer.training:
         return trainer.num_training_batches if trainer.fit_loop.batch_idx == 0 else None
-    loop = trainer._evaluation_loop
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 

@@ -54,7 +54,7 @@ from lightning_3d.lightning_compat import (
     subprocess_launcher,
 )
 from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline import PipelineEngine
+from lightning_3d.pipeline import PipelineEngine, runs_now
 from lightning_3d.schedules import find_schedule
 from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
@@ -80,9 +80,10 @@ class Lightning3DStrategy(ParallelStrategy):
         schedule: a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
         vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
-        zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state) or 2 (gradients
-            too).
-        zero_reduce, zero_reduce_scatter: when and how gradients are reduced, see `ZeroOptions`.
+        zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state), 2 (gradients
+            too) or 3 (parameters too).
+        zero_reduce, zero_gather, zero_reduce_scatter: when and how gradients are reduced and parameters gathered, see
+            `ZeroOptions`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -103,6 +104,7 @@ class Lightning3DStrategy(ParallelStrategy):
         vp: int | None = None,
         zero_stage: int = 0,
         zero_reduce: str | None = None,
+        zero_gather: str | None = None,
         zero_reduce_scatter: bool | None = None,
         order: tuple[str, ...] | None = None,
         plan: dict[str, Any] | None = None,
@@ -123,7 +125,7 @@ class Lightning3DStrategy(ParallelStrategy):
         if layout is None and (vp is not None or order is not None):
             raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
         self.layout, self.schedule = _resolve(layout, schedule, vp, order)
-        options = ZeroOptions(zero_stage, zero_reduce, zero_reduce_scatter)
+        options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
@@ -140,6 +142,7 @@ class Lightning3DStrategy(ParallelStrategy):
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
         self._advised = False
+        self._failed = False
 
     @property
     def zero_stage(self) -> int:
@@ -202,6 +205,7 @@ class Lightning3DStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.layout is not None
+        self._failed = False
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
             end_together_on_sigterm(self.lightning_module.trainer)
@@ -262,21 +266,19 @@ class Lightning3DStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
             self.model_parts = self._take_over(earlier)
-            self.model_to_device()
-            self._connect(self.model_parts, mesh)
-            return
-        seed = self._seed if self._seed is not None else _global_seed()
-        self.model_parts = assemble(
-            module,
-            mesh,
-            schedule=self.schedule,
-            seed=seed,
-            device=self.root_device,
-            user_plan=self._plan,
-            pipeline_module=self._pipeline_module,
-        )
-        self.model_to_device()
+        else:
+            self.model_parts = assemble(
+                module,
+                mesh,
+                schedule=self.schedule,
+                seed=self._seed if self._seed is not None else _global_seed(),
+                device=self.root_device,
+                weights_device=torch.device("cpu") if self.zero.stage == 3 else None,
+                user_plan=self._plan,
+                pipeline_module=self._pipeline_module,
+            )
         self._connect(self.model_parts, mesh)
+        self.model_to_device()
 
     def _take_over(self, earlier: Partition) -> LocalModel:
         """Go on with a module that another strategy has partitioned."""
@@ -350,7 +352,8 @@ class Lightning3DStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self._backend is not None and self.model_parts is not None
+        self._backend.shard(self.lightning_module, self.model_parts.blocks, self.root_device, runs_now)
         self.lightning_module.to(self.root_device)
 
     # Steps
@@ -382,15 +385,18 @@ class Lightning3DStrategy(ParallelStrategy):
 
     def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, *rest = (*args, *kwargs.values())
-        assert self._runner is not None and self.lightning_module is not None
+        assert self._runner is not None and self._backend is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         loader, index = evaluation_place(trainer) if hook != "predict" else (None, 0)
-        return self._runner.evaluate(hook, self._micro_batches(batch, loader, index, training=False), tuple(rest))
+        micro_batches = self._micro_batches(batch, loader, index, training=False)
+        with self._backend.parameters_in_use():
+            return self._runner.evaluate(hook, micro_batches, tuple(rest))
 
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        to_come = None if trainer.predicting else batches_to_come(trainer)
+        together = self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
+        to_come = None if trainer.predicting and self.zero.stage < 3 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
         self._same_batch.check(batch)
@@ -398,7 +404,7 @@ class Lightning3DStrategy(ParallelStrategy):
             batch,
             self.micro_batch_size,
             repeated=partial(repeated_rows, loader, index),
-            agree=self._agree if training and self._backend is not None and self._backend.lockstep else None,
+            agree=self._agree if together else None,
             schedule=find_schedule(self.schedule) if training else None,
             pp=self.layout.pp,
             vp=self.layout.vp,
@@ -456,7 +462,7 @@ class Lightning3DStrategy(ParallelStrategy):
 
     def _local_state(self) -> LocalState:
         assert self.lightning_module is not None
-        return LocalState(self.lightning_module, self.specs, self._require_mesh())
+        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -557,6 +563,7 @@ class Lightning3DStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits."""
+        self._failed = True
         if self._failures is not None:
             self._failures.note(exception)
 
@@ -566,6 +573,8 @@ class Lightning3DStrategy(ParallelStrategy):
             self._failures.close()
             self._failures = None
         if self._backend is not None:
+            if not self._failed:
+                self._backend.make_whole()
             self._backend.teardown()
         module = self.lightning_module
         if module is not None and "optimizer_zero_grad" in module.__dict__:

@@ -20,6 +20,7 @@ LAYOUTS = [
     {"layout": "pp2_dp2", "schedule": "Interleaved1F1B", "micro_batch_size": 2},
     {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "micro_batch_size": 1},
     {"layout": "tp2_dp2"},
+    {"layout": "pp2_dp2", "zero_stage": 3, "micro_batch_size": 1},
 ]
 every_layout = pytest.mark.parametrize("strategy", LAYOUTS, ids=lambda strategy: "-".join(map(str, strategy.values())))
 ROWS, BATCH = 13, 4  # the last batches are short, and with two data ranks one row is repeated

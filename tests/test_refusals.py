@@ -61,6 +61,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f18_zero_and_fp64": (["precision=fp64"], ["fp64", "parallelism.zero_stage=0"]),
     "zero_stage": (["parallelism.zero_stage=4"], ["zero_stage=4", "does not exist"]),
     "zero_reduce": (["parallelism.zero_stage=2", "parallelism.zero_reduce=microbatch"], ["micro_batch"]),
+    "zero_gather": (
+        ["parallelism=pp2_dp2", "parallelism.schedule=ZBVZeroBubble", "parallelism.zero_stage=3", "parallelism.zero_gather=micro_batch"],
+        ["ZBVZeroBubble", "Use zero_gather=step"],
+    ),
     "zero_reduce_at_stage_1": (["parallelism.zero_reduce=micro_batch"], ["zero_stage=1", "Use zero_stage=2"]),
     "f19_unknown_key": (["trainer.max_step=5"], ['"trainer.max_step"', 'Did you mean "trainer.max_steps"']),
     "f19_added_key": (["+trainer.max_epochs=5"], ['"trainer.max_epochs"', "trainer has"]),

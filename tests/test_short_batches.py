@@ -20,6 +20,7 @@ LAYOUTS = [
     {"layout": "pp2_dp2", "schedule": "DualPipeV"},
     {"layout": "dp4"},
     {"layout": "pp2_dp2", "zero_stage": 2, "zero_reduce": "micro_batch"},
+    {"layout": "pp2_dp2", "zero_stage": 3, "zero_gather": "micro_batch"},
 ]
 every_layout = pytest.mark.parametrize("strategy", LAYOUTS, ids=lambda strategy: "-".join(map(str, strategy.values())))
 

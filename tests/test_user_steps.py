@@ -315,7 +315,7 @@ class PartlyFrozen(Module):
         return torch.optim.AdamW(chosen, lr=1e-3)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_frozen_stage(zero: int) -> None:
     assert run_ranks(fit, 2, "pp2", "frozen", zero, filtered=False) == [8, 8]
     with pytest.raises(ConfigError, match=r"rank 0\. Give the optimizer self\.parameters\(\)"):
@@ -382,7 +382,7 @@ def test_a_pipeline_that_idles_for_want_of_micro_batches_is_told_once() -> None:
     assert run_ranks(warned, 2, "pp2", 1) == [[], []]
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("layout", ["tp2_dp4", "tp4_pp1_dp2"])
 def test_copies_stay_equal_where_the_vocabulary_is_cut_unevenly(layout: str, zero: int) -> None:
     """67 tokens: tensor-parallel ranks have flat buffers of different sizes, but hold the same norms bit by bit."""

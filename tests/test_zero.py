@@ -44,6 +44,9 @@ MODES = {
     "2 scattered": ZeroOptions(2, "step", reduce_scatter=True),
     "2 eager": ZeroOptions(2, "micro_batch"),
     "2 eager to owners": ZeroOptions(2, "micro_batch", reduce_scatter=True),
+    "3": ZeroOptions(3, "step", "step"),
+    "3 to owners": ZeroOptions(3, "step", "step", reduce_scatter=True),
+    "3 eager": ZeroOptions(3, "micro_batch", "step"),
 }
 SHARDED = list(MODES)[1:]
 
@@ -254,22 +257,25 @@ def train(run: Run) -> dict[str, Any]:
     shard = Shard(run, layout, dist.get_rank())
     mesh.create(shard.groups())
     backend = make_backend(MODES[run.mode], mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)
+    backend.shard(shard.module, [], torch.device("cpu"), lambda block: True)
     optimizer, scheduler = make_optimizer(run, shard.named)
     assert backend.prepare(shard.module, optimizer) is optimizer
     own = [m for m in range(MICRO_BATCHES) if m % layout.dp == shard.at["dp"]]
     norms = []
     for step in range(run.steps):
         with backend.gradient_scope():
-            for micro_batch in own:
-                for use in ("", "/head"):
-                    shard.backward(step, micro_batch, use)
-                    backend.after_backward(shard.module.parameters())
+            with backend.parameters_in_use():
+                for micro_batch in own:
+                    for use in ("", "/head"):
+                        shard.backward(step, micro_batch, use)
+                        backend.after_backward(shard.module.parameters())
             backend.reduce(torch.tensor(1.0 / MICRO_BATCHES) if run.tensor_scale else 1.0 / MICRO_BATCHES)
         norms.append(backend.grad_norm())
         if run.max_norm is not None or run.clip_value is not None:
             backend.clip(max_norm=run.max_norm, value=run.clip_value)
         backend.step()
         scheduler.step()
+    backend.make_whole()
     result = {
         "weights": {name: parameter.detach().clone() for name, parameter in shard.named.items()},
         "specs": {spec.name: spec for spec in shard.specs.values()},

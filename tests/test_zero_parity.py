@@ -11,6 +11,10 @@ import pytest
 from covering import covering_set
 from parity import SCHEDULES, Cell
 
+from lightning_3d.errors import LayoutError
+from lightning_3d.schedules import find_schedule
+from lightning_3d.strategy import Lightning3DStrategy
+
 LAYOUTS = {"pp2_dp2": (1, 2, 2), "tp2_pp2_dp2": (2, 2, 2), "pp4_dp2": (1, 4, 2), "tp2_dp4": (2, 1, 4), "dp8": (1, 1, 8)}
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1 scattered": (1, {"zero_reduce_scatter": True}),
@@ -18,8 +22,16 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2 scattered": (2, {"zero_reduce": "step", "zero_reduce_scatter": True}),
     "zero2 eager": (2, {"zero_reduce": "micro_batch"}),
     "zero2 eager to owners": (2, {"zero_reduce": "micro_batch", "zero_reduce_scatter": True}),
+    "zero3": (3, {"zero_reduce": "step", "zero_gather": "step"}),
+    "zero3 eager": (3, {"zero_reduce": "micro_batch", "zero_gather": "step"}),
+    "zero3 by block": (3, {"zero_reduce": "step", "zero_gather": "micro_batch"}),
+    "zero3 by block, eager": (3, {"zero_reduce": "micro_batch", "zero_gather": "micro_batch"}),
+    "zero3 by block, eager to owners": (
+        3,
+        {"zero_reduce": "micro_batch", "zero_gather": "micro_batch", "zero_reduce_scatter": True},
+    ),
 }
-PAIRED = ("zero2 scattered", "zero2 eager")  # the others differ from these only in what test_zero.py looks at
+PAIRED = ("zero2 scattered", "zero2 eager", "zero3", "zero3 by block, eager")  # the others differ in what test_zero.py sees
 Factors = tuple[str, str, str]
 
 
@@ -30,7 +42,12 @@ def valid() -> list[Factors]:
         for layout, (_, pp, _) in LAYOUTS.items()
         for schedule in (SCHEDULES if pp > 1 else ("1F1B",))
         for mode in MODES
+        if not is_refused(schedule, mode)
     ]
+
+
+def is_refused(schedule: str, mode: str) -> bool:
+    return MODES[mode][1].get("zero_gather") == "micro_batch" and find_schedule(schedule).split_backward
 
 
 def cell(factors: Factors) -> Cell:
@@ -44,6 +61,17 @@ def pairs() -> list[Factors]:
     paired = [row for row in valid() if row[2] in PAIRED]
     ranks = {row: cell(row).world_size + zlib.crc32(str(row).encode()) / 2**32 for row in paired}
     return list(covering_set(paired, 2, ranks.__getitem__))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_refused_by_name(schedule: str, mode: str) -> None:
+    stage, options = MODES[mode]
+    if not is_refused(schedule, mode):
+        Lightning3DStrategy("pp2_dp2", schedule=schedule, zero_stage=stage, **options)
+        return
+    with pytest.raises(LayoutError, match=f"zero_gather=micro_batch frees .* {schedule} computes .* Use zero_gather=step"):
+        Lightning3DStrategy("pp2_dp2", schedule=schedule, zero_stage=stage, **options)
 
 
 @pytest.mark.parametrize("factors", pairs(), ids="-".join)

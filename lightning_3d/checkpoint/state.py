@@ -32,6 +32,7 @@ SHOWN = 10
 class OptimizerOwner(Protocol):
     """The data-parallel backend, as far as checkpoints know it: see `lightning_3d.zero.DataParallelBackend`."""
 
+    def weight_shards(self) -> list[OptimizerShard]: ...
     def optimizer_shards(self) -> list[OptimizerShard]: ...
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None: ...
 
@@ -43,13 +44,17 @@ class LocalState:
         module: the user's module, partitioned and sharded.
         specs: where each of its parameters lies in the whole model.
         mesh: where this rank stands.
+        owner: has the values of parameters that are dealt to data-parallel ranks, which the module has not.
 
     Attributes:
         aliases: other names of tied parameters on this rank -> their name in the checkpoint.
     """
 
-    def __init__(self, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
+    def __init__(
+        self, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, owner: OptimizerOwner | None = None
+    ) -> None:
         self._module = module
+        self._owner = owner
         self._specs = specs
         self._mesh = mesh
         # A tied parameter is saved once, by its first name in the whole model, which may be on another stage.
@@ -68,11 +73,22 @@ class LocalState:
                 data-parallel ranks (running means), so those of the first are taken.
         """
         slices = {}
+        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
+        dealt = self._owner.weight_shards() if self._owner is not None else []
+        for held in dealt:
+            canonical, spec = self._parameters[held.name]
+            if not offered or spec.counts_in_norm(tp, pp):
+                [value] = held.values.values()
+                assert isinstance(value, Tensor) and held.start is not None
+                slices[MODEL + canonical] = flat_range(value, held.start, spec)
+        known = {self._parameters[held.name][0] for held in dealt}
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 warnings.warn(
                     f"'{name}' in the module's state is no tensor, so it is not in checkpoints.", stacklevel=2
                 )
+            elif name in self._parameters and self._parameters[name][0] in known:
+                continue
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
                 slices[MODEL + canonical] = shard(tensor, spec)

@@ -7,5 +7,15 @@
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.partition import StageAssignment, assign_stages, keep_owned
 from lightning_3d.pipeline.state import Chunk, PipelineState, StageBoundary
+from lightning_3d.pipeline.stubs import runs_now
 
-__all__ = ["Chunk", "PipelineEngine", "PipelineState", "StageAssignment", "StageBoundary", "assign_stages", "keep_owned"]
+__all__ = [
+    "Chunk",
+    "PipelineEngine",
+    "PipelineState",
+    "StageAssignment",
+    "StageBoundary",
+    "assign_stages",
+    "keep_owned",
+    "runs_now",
+]

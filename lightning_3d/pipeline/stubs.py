@@ -89,6 +89,14 @@ class GatedLayer:
         return output
 
 
+def runs_now(block: nn.Module) -> bool:
+    """Whether a call of `block` at this moment runs it: gated ones stand aside while another chunk is active."""
+    if not isinstance(block, GatedLayer):
+        return True
+    state = block.pipeline_state
+    return state.whole if state.chunk is None else block.pipeline_index in state.chunk.layers
+
+
 class CountedModel:
     """Mixin for the pipelined module: refuses a second call in one step."""
 

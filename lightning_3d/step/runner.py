@@ -90,7 +90,7 @@ class StepRunner:
         """
         with backend.gradient_scope():
             self._begin(step)
-            with self._random.isolated():
+            with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
             if self._check is not None:
                 self._check()

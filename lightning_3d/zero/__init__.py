@@ -1,7 +1,8 @@
 """The data-parallel backend: gradients, optimizer state and the optimizer's step over data-parallel ranks.
 
-One interface (`base`), two implementations: stage 0 is our own reduction with the plain optimizer (`bucketed`), at stages 1
-and 2 DeepSpeed shards the optimizer's state (`deepspeed`, imported only when it is asked for: that takes a second).
+One interface (`base`), three implementations: stage 0 is our own reduction with the plain optimizer (`bucketed`), at stages 1
+and 2 DeepSpeed shards the optimizer's state (`deepspeed`, imported only when it is asked for: that takes a second), and at
+stage 3 it trains what a rank keeps of the parameters (`sharded`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def make_backend(
             f"zero_stage={zero.stage} cannot keep double precision: DeepSpeed's master weights are float32. Use zero_stage=0 for"
             " float64, or precision 32-true."
         )
+    if zero.stage == 3:
+        from lightning_3d.zero.sharded import ShardedBackend
+
+        return ShardedBackend(mesh, specs, zero=zero, stages=stages, bucket_bytes=bucket_bytes, precision=precision)
     from lightning_3d.zero.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(mesh, specs, zero=zero, stages=stages, bucket_bytes=bucket_bytes, precision=precision)

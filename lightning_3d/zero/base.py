@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,29 @@ class DataParallelBackend(ABC):
         self._norm: float | None = None
         self._reduced = False
 
+    def shard(  # noqa: B027 - only stage 3 has something to do
+        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+    ) -> None:
+        """Deal the parameters of `module` to the data-parallel ranks, where the stage does; before `prepare` and before evaluation.
+
+        Args:
+            blocks: modules whose parameters may be gathered apart from the others, in the order in which they are called.
+            device: where parts are kept and parameters gathered; they may come from elsewhere.
+            is_active: whether a call of a block will run it.
+        """
+
+    def parameters_in_use(self) -> AbstractContextManager[None]:
+        """Holds forward and backward of a batch, during which parameters are whole."""
+        return nullcontext()
+
+    def weight_shards(self) -> list[OptimizerShard]:
+        """What this rank has, under the key "weight", of each parameter that is dealt to the data-parallel ranks: a view, which may be
+        empty."""
+        return []
+
+    def make_whole(self) -> None:  # noqa: B027
+        """Undo `shard`: every parameter has its value again, on the CPU. Collective."""
+
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Take over the gradients of `module`, this rank's part of the model, and the step of `optimizer`. Called once.
 
@@ -130,11 +153,6 @@ class DataParallelBackend(ABC):
             raise RuntimeError(
                 "The gradients were not reduced inside their scope; call reduce() after the last backward."
             )
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether data-parallel ranks communicate in every micro-batch, so that they must run the same number of them."""
-        return False
 
     def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
         """Called after each action that may add to the gradients of `parameters`, all those of one pipeline stage: moves bf16

@@ -36,7 +36,7 @@ from lightning_3d.lightning_compat import (
 )
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, new_state
+from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, new_state
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
@@ -53,20 +53,17 @@ class DeepSpeedBackend(DataParallelBackend):
     """
 
     _engine: Any = None
-    _partitions: Sequence[_Partition] = ()
+    _partitions: Sequence[Partition] = ()
     _flat: FlatGradients | None = None
     _eager: EagerReduction | None = None
     _untouched: Sequence[nn.Parameter] = ()
+    _entries: dict[int, Trained]
     _optimizer: Optimizer | None = None
 
     @property
     def collectives(self) -> int:
         """All-reduces of gradients over the data-parallel ranks in one step."""
         return self._flat.collectives if self._flat is not None else 0
-
-    @property
-    def lockstep(self) -> bool:
-        return self._zero.reduce == MICRO_BATCH
 
     def _check(self, optimizer: Optimizer) -> None:
         super()._check(optimizer)
@@ -94,25 +91,26 @@ class DeepSpeedBackend(DataParallelBackend):
     def _install(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._partitions = []
+        self._entries = {id(entry.parameter): entry for entry in self._trained}
         uneven = {id(entry.parameter) for entry in self._trained if self._uneven(entry)}
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
             group["params"].sort(key=lambda parameter: id(parameter) in uneven)
         if not self._trained:  # a wholly frozen stage; its data-parallel replicas are frozen too
             return
+        self._start_engine([entry.parameter for entry in self._trained], optimizer, Groups(self._mesh))
+        self._lay_out()
+
+    def _start_engine(self, parameters: list[nn.Parameter], optimizer: Optimizer, groups: Groups) -> None:
+        """Let DeepSpeed take over the parameters in the groups of `optimizer`."""
         import_deepspeed(self._device)
         with _without_empty_groups(optimizer):
             self._engine = deepspeed_engine(
-                _Holder([entry.parameter for entry in self._trained]),
-                optimizer,
-                _Groups(self._mesh),
-                _config(self._trained[0].parameter.dtype),
-                self._device,
+                _Holder(parameters), optimizer, groups, _config(parameters[0].dtype), self._device
             )
-            groups = deepspeed_groups(self._engine)
-        bases = accumulate((group.flat.numel() for group in groups), initial=0)
-        self._partitions = [_Partition(group, base, optimizer) for group, base in zip(groups, bases, strict=False)]
-        self._lay_out()
+            found = deepspeed_groups(self._engine)
+        bases = accumulate((group.flat.numel() for group in found), initial=0)
+        self._partitions = [Partition(group, base, optimizer) for group, base in zip(found, bases, strict=False)]
 
     def _lay_out(self) -> None:
         """All gradients in DeepSpeed's flat buffers, one behind the other; those that are reduced at once apart from the others."""
@@ -121,35 +119,42 @@ class DeepSpeedBackend(DataParallelBackend):
             for partition in self._partitions
             for slot in partition.slots
         ]
+        ranks = range(dist.get_world_size(self._group))
         if self._zero.reduce == MICRO_BATCH:
-            self._eager = self._reduce_eagerly({id(slot.parameter): slot for slot in slots})
+            shares = [share for partition in self._partitions for share in partition.shares(ranks)]
+            self._eager = self._reduce_eagerly(slots, shares, at_once=True)
         if self._eager is None:
             numel = self._partitions[-1].base + self._partitions[-1].numel
-        else:
-            slots = end_to_end(slot.parameter for slot in slots if slot.parameter not in self._eager)
-            numel = slots[-1].stop if slots else 0
-        if slots:
             self._flat = FlatGradients(slots, numel, bucket_bytes=self._bucket_bytes, alone=self._alone())
+        else:
+            self._flat = self._rest([slot.parameter for slot in slots])
 
-    def _reduce_eagerly(self, slots: Mapping[int, Slot]) -> EagerReduction | None:
+    def _rest(self, parameters: Iterable[nn.Parameter]) -> FlatGradients | None:
+        """The reduction of what is summed over other ranks first, and therefore once for each step."""
+        slots = end_to_end(p for p in parameters if self._eager is None or p not in self._eager)
+        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone()) if slots else None
+
+    def _reduce_eagerly(
+        self, slots: Iterable[Slot], shares: Sequence[Share], *, at_once: bool
+    ) -> EagerReduction | None:
         """The reduction of what one stage uses and is whole on this rank; None where there is nothing of this kind."""
+        places = {id(slot.parameter): slot for slot in slots}
         whole = {
             id(e.parameter) for e in self._trained if len(e.spec.tp_grad_sum) <= 1 and len(e.spec.pp_replicas) <= 1
         }
         uses = Counter(id(parameter) for stage in self._stages for parameter in stage)
-        stages = [
-            [slots[id(p)] for p in stage if id(p) in whole and id(p) in slots and uses[id(p)] == 1] for stage in self._stages
-        ]
+        chosen = {key for key in whole & places.keys() if uses[key] == 1}
+        stages = [[places[id(p)] for p in stage if id(p) in chosen] for stage in self._stages]
         if not any(stages):
             return None
-        ranks = range(dist.get_world_size(self._group))
         return EagerReduction(
             stages,
-            [share for partition in self._partitions for share in partition.shares(ranks)],
+            shares,
             self._group,
             bucket_bytes=self._bucket_bytes,
             alone=self._alone(),
             to_owners=self._reduce_scatters,
+            at_once=at_once,
         )
 
     @property
@@ -164,7 +169,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def _begin_step(self) -> None:
         super()._begin_step()
         if self._eager is not None:
-            self._eager.begin()
+            self._eager.begin([partition.new_gradient() for partition in self._partitions])
 
     def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
         parameters = list(parameters)
@@ -181,9 +186,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         self._untouched = []
         if self._eager is not None:
-            sums, self._untouched = self._eager.finish(scale)
-            for partition, total in zip(self._partitions, sums, strict=True):
-                partition.gradient = total
+            self._untouched = self._eager.finish(scale)
         if self._flat is None:
             return
         if self._eager is None and self._reduce_scatters:
@@ -199,7 +202,7 @@ class DeepSpeedBackend(DataParallelBackend):
         flat = layout.all_reduce(self._sums, self._group, scale)
         for partition in self._partitions:
             if self._eager is not None:
-                partition.add_owned(layout.slots, flat)
+                _add_owned(partition, layout, flat)
             elif self._zero.stage == 1:
                 partition.gradient = partition.owned_part(flat)
             else:
@@ -214,12 +217,11 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def _global_norm(self) -> float:
         tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
-        counted = {id(e.parameter) for e in self._trained if e.spec.counts_in_norm(tp, pp)}
         owned = (
             partition.gradient[slot.start : slot.stop]
             for partition in self._partitions
             for slot in partition.owned_slots
-            if id(slot.parameter) in counted and partition.gradient is not None
+            if self._entry(slot.parameter).spec.counts_in_norm(tp, pp) and partition.gradient is not None
         )
         return global_norm(owned, self._device, dist.group.WORLD)
 
@@ -254,24 +256,30 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         assert self._optimizer is not None
-        entries = {id(entry.parameter): entry for entry in self._trained}
         groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
         for partition in self._partitions:
             master = partition.group.master
             made = {}  # one state for all parameters of the partition, which have taken the same steps
-            for entry in (entries[id(slot.parameter)] for slot in partition.owned_slots):
+            for entry in (self._entry(slot.parameter) for slot in partition.owned_slots):
                 for key, template in state.get(entry.name, {}).items():
                     if key not in made:
                         made[key] = new_state(template, master, entry.spec.global_shape, groups[id(master)])
             self._optimizer.state[master] = made
 
     def _shards(self) -> list[OptimizerShard]:
-        names = {id(entry.parameter): entry.name for entry in self._trained}
         return [
-            OptimizerShard(names[id(slot.parameter)], partition.start_in_parameter(slot), partition.values_of(slot))
+            OptimizerShard(self._entry(slot.parameter).name, self._start(partition, slot), partition.values_of(slot))
             for partition in self._partitions
             for slot in partition.owned_slots
         ]
+
+    def _entry(self, parameter: nn.Parameter) -> Trained:
+        """What a parameter of the optimizer is."""
+        return self._entries[id(parameter)]
+
+    def _start(self, partition: Partition, slot: Slot) -> int:
+        """Which element of the flattened parameter an owned piece begins with."""
+        return partition.start_in_parameter(slot)
 
     def _release(self) -> None:
         if self._engine is not None and self._optimizer is not None:
@@ -280,10 +288,10 @@ class DeepSpeedBackend(DataParallelBackend):
         if self._eager is not None:
             self._eager.close()
         self._engine = self._flat = self._eager = self._optimizer = None
-        self._partitions, self._untouched = [], []
+        self._partitions, self._untouched, self._entries = [], [], {}
 
 
-class _Partition:
+class Partition:
     """This rank's part of one parameter group.
 
     Args:
@@ -320,18 +328,10 @@ class _Partition:
         size = self.group.owned.numel()
         return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
 
-    def add_owned(self, slots: Iterable[Slot], flat: Tensor) -> None:
-        """Add this rank's part of gradients that lie in a buffer with another order."""
-        places = {id(slot.parameter): slot for slot in self.slots}
-        for source in slots:
-            place = places.get(id(source.parameter))
-            if place is None:
-                continue
-            start, stop = max(place.start, self._start), min(place.stop, self._stop)
-            if start < stop:
-                assert self.gradient is not None
-                first = source.start + start - place.start
-                self.gradient[start - self._start : stop - self._start] += flat[first : first + stop - start]
+    def new_gradient(self) -> Tensor:
+        """Zeros that gradients of this step are added to."""
+        self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self.group.owned.device)
+        return self.gradient
 
     def owned_part(self, flat: Tensor) -> Tensor:
         """This rank's part of the flat buffer of all gradients."""
@@ -369,6 +369,17 @@ class _Partition:
         return {**per_element, "master": master.data}
 
 
+def _add_owned(partition: Partition, layout: FlatGradients, flat: Tensor) -> None:
+    """Add this rank's part of gradients that lie in a buffer with another order."""
+    places = {id(slot.parameter): slot for slot in layout.slots}
+    assert partition.gradient is not None
+    for owned in partition.owned_slots:
+        source = places.get(id(owned.parameter))
+        if source is not None:
+            first = source.start + partition.start_in_parameter(owned)
+            partition.gradient[owned.start : owned.stop] += flat[first : first + owned.stop - owned.start]
+
+
 def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
     """Where a parameter lies in the buffer that it is a view of."""
     if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
@@ -389,21 +400,25 @@ class _Holder(nn.Module):
             self.register_parameter(f"parameter_{index}", parameter)
 
 
-class _Groups:
+class Groups:
     """The process groups of a mesh under the names that DeepSpeed asks its "mpu" for.
 
     The model-parallel rank is the tensor-parallel one: DeepSpeed takes rank 0 for the owner of replicated parameters,
     and every pipeline stage has parameters of its own. `get_sequence_*` must not exist.
+
+    Args:
+        sharded: DeepSpeed deals state to the data-parallel ranks; otherwise each is alone.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, sharded: bool = True) -> None:
         self._mesh = mesh
+        self._group = mesh.group(*DATA_AXES) if sharded else mesh.group_for((mesh.rank,))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group(*DATA_AXES)
+        return self._group
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.size("dp") * self._mesh.size("cp")
+        return dist.get_world_size(self._group)
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self.get_data_parallel_group())

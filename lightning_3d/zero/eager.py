@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class _Bucket:
 
     slots: list[Slot]
     missing: set[int] = field(default_factory=set)
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: who keeps what
 
     @property
     def start(self) -> int:
@@ -62,6 +63,7 @@ class EagerReduction:
         bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
         alone: parameters in a bucket of their own (see `FlatGradients`).
         to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
+        at_once: listen to autograd; otherwise everything is sent by `flush`.
     """
 
     _IN_FLIGHT = 2
@@ -76,9 +78,9 @@ class EagerReduction:
         bucket_bytes: int,
         alone: Iterable[nn.Parameter] = (),
         to_owners: bool = False,
+        at_once: bool = True,
     ) -> None:
         self._group = group
-        self._shares = list(shares)
         self._own = [share for share in shares if share.rank == dist.get_rank(group)]
         self._to_owners = to_owners
         self._parameters = [slot.parameter for slots in stages for slot in slots]
@@ -87,6 +89,8 @@ class EagerReduction:
         apart = {id(parameter) for parameter in alone}
         limit = max(1, bucket_bytes // self._dtype.itemsize)
         self._buckets = [_in_backward_order(slots, limit, apart) for slots in stages]
+        for bucket in (bucket for buckets in self._buckets for bucket in buckets):
+            bucket.pieces = _pieces(bucket, shares)
         self._place = {
             id(slot.parameter): (stage, bucket, slot)
             for stage, buckets in enumerate(self._buckets)
@@ -98,17 +102,23 @@ class EagerReduction:
         self._sums: list[Tensor] = []
         self._active = False
         self._seen: set[int] = set()
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._parameters]
+        self._take: Callable[[nn.Parameter], Tensor | None] = _take_grad
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters if at_once]
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._place
 
-    def begin(self) -> None:
-        """Forget all gradients."""
+    def begin(self, sums: Sequence[Tensor], take: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
+        """Forget all gradients.
+
+        Args:
+            sums: for each share of this rank zeros that gradients are added to.
+            take: a parameter -> its gradient, which is removed; `.grad` by default.
+        """
         self._active = True
+        self._sums, self._take = list(sums), take or _take_grad
         self._pending.clear()
         self._seen.clear()
-        self._sums = [torch.zeros(share.stop - share.start, dtype=self._dtype, device=self._device) for share in self._own]
         self._queues = [self._expect(stage) for stage in range(len(self._buckets))]
         for parameter in self._parameters:
             parameter.grad = None
@@ -140,13 +150,12 @@ class EagerReduction:
         buffer = torch.empty(bucket.stop - bucket.start, dtype=self._dtype, device=self._device)
         for slot in bucket.slots:
             target = buffer[slot.start - bucket.start : slot.stop - bucket.start]
-            gradient = slot.parameter.grad
+            gradient = self._take(slot.parameter)
             if gradient is None:
                 target.zero_()
             else:
                 target.copy_(gradient.detach().reshape(-1))
                 self._seen.add(id(slot.parameter))
-                slot.parameter.grad = None
         self._pending.append((bucket, buffer, self._reduce(bucket, buffer)))
         while len(self._pending) > self._IN_FLIGHT:
             self._receive()
@@ -155,12 +164,9 @@ class EagerReduction:
         if not self._to_owners:
             return [dist.all_reduce(buffer, group=self._group, async_op=True)]
         works = []
-        for share in self._shares:
-            start, stop = share.overlap(bucket.start, bucket.stop)
-            if start < stop:
-                owner = dist.get_global_rank(self._group, share.rank)
-                piece = buffer[start - bucket.start : stop - bucket.start]
-                works.append(dist.reduce(piece, owner, group=self._group, async_op=True))
+        for rank, start, stop in bucket.pieces:
+            owner = dist.get_global_rank(self._group, rank)
+            works.append(dist.reduce(buffer[start - bucket.start : stop - bucket.start], owner, group=self._group, async_op=True))
         return works
 
     def _receive(self) -> None:
@@ -173,23 +179,21 @@ class EagerReduction:
             if start < stop:
                 total[start - share.start : stop - share.start] += buffer[start - bucket.start : stop - bucket.start]
 
-    def finish(self, scale: float | Tensor) -> tuple[list[Tensor], list[nn.Parameter]]:
-        """Wait for what is on its way.
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        """Wait for what is on its way and multiply the sums by `scale`. One small all-reduce.
 
         Returns:
-            This rank's sums times `scale`, one for each of its shares; the parameters that no rank had a gradient for. One small
-            all-reduce.
+            The parameters that no rank had a gradient for.
         """
         while self._pending:
             self._receive()
         counts = torch.tensor([float(id(parameter) in self._seen) for parameter in self._parameters], device=self._device)
         dist.all_reduce(counts, group=self._group)
         absent = [parameter for parameter, count in zip(self._parameters, counts.tolist(), strict=True) if count == 0]
-        self._active = False
-        sums, self._sums = self._sums, []
-        for total in sums:
+        for total in self._sums:
             total.mul_(scale)
-        return sums, absent
+        self._active, self._sums, self._take = False, [], _take_grad
+        return absent
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         """What this rank keeps of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
@@ -211,6 +215,26 @@ class EagerReduction:
         self._hooks, self._parameters, self._place, self._buckets = [], [], {}, []
         self._pending.clear()
         self._sums, self._queues = [], []
+
+
+def _take_grad(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    parameter.grad = None
+    return gradient
+
+
+def _pieces(bucket: _Bucket, shares: Sequence[Share]) -> list[tuple[int, int, int]]:
+    """(rank, start, stop) of what each rank keeps of a bucket, rising, neighbouring shares of one rank as one."""
+    pieces: list[tuple[int, int, int]] = []
+    for share in sorted(shares, key=lambda share: share.start):
+        start, stop = share.overlap(bucket.start, bucket.stop)
+        if start >= stop:
+            continue
+        if pieces and pieces[-1][0] == share.rank and pieces[-1][2] == start:
+            pieces[-1] = (share.rank, pieces[-1][1], stop)
+        else:
+            pieces.append((share.rank, start, stop))
+    return pieces
 
 
 def _in_backward_order(slots: Sequence[Slot], limit: int, alone: set[int]) -> list[_Bucket]:

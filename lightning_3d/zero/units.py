@@ -1,0 +1,247 @@
+"""Parameters of which each data-parallel rank keeps a part, put together for as long as they are used (ZeRO stage 3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.lightning_compat import all_gather_flat
+from lightning_3d.zero.gradients import Slot, end_to_end
+
+
+class Unit:
+    """Parameters that are gathered and freed together, one behind the other in a flat buffer of which each rank keeps one part.
+
+    What autograd saves in a forward, the parameters themselves and views of them, refers to the buffer's storage. That is freed and
+    filled again for the backward, under the same tensors (as in torch's FSDP). In between the parameters are NaN everywhere, without
+    memory, so that code that uses them outside of their modules is not wrong in silence.
+
+    Args:
+        parameters: of one type; on all ranks of the group the same values.
+        group: the data-parallel ranks. device: where the parts are kept and parameters gathered.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self.slots = end_to_end(parameters)
+        self.numel = self.slots[-1].stop
+        self.part_numel = -(-self.numel // dist.get_world_size(group))
+        self.rank = dist.get_rank(group)
+        dtype = parameters[0].dtype
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._blanks = [nan.expand(parameter.shape) for parameter in parameters]
+        self._flat = torch.empty(self.part_numel * dist.get_world_size(group), dtype=dtype, device=device)
+        self._views = [self._flat[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.slots]
+        self._work: Any = None
+        self.gathered = False
+        self.in_backward = False
+        self.pieces = {
+            slot.parameter: slot.parameter.detach().reshape(-1)[first:last].to(device, copy=True)
+            for slot, first, last in self.owned()
+        }
+        """By parameter: the elements that this rank keeps, flattened. What trains them may put other tensors here."""
+        missing = self.part_numel - sum(piece.numel() for piece in self.pieces.values())
+        self._padding = torch.zeros(missing, dtype=dtype, device=device)
+        self._hide()
+
+    def owned(self, rank: int | None = None) -> Iterator[tuple[Slot, int, int]]:
+        """(slot, first, last) for each parameter of which a rank, this one by default, keeps the elements first to last - 1."""
+        start = (self.rank if rank is None else rank) * self.part_numel
+        for slot in self.slots:
+            first, last = max(slot.start, start), min(slot.stop, start + self.part_numel)
+            if first < last:
+                yield slot, first - slot.start, last - slot.start
+
+    def start_gathering(self) -> None:
+        """Begin to put the parameters together. Collective over the group."""
+        if self.gathered or self._work is not None:
+            return
+        self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+        with torch.no_grad():
+            part = torch.cat([*(piece.detach() for piece in self.pieces.values()), self._padding])
+        self._work = (all_gather_flat(self._flat, part, self._group), part)
+
+    def gather(self) -> None:
+        """Make the parameters usable."""
+        self.start_gathering()
+        if self._work is not None:
+            self._work[0].wait()
+            self._work = None
+            for slot, view in zip(self.slots, self._views, strict=True):
+                slot.parameter.data = view
+            self.gathered = True
+
+    def free(self) -> None:
+        """Keep only this rank's part."""
+        if self._work is not None:
+            self._work[0].wait()
+        if self._work is not None or self.gathered:
+            self._work = None
+            self._hide()
+
+    def _hide(self) -> None:
+        self.gathered = self.in_backward = False
+        for slot, blank in zip(self.slots, self._blanks, strict=True):
+            slot.parameter.data = blank
+        self._flat.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Give every parameter its whole value in memory of its own on the CPU. Collective."""
+        self.gather()
+        values = [view.to("cpu", copy=True) for view in self._views]
+        self._flat.untyped_storage().resize_(0)
+        for slot, value in zip(self.slots, values, strict=True):
+            slot.parameter.data = value
+
+
+class ParameterUnits:
+    """All parameters of a rank in units: one for each block, one for what lies beside the blocks.
+
+    The latter is gathered while a batch is worked on. A block is gathered before its forward and before its backward and freed
+    after them; the next one is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
+
+    Args:
+        module: the user's module; its parameters are cut here.
+        blocks: modules in the order in which they are called.
+        is_active: whether a call of a block will run it (another pipeline stage's turn passes it by).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        whole: bool,
+        is_active: Callable[[nn.Module], bool],
+    ) -> None:
+        self._whole = whole
+        self._is_active = is_active
+        self._in_use = False
+        uses = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+        inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
+        known = {id(parameter) for parameters in inside for parameter in parameters}
+        beside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
+        self._beside = _units(beside, group, device)
+        self._blocks = [(block, _units(parameters, group, device)) for block, parameters in zip(blocks, inside, strict=True)]
+        self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
+        self._hooks = [
+            hook
+            for block, _ in self._blocks
+            for hook in (
+                block.register_forward_pre_hook(self._before_forward, prepend=True),
+                block.register_forward_hook(self._after_forward),
+            )
+        ]
+
+    @property
+    def all(self) -> list[Unit]:
+        return [*self._beside, *(unit for _, units in self._blocks for unit in units)]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Holds the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`."""
+        self.free()
+        self._in_use = True
+        _gather(self.all if self._whole else self._beside)
+        yield
+        self.free()
+
+    def free(self) -> None:
+        """Free whatever is gathered."""
+        self._in_use = False
+        for unit in self.all:
+            unit.free()
+
+    def after_backward(self) -> None:
+        """The backward of a micro-batch through a stage is over."""
+        if not self._whole:
+            for _, units in self._blocks:
+                for unit in units:
+                    unit.free()
+
+    def restore(self) -> None:
+        """Make the parameters what they were before, with the values of now, on the CPU. Collective."""
+        self.close()
+        for unit in self.all:
+            unit.restore()
+
+    def close(self) -> None:
+        """Leave the modules alone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before_forward(self, block: nn.Module, args: Any) -> None:
+        if not self._in_use or self._whole or not self._is_active(block):
+            return
+        place = self._place[id(block)]
+        if not any(unit.in_backward for unit in self._blocks[place][1]):  # else activations are computed a second time
+            self._gather(place, 1)
+
+    def _after_forward(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not self._in_use or self._whole or not self._is_active(block):
+            return
+        place = self._place[id(block)]
+        units = self._blocks[place][1]
+        if any(unit.in_backward for unit in units):
+            return
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._before_backward(place))
+        for unit in units:
+            unit.free()
+
+    def _before_backward(self, place: int) -> None:
+        """The gradient of a block's output is there. What ran through the blocks behind it has been computed."""
+        if not self._in_use:
+            return
+        _, units = self._blocks[place]
+        if any(unit.in_backward for unit in units):
+            return  # another tensor of the same output
+        for _, others in self._blocks:
+            for unit in others:
+                if unit.in_backward:
+                    unit.free()
+        self._gather(place, -1)
+        for unit in units:
+            unit.in_backward = True
+
+    def _gather(self, place: int, direction: int) -> None:
+        _gather(self._blocks[place][1])
+        following = place + direction
+        if 0 <= following < len(self._blocks) and self._is_active(self._blocks[following][0]):
+            for unit in self._blocks[following][1]:
+                unit.start_gathering()
+
+
+def _gather(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.start_gathering()
+    for unit in units:
+        unit.gather()
+
+
+def _units(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> list[Unit]:
+    """One unit for each type."""
+    types = sorted({parameter.dtype for parameter in parameters}, key=str)
+    return [Unit([p for p in parameters if p.dtype == dtype], group, device) for dtype in types]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
