@@ -61,6 +61,23 @@ def resolve_layout(
     return layout, info.name
 
 
+def resolve_available(
+    layout: str | Layout | None, schedule: str | None, vp: int | None, order: Sequence[str] | None
+) -> tuple[Layout | None, str]:
+    """`resolve_layout`, with None for data parallelism over all ranks, of a layout that this version runs.
+
+    Raises:
+        LayoutError: as `resolve_layout` and `check_available`; options of a layout without one.
+    """
+    if layout is None:
+        if vp is not None or order is not None:
+            raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
+        return None, find_schedule(schedule or "1F1B").name
+    resolved, name = resolve_layout(layout, schedule, vp, order)
+    check_available(resolved)
+    return resolved, name
+
+
 def check_schedule(layout: Layout, schedule: str) -> ScheduleInfo:
     """Refuse a number of stages per rank that the schedule, or a single pipeline rank, cannot run.
 

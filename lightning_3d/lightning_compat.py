@@ -311,28 +311,6 @@ def _without_compiling() -> Iterator[None]:
         torch.compile = compile_
 
 
-def all_gather_flat(whole: Tensor, part: Tensor, group: Any) -> Any:
-    """Start to collect the parts of all ranks, equal in size, one behind the other. Returns the work to wait for.
-
-    torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
-    """
-    import torch.distributed as dist
-
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, part, group=group, async_op=True)
-
-
-def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Any) -> Any:
-    """Start to sum `whole` over the ranks and to leave each its part. Returns the work to wait for.
-
-    torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
-    """
-    import torch.distributed as dist
-
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(part, whole, group=group, async_op=True)
-
-
 def deepspeed_engine(
     module: nn.Module, optimizer: Any, groups: Any, config: dict[str, Any], device: torch.device
 ) -> Any:

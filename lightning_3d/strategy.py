@@ -43,7 +43,7 @@ from lightning_3d.checkpoint import (
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.layout import Layout
-from lightning_3d.layout_rules import check_available, few_micro_batches, resolve_layout
+from lightning_3d.layout_rules import few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
@@ -122,9 +122,7 @@ class Lightning3DStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
-        if layout is None and (vp is not None or order is not None):
-            raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
-        self.layout, self.schedule = _resolve(layout, schedule, vp, order)
+        self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.micro_batch_size = micro_batch_size
@@ -587,17 +585,6 @@ class Lightning3DStrategy(ParallelStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("lightning_3d", cls, description=(cls.__doc__ or "").splitlines()[0])
-
-
-def _resolve(
-    layout: str | Layout | None, schedule: str | None, vp: int | None, order: tuple[str, ...] | None
-) -> tuple[Layout | None, str]:
-    """The layout with the stages per rank that its name, the keyword and the schedule agree on, and the schedule's name."""
-    if layout is None:
-        return None, find_schedule(schedule or "1F1B").name
-    resolved, name = resolve_layout(layout, schedule, vp, order)
-    check_available(resolved)
-    return resolved, name
 
 
 def _keep_gradients(*args: Any, **kwargs: Any) -> None:

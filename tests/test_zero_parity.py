@@ -6,6 +6,7 @@
 import zlib
 from typing import Any
 
+import models
 import parity
 import pytest
 from covering import covering_set
@@ -83,3 +84,10 @@ def test_pairs(factors: Factors) -> None:
 @pytest.mark.parametrize("factors", [row for row in valid() if row not in pairs()], ids="-".join)
 def test_all(factors: Factors) -> None:
     parity.check(cell(factors))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2_dp2", "pp2_dp2"])
+@pytest.mark.parametrize("model", models.MODELS)
+def test_every_family_block_by_block(model: str, layout: str) -> None:
+    parity.assert_same_training(model, layout, zero=3, zero_reduce="micro_batch", zero_gather="micro_batch")

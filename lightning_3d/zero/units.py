@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.lightning_compat import all_gather_flat
+from lightning_3d.zero.collectives import all_gather_flat
 from lightning_3d.zero.gradients import Slot, end_to_end
 
 
