@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
@@ -91,9 +91,13 @@ class Partition:
         return found if found is not None and root.get_submodule(found.parts.name) is found.parts.module else None
 
     @staticmethod
-    def is_lost(root: nn.Module) -> bool:
-        """Whether `root` was partitioned once and what was pipelined then has been replaced."""
-        return _PARTITION in vars(root) and Partition.of(root) is None
+    def require_kept(root: nn.Module) -> None:
+        """Refuse a module that was partitioned once and whose pipelined module has been replaced since."""
+        if _PARTITION in vars(root) and Partition.of(root) is None:
+            raise ConfigError(
+                "configure_model built the model a second time, which would throw away its trained weights. Begin it with"
+                " `if self.model is not None: return`."
+            )
 
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)

@@ -510,6 +510,14 @@ def batches_to_come(trainer: Any) -> float | None:
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 
+def steps_after_this_batch(trainer: Any) -> bool:
+    """Whether the optimizer steps after the batch that is being trained on: not where Lightning goes on to accumulate gradients.
+
+    `FitLoop._should_accumulate` (Lightning 2.6) is what its own loop asks; `ThroughputMonitor` does the same.
+    """
+    return not trainer.fit_loop._should_accumulate()
+
+
 def end_together_on_sigterm(trainer: Any) -> None:
     """Let SIGTERM to any rank end a fit before its next batch, on all ranks, whatever each of them is doing when it comes.
 

@@ -51,6 +51,7 @@ from lightning_3d.lightning_compat import (
     evaluation_place,
     keep_sample_order,
     run_after_closure,
+    steps_after_this_batch,
     subprocess_launcher,
 )
 from lightning_3d.mesh import Mesh
@@ -61,7 +62,7 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
-from lightning_3d.unsupported import explained_optimizers, refuse_accumulation, refuse_unsupported
+from lightning_3d.unsupported import explained_optimizers, refuse_unsupported
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
 
@@ -141,6 +142,7 @@ class Lightning3DStrategy(ParallelStrategy):
         self._failures: FailureReporter | None = None
         self._advised = False
         self._failed = False
+        self._batches_of_step = 0
 
     @property
     def zero_stage(self) -> int:
@@ -203,7 +205,7 @@ class Lightning3DStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.layout is not None
-        self._failed = False
+        self._failed, self._batches_of_step = False, 0
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
             end_together_on_sigterm(self.lightning_module.trainer)
@@ -255,19 +257,14 @@ class Lightning3DStrategy(ParallelStrategy):
         if earlier is not None and earlier.parts is self.model_parts:
             self.model_to_device()
             return
-        if earlier is None and Partition.is_lost(module):
-            raise ConfigError(
-                "configure_model built the model a second time, which would throw away its trained weights. Begin it with"
-                " `if self.model is not None: return`."
-            )
-        mesh = self._require_mesh()
+        Partition.require_kept(module)
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
             self.model_parts = self._take_over(earlier)
         else:
             self.model_parts = assemble(
                 module,
-                mesh,
+                self._require_mesh(),
                 schedule=self.schedule,
                 seed=self._seed if self._seed is not None else _global_seed(),
                 device=self.root_device,
@@ -275,7 +272,7 @@ class Lightning3DStrategy(ParallelStrategy):
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
-        self._connect(self.model_parts, mesh)
+        self._connect(self.model_parts, self._require_mesh())
         self.model_to_device()
 
     def _take_over(self, earlier: Partition) -> LocalModel:
@@ -358,15 +355,18 @@ class Lightning3DStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of all micro-batches and the reduction of their gradients."""
+        """Forward and backward of all micro-batches, and the reduction of gradients before an optimizer step."""
         batch, *rest = (*args, *kwargs.values())
         assert self._runner is not None and self._backend is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        refuse_accumulation(trainer)
         micro_batches = self._micro_batches(batch, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
         self._advise(len(micro_batches) - micro_batches.fillers)
-        self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, trainer.global_step)
-        self.last_step.grad_norm = self._backend.grad_norm()
+        place, ends = self._batches_of_step, steps_after_this_batch(trainer)
+        self._batches_of_step = 0 if ends else place + 1
+        step = trainer.global_step
+        self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, step, place=place, ends=ends)
+        if ends:
+            self.last_step.grad_norm = self._backend.grad_norm()
         return outputs
 
     @override

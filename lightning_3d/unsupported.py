@@ -24,16 +24,6 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
             "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
             " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
         )
-    refuse_accumulation(trainer)
-
-
-def refuse_accumulation(trainer: pl.Trainer) -> None:
-    """Refuse to accumulate over batches; a `GradientAccumulationScheduler` may ask for it from any epoch on."""
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is already cut into micro-batches. Use a"
-            f" {trainer.accumulate_grad_batches} times larger batch_size and set micro_batch_size."
-        )
 
 
 @contextmanager

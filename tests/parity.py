@@ -277,16 +277,21 @@ class Data(pl.LightningDataModule):
 
 
 class StepValues(pl.Callback):
-    """Keeps the strategy's loss and gradient norm of every step."""
+    """Keeps the strategy's loss, averaged over the batches that accumulate, and gradient norm of every optimizer step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self._batches: list[Any] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         step = trainer.strategy.last_step  # type: ignore[attr-defined]
-        self.losses.append(step.loss)
-        self.grad_norms.append(step.grad_norm)
+        self._batches.append(step)
+        if step.grad_norm is not None:
+            total = sum(batch.weight for batch in self._batches)
+            self.losses.append(sum(batch.loss * batch.weight for batch in self._batches) / total)
+            self.grad_norms.append(step.grad_norm)
+            self._batches = []
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:
@@ -307,12 +312,15 @@ def train_on_rank(recipe: Recipe, *, eager: bool = False, **strategy: Any) -> Pa
     return fit_on_rank(recipe, Rows(data(recipe)), Module(recipe, initial_model(recipe) if eager else None), **strategy)
 
 
-def fit_on_rank(recipe: Recipe, rows: Dataset, module: "Module", *, batches: bool = False, **strategy: Any) -> Part:
+def fit_on_rank(
+    recipe: Recipe, rows: Dataset, module: "Module", *, batches: bool = False, accumulate: int = 1, **strategy: Any
+) -> Part:
     """One pass over a data set, at most ``recipe.steps`` steps, with a Trainer like any user's.
 
     Args:
         rows: the data set; Lightning deals its samples to the data-parallel ranks.
         batches: its samples are whole batches of one rank already.
+        accumulate: into how many batches that of a step is divided.
         strategy: arguments of ``Lightning3DStrategy``.
     """
     from lightning_3d.strategy import Lightning3DStrategy
@@ -327,8 +335,9 @@ def fit_on_rank(recipe: Recipe, rows: Dataset, module: "Module", *, batches: boo
         max_steps=recipe.steps,
         max_epochs=1,
         gradient_clip_val=recipe.clip,
+        accumulate_grad_batches=accumulate,
         callbacks=[values],
     )
-    trainer.fit(module, datamodule=Data(rows, None if batches else recipe.global_batch // plan.layout.dp))
+    trainer.fit(module, datamodule=Data(rows, None if batches else recipe.global_batch // plan.layout.dp // accumulate))
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     return Part(values.losses, values.grad_norms, weights, dict(plan.specs))

@@ -267,12 +267,15 @@ class OwnBackward(Module):
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("backward", "overrides backward"), ("accumulates", "accumulate_grad_batches=2"), ("two", "several optimizers")],
+    [("backward", "overrides backward"), ("two", "several optimizers")],
 )
 def test_what_would_be_ignored_is_refused(kind: str, says: str) -> None:
-    """A scheduler of accumulation begins at an epoch of its own, long after the Trainer was looked at."""
     with pytest.raises(ConfigError, match=says):
         run_ranks(fit, 2, "dp2", kind)
+
+
+def test_accumulation_may_begin_at_a_later_epoch() -> None:
+    assert run_ranks(fit, 2, "dp2", "accumulates") == [3, 3]
 
 
 class TwoOptimizers(Module):

@@ -77,26 +77,40 @@ class StepRunner:
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
+        self._accumulated = 0.0
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[Any, Tensor]] = []
 
     def train(
-        self, micro_batches: MicroBatches, rest: tuple[Any, ...], backend: DataParallelBackend, step: int
+        self,
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        backend: DataParallelBackend,
+        step: int,
+        *,
+        place: int = 0,
+        ends: bool = True,
     ) -> tuple[StepResult, dict[str, Any]]:
-        """Forward, backward and reduction of one optimizer step; the gradients are those of the global batch's mean loss.
+        """Forward and backward of one batch, and after the last of an optimizer step the reduction; the gradients are those of the
+        mean loss over all its batches.
+
+        Args:
+            step: optimizer steps so far. place: of this batch among those of the step. ends: it is the last of them.
 
         Returns:
             The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
         """
-        with backend.gradient_scope():
-            self._begin(step)
+        with backend.gradient_scope(begins=place == 0, ends=ends):
+            self._begin(step, place)
             with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
             if self._check is not None:
                 self._check()
                 self._check = None
             loss, weight, checksum, extras = self._share()
-            backend.reduce(1.0 / weight if weight > 0 else 0.0)
+            self._accumulated = weight + (self._accumulated if place else 0.0)
+            if ends:
+                backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
         self._log.replay(checksum)
         outputs = self._merged(micro_batches) or {}
         if extras:
@@ -129,8 +143,8 @@ class StepRunner:
         outputs, weights = zip(*kept, strict=True)
         return merge_outputs(outputs, weights)
 
-    def _begin(self, step: int) -> None:
-        self._step = step
+    def _begin(self, step: int, place: int = 0) -> None:
+        self._step, self._place = step, place
         self._sums, self._outputs = [], []
         self._log.begin()
 
@@ -159,8 +173,9 @@ class StepRunner:
             )
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:
-        """Set the random state of a micro-batch, which no two data-parallel ranks share."""
-        self._random.begin(self._step, self._mesh.index("dp") * len(micro_batches) + index)
+        """Set the random state of a micro-batch, which no other of the step shares."""
+        batch = self._place * self._mesh.size("dp") + self._mesh.index("dp")
+        self._random.begin(self._step, batch * len(micro_batches) + index)
 
     def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
         """Keep what the last stage produced; return the loss times its weight, to be differentiated."""

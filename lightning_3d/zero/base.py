@@ -134,10 +134,14 @@ class DataParallelBackend(ABC):
         return optimizer
 
     @contextmanager
-    def gradient_scope(self) -> Iterator[None]:
-        """Holds forward and backward of one optimizer step. Begins without gradients and ends with reduced ones.
+    def gradient_scope(self, *, begins: bool = True, ends: bool = True) -> Iterator[None]:
+        """Holds forward and backward of one batch. An optimizer step has several where gradients accumulate over batches.
 
         When its body raises, nothing more is sent: other ranks would wait for it.
+
+        Args:
+            begins: it is the first of a step, before which there are no gradients.
+            ends: it is the last of a step, in which they are reduced.
         """
         for parameter in self._others:
             parameter.grad = None
@@ -146,10 +150,11 @@ class DataParallelBackend(ABC):
                     "A parameter that was frozen when the fit began requires gradients now. Unfreezing during a fit is not"
                     " supported: its gradient would not be reduced. Unfreeze before trainer.fit, in a second fit for example."
                 )
-        self._norm, self._reduced = None, False
-        self._begin_step()
+        if begins:
+            self._norm, self._reduced = None, False
+            self._begin_step()
         yield
-        if not self._reduced:
+        if ends and not self._reduced:
             raise RuntimeError(
                 "The gradients were not reduced inside their scope; call reduce() after the last backward."
             )
