@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 TOLERANCES = {"float32": (1e-5, 5e-5), "float64": (1e-10, 1e-10)}
 NOISE_FACTOR = 3
 QUIET = Noise(0.0, 0.0, 0.0)
-PRECISIONS = {"float32": "32-true", "float64": "64-true"}
+PRECISIONS = {"float32": "32-true", "float64": "64-true", "bfloat16": "bf16-true"}
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SCHEDULES = ("GPipe", "1F1B", *LOOPED_SCHEDULES, *V_SCHEDULES)
