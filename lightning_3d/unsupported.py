@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.errors import ConfigError
@@ -24,6 +25,13 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
             "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
             " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigError(
+                f"{type(callback).__name__} copies the module before it is cut for this layout, and would average other parameters than"
+                " those that are trained. Average the parameters of each rank in a callback of your own: they are all there with"
+                " zero_stage 0 to 2."
+            )
 
 
 @contextmanager
