@@ -6,7 +6,7 @@ all ranks must share (stages, process groups) need no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class LocalModel:
         assignment: all stages of the pipeline.
         parameters: of each of this rank's stages, by stage.
         state: shared by gates and engine.
+        lost: a fit failed when other ranks had the values of some parameters.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LocalModel:
     assignment: StageAssignment
     parameters: dict[int, list[nn.Parameter]]
     state: PipelineState
+    lost: bool = False
 
     @property
     def module_specs(self) -> dict[str, ShardSpec]:
@@ -59,17 +61,21 @@ class LocalModel:
     def blocks(self) -> list[nn.Module]:
         """The blocks that this rank has, in the order in which they are called: of the plan, else of all lists of modules."""
         if self.plan.layers:
-            lists = [self.module.get_submodule(self.plan.layers)]
-        else:
-            lists = [module for module in self.module.modules() if isinstance(module, nn.ModuleList)]
-        inner = {id(module) for blocks in lists for block in blocks.children() for module in block.modules()}
-        return [
-            block
-            for blocks in lists
-            if id(blocks) not in inner
-            for block in blocks.children()
-            if any(True for _ in block.parameters())
-        ]
+            return list(_called(self.module.get_submodule(self.plan.layers)))
+        lists = [module for module in self.module.modules() if isinstance(module, nn.ModuleList)]
+        blocks = [block for modules in lists for block in _called(modules)]
+        inner = {id(module) for block in blocks for module in list(block.modules())[1:]}
+        distinct = {id(block): block for block in blocks if id(block) not in inner}
+        return list(distinct.values())
+
+
+def _called(modules: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters in a list of modules that have a forward of their own; lists in it are looked into."""
+    for module in modules.children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(module)
+        elif any(True for _ in module.parameters()):
+            yield module
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,25 @@ class Partition:
 
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
+
+    def hand_over(self, layout: Layout, schedule: str) -> LocalModel:
+        """The parts, to another strategy.
+
+        Raises:
+            ConfigError: it has another layout or schedule, or the weights are lost.
+        """
+        if self.parts.lost:
+            raise ConfigError(
+                "A fit with zero_stage=3 of this module failed, and its weights were dealt to several ranks. Build the module anew and"
+                " load the last checkpoint with ckpt_path=, or go on with the same Trainer."
+            )
+        if not self.suits(layout, schedule):
+            raise ConfigError(
+                f"This module was partitioned for {self.mesh.layout} and {self.schedule} by an earlier Trainer and cannot be cut"
+                f" again for {layout} and {schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
+                " the module anew and load it with ckpt_path=."
+            )
+        return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
         """A copied module (weight averaging) talks to the same ranks."""

@@ -510,11 +510,15 @@ def batches_to_come(trainer: Any) -> float | None:
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 
-def steps_after_this_batch(trainer: Any) -> bool:
-    """Whether the optimizer steps after the batch that is being trained on: not where Lightning goes on to accumulate gradients.
+def autograd_is_running() -> bool:
+    """Whether this is called from inside a backward: `torch._C._current_graph_task_id` (torch 2.11 to 2.13) is not public."""
+    import torch
 
-    `FitLoop._should_accumulate` (Lightning 2.6) is what its own loop asks; `ThroughputMonitor` does the same.
-    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def steps_after_this_batch(trainer: Any) -> bool:
+    """Whether the optimizer steps after this batch, as Lightning's loop asks itself (`FitLoop._should_accumulate`, 2.6)."""
     return not trainer.fit_loop._should_accumulate()
 
 

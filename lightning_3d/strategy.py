@@ -260,7 +260,7 @@ class Lightning3DStrategy(ParallelStrategy):
         Partition.require_kept(module)
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
-            self.model_parts = self._take_over(earlier)
+            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule)
         else:
             self.model_parts = assemble(
                 module,
@@ -274,17 +274,6 @@ class Lightning3DStrategy(ParallelStrategy):
             )
         self._connect(self.model_parts, self._require_mesh())
         self.model_to_device()
-
-    def _take_over(self, earlier: Partition) -> LocalModel:
-        """Go on with a module that another strategy has partitioned."""
-        layout = self._require_mesh().layout
-        if not earlier.suits(layout, self.schedule):
-            raise ConfigError(
-                f"This module was partitioned for {earlier.mesh.layout} and {earlier.schedule} by an earlier Trainer and cannot be cut"
-                f" again for {layout} and {self.schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
-                " the module anew and load it with ckpt_path=."
-            )
-        return earlier.parts
 
     def _connect(self, parts: LocalModel, mesh: Mesh) -> None:
         """Put backend, engine and step runner around the local model."""
@@ -573,6 +562,8 @@ class Lightning3DStrategy(ParallelStrategy):
         if self._backend is not None:
             if not self._failed:
                 self._backend.make_whole()
+            elif self.model_parts is not None:
+                self.model_parts.lost = self._backend.abandon()
             self._backend.teardown()
         module = self.lightning_module
         if module is not None and "optimizer_zero_grad" in module.__dict__:

@@ -407,7 +407,7 @@ def test_what_a_step_sends(mode: str, buckets: int) -> None:
             assert sent["step"] == parameters
             # The norm is one number: all data-parallel ranks know it at stage 0.
             assert sent["norm"] == Counter({("all_reduce", 1): 1} if options.stage else {})
-            counts = Counter({("all_reduce", TENSORS): 1})
+            counts = Counter({("all_reduce", TENSORS * (2 if options.reduce == "micro_batch" else 1)): 1})
             if options.reduce == "micro_batch":
                 function = "reduce" if options.reduce_scatter else "all_reduce"
                 numel = sum(calls * size for (_, size), calls in sent["backward"].items())

@@ -73,28 +73,39 @@ class LocalState:
                 data-parallel ranks (running means), so those of the first are taken.
         """
         slices = {}
-        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
-        dealt = self._owner.weight_shards() if self._owner is not None else []
-        for held in dealt:
-            canonical, spec = self._parameters[held.name]
-            if not offered or spec.counts_in_norm(tp, pp):
-                [value] = held.values.values()
-                assert isinstance(value, Tensor) and held.start is not None
-                slices[MODEL + canonical] = flat_range(value, held.start, spec)
-        known = {self._parameters[held.name][0] for held in dealt}
+        dealt = self._dealt(state)
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 warnings.warn(
                     f"'{name}' in the module's state is no tensor, so it is not in checkpoints.", stacklevel=2
                 )
-            elif name in self._parameters and self._parameters[name][0] in known:
-                continue
+            elif name in dealt:
+                canonical, spec = self._parameters[name]
+                value, start = dealt[name]
+                if not offered or spec.counts_in_norm(self._mesh.index("tp"), self._mesh.index("pp")):
+                    slices[MODEL + canonical] = flat_range(value, start, spec)
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
                 slices[MODEL + canonical] = shard(tensor, spec)
             elif not offered or self._mesh.index("dp") == 0:
                 slices[MODEL + name] = whole(tensor)
         return slices
+
+    def _dealt(self, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
+        """By name in a state dict: this rank's elements, and the first of them, of parameters whose values the module has not.
+
+        What a user's hook has put in their place is in the state dict itself.
+        """
+        found = {}
+        held = {shard.name: shard for shard in (self._owner.weight_shards() if self._owner is not None else [])}
+        first = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            part, given = held.get(first[id(parameter)]), state.get(name)
+            if part is not None and isinstance(given, Tensor) and given.data_ptr() == parameter.data_ptr():
+                [value] = part.values.values()
+                assert isinstance(value, Tensor) and part.start is not None
+                found[name] = (value, part.start)
+        return found
 
     def optimizer(self, shards: Iterable[OptimizerShard], *, offered: bool) -> tuple[dict[str, Slices], set[str]]:
         """Slices of optimizer state, by their names in the checkpoint, and the keys of states that are plain numbers.

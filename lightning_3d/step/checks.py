@@ -27,8 +27,8 @@ def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> Non
     if most != fewest:
         raise DataError(
             f"Data-parallel ranks have different numbers of batches: {fewest:g} to {most:g}. Let Lightning inject its"
-            " DistributedSampler, give your sampler trainer.strategy.distributed_sampler_kwargs, or set limit_train_batches or"
-            f" limit_val_batches to {fewest:g}."
+            " DistributedSampler, give your sampler trainer.strategy.distributed_sampler_kwargs, or set limit_train_batches,"
+            f" limit_val_batches or limit_predict_batches to {fewest:g}."
         )
 
 

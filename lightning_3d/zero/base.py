@@ -79,6 +79,7 @@ class DataParallelBackend(ABC):
         self._precision = precision
         self._stages: Sequence[Sequence[nn.Parameter]] = ()
         self._trained: list[Trained] = []
+        self._versions: list[int] = []
         self._ended: list[OptimizerShard] | None = None
         self._others: list[nn.Parameter] = []
         self._frozen: set[int] = set()
@@ -111,6 +112,14 @@ class DataParallelBackend(ABC):
     def make_whole(self) -> None:  # noqa: B027
         """Undo `shard`: every parameter has its value again, on the CPU. Collective."""
 
+    def abandon(self) -> bool:
+        """After a failure, in the place of `make_whole`: leave the modules alone. Local.
+
+        Returns:
+            Whether parameters stay without values, because other ranks have them.
+        """
+        return False
+
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Take over the gradients of `module`, this rank's part of the model, and the step of `optimizer`. Called once.
 
@@ -131,6 +140,7 @@ class DataParallelBackend(ABC):
         self._sums = GradientSums(entry.parameter for entry in self._trained)
         self._partial = PartialSums(self._mesh, [(entry.parameter, entry.spec) for entry in self._trained])
         self._install(optimizer)
+        self._remember()
         return optimizer
 
     @contextmanager
@@ -233,7 +243,7 @@ class DataParallelBackend(ABC):
             self._ended = [shard.to_host() for shard in self._shards()]
         self._sums.clear()
         self._release()
-        self._trained, self._others, self._stages, self._given_stages = [], [], (), None
+        self._trained, self._versions, self._others, self._stages = [], [], [], ()
         self._sums, self._partial = GradientSums(()), PartialSums(self._mesh, ())
 
     @property
@@ -270,6 +280,17 @@ class DataParallelBackend(ABC):
     def _begin_step(self) -> None:
         """Forget all gradients."""
         self._sums.clear()
+
+    def _remember(self) -> None:
+        """Take note that the parameters are what the optimizer made them."""
+        self._versions = [entry.parameter._version for entry in self._trained]
+
+    def _changed(self) -> set[int]:
+        """Ids of the parameters that something else has written to since."""
+        pairs = zip(self._trained, self._versions, strict=True)
+        changed = {id(entry.parameter) for entry, version in pairs if entry.parameter._version != version}
+        self._remember()
+        return changed
 
     @abstractmethod
     def _shards(self) -> list[OptimizerShard]:

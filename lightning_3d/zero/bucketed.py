@@ -45,6 +45,14 @@ class BucketedBackend(DataParallelBackend):
                     FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone())
                 )
 
+    @torch.no_grad()
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        changed = self._changed() if self._masters else set()  # by a callback that clips weights, for example
+        for parameter, master in self._masters.items():
+            if id(parameter) in changed:
+                master.copy_(parameter)
+
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         if self._data_ranks > 1:
             for flat in self._flats:
@@ -69,11 +77,13 @@ class BucketedBackend(DataParallelBackend):
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.copy_(master)
+        self._remember()
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
         for parameter, master in self._masters.items():
             master.copy_(parameter)
+        self._remember()
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         assert self._optimizer is not None

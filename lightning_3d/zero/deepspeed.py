@@ -168,6 +168,11 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def _begin_step(self) -> None:
         super()._begin_step()
+        changed = self._changed()  # by a callback that clips weights, for example
+        for partition in self._partitions if changed else ():
+            for slot in partition.owned_slots:
+                if id(slot.parameter) in changed:
+                    partition.refresh_master(slot)
         if self._eager is not None:
             self._eager.begin([partition.new_gradient() for partition in self._partitions])
 
@@ -186,7 +191,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         self._untouched = []
         if self._eager is not None:
-            self._untouched = self._eager.finish(scale)
+            self._untouched = self._eager.finish(scale, self._take_sum)
         if self._flat is None:
             return
         if self._eager is None and self._reduce_scatters:
@@ -197,6 +202,11 @@ class DeepSpeedBackend(DataParallelBackend):
         else:
             self._all_reduce(self._flat, scale)
         self._untouched = [*self._untouched, *self._flat.nowhere]
+
+    def _take_sum(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = self._sums[parameter]
+        self._sums[parameter] = None
+        return gradient
 
     def _all_reduce(self, layout: FlatGradients, scale: float | Tensor) -> None:
         flat = layout.all_reduce(self._sums, self._group, scale)
@@ -235,6 +245,7 @@ class DeepSpeedBackend(DataParallelBackend):
         for partition in self._partitions:
             partition.gradient = None
         self._sums.clear()
+        self._remember()
 
     @contextmanager
     def _kept(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -253,6 +264,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def refresh_master_weights(self) -> None:
         for partition in self._partitions:
             partition.group.master.copy_(partition.group.owned)
+        self._remember()
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         assert self._optimizer is not None
@@ -336,6 +348,11 @@ class Partition:
     def owned_part(self, flat: Tensor) -> Tensor:
         """This rank's part of the flat buffer of all gradients."""
         return flat[self.base + self._start : self.base + self._stop]
+
+    @torch.no_grad()
+    def refresh_master(self, slot: Slot) -> None:
+        """Take over one piece of what is in the parameters."""
+        self.group.master[slot.start : slot.stop] = self.group.owned[slot.start : slot.stop]
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
         """Master weights and optimizer state of one piece."""

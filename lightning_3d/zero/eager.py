@@ -27,6 +27,10 @@ class Share:
         return max(self.start, start), min(self.stop, stop)
 
 
+def _no_rest(parameter: nn.Parameter) -> Tensor | None:
+    return None
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Neighbouring slots that travel together, and which of their gradients of this micro-batch are still to come."""
@@ -63,7 +67,7 @@ class EagerReduction:
         bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
         alone: parameters in a bucket of their own (see `FlatGradients`).
         to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
-        at_once: listen to autograd; otherwise everything is sent by `flush`.
+        at_once: listen to autograd; otherwise buckets are sent by `finished` and `flush`.
     """
 
     _IN_FLIGHT = 2
@@ -139,6 +143,13 @@ class EagerReduction:
             self._send(queue.popleft())
 
     @torch.no_grad()
+    def finished(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward of a micro-batch is through with these parameters, on all ranks of the group at the same point."""
+        for parameter in parameters:
+            if id(parameter) in self._place:
+                self._arrived(parameter)
+
+    @torch.no_grad()
     def flush(self, parameters: Iterable[nn.Parameter]) -> None:
         """The backward of a micro-batch through the stages of `parameters` is over: send what is left of them."""
         for stage in sorted({self._place[id(p)][0] for p in parameters if id(p) in self._place}):
@@ -179,21 +190,41 @@ class EagerReduction:
             if start < stop:
                 total[start - share.start : stop - share.start] += buffer[start - bucket.start : stop - bucket.start]
 
-    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+    def finish(
+        self, scale: float | Tensor, rest_of: Callable[[nn.Parameter], Tensor | None] = _no_rest
+    ) -> list[nn.Parameter]:
         """Wait for what is on its way and multiply the sums by `scale`. One small all-reduce.
+
+        Args:
+            rest_of: a parameter -> gradient that came after its bucket was sent, which is removed: a parameter that is used in several
+                segments of a reentrant checkpoint gets several in one backward.
 
         Returns:
             The parameters that no rank had a gradient for.
         """
         while self._pending:
             self._receive()
-        counts = torch.tensor([float(id(parameter) in self._seen) for parameter in self._parameters], device=self._device)
+        rest = {id(p): gradient for p in self._parameters if (gradient := rest_of(p)) is not None}
+        known = [float(id(p) in self._seen) for p in self._parameters] + [float(id(p) in rest) for p in self._parameters]
+        counts = torch.tensor(known, device=self._device)
         dist.all_reduce(counts, group=self._group)
-        absent = [parameter for parameter, count in zip(self._parameters, counts.tolist(), strict=True) if count == 0]
+        seen, late = counts.view(2, -1).tolist()
+        for parameter, count in zip(self._parameters, late, strict=True):
+            if count > 0:
+                self._add_late(parameter, rest.get(id(parameter)))
+        absent = [p for p, early, more in zip(self._parameters, seen, late, strict=True) if early == more == 0]
         for total in self._sums:
             total.mul_(scale)
         self._active, self._sums, self._take = False, [], _take_grad
         return absent
+
+    def _add_late(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        slot = self._place[id(parameter)][2]
+        buffer = torch.zeros(slot.stop - slot.start, dtype=self._dtype, device=self._device)
+        if gradient is not None:
+            buffer.copy_(gradient.detach().reshape(-1))
+        self._pending.append((_Bucket([slot]), buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)]))
+        self._receive()
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         """What this rank keeps of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""

@@ -35,10 +35,13 @@ class ShardedBackend(DeepSpeedBackend):
     def shard(
         self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
-        if self._units is None:
+        if self._units is not None:  # an earlier fit failed
+            self._units.open()
+        else:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._units = ParameterUnits(
-                module, blocks, self._group, device, whole=self._zero.gather == STEP, is_active=is_active
+                module, blocks, self._group, device, whole=self._zero.gather == STEP, is_active=is_active,
+                finished=self._block_finished,
             )
 
     @contextmanager
@@ -63,6 +66,15 @@ class ShardedBackend(DeepSpeedBackend):
         if self._units is not None:
             self._units.restore()
             self._units = None
+
+    def abandon(self) -> bool:
+        if self._units is None:
+            return False
+        if dist.get_world_size(self._group) == 1:
+            self.make_whole()
+            return False
+        self._units.close()
+        return True
 
     def _install(self, optimizer: Optimizer) -> None:
         assert self._units is not None, "shard() comes first"
@@ -97,7 +109,13 @@ class ShardedBackend(DeepSpeedBackend):
             for slot, first, last in unit.owned(rank)
             if id(slot.parameter) in places
         ]
-        self._eager = self._reduce_eagerly(slots, shares, at_once=self._zero.reduce == MICRO_BATCH)
+        # Where blocks are gathered in the backward too, both kinds of messages need one order on all ranks, whatever gradients they
+        # have: those of a block are sent when the next one is gathered.
+        at_once = self._zero.reduce == MICRO_BATCH and self._zero.gather == STEP
+        if not at_once:  # what no block has is sent last
+            beside = {id(parameter) for parameter in self._units.beside}
+            self._stages = [sorted(stage, key=lambda parameter: id(parameter) not in beside) for stage in self._stages]
+        self._eager = self._reduce_eagerly(slots, shares, at_once=at_once)
         self._flat = self._rest(slot.parameter for slot in slots)
 
     def _begin_step(self) -> None:
@@ -107,11 +125,6 @@ class ShardedBackend(DeepSpeedBackend):
         if self._eager is not None:
             take = None if self._zero.reduce == MICRO_BATCH else self._take_sum
             self._eager.begin([self._target(parameter) for parameter in self._pieces], take)
-
-    def _take_sum(self, parameter: nn.Parameter) -> Tensor | None:
-        gradient = self._sums[parameter]
-        self._sums[parameter] = None
-        return gradient
 
     def _target(self, parameter: nn.Parameter) -> Tensor:
         """Where the gradient of this rank's piece of a parameter is summed."""
@@ -127,6 +140,10 @@ class ShardedBackend(DeepSpeedBackend):
         if self._units is not None:
             self._units.after_backward()
 
+    def _block_finished(self, parameters: list[nn.Parameter]) -> None:
+        if self._eager is not None and self._zero.reduce == MICRO_BATCH:
+            self._eager.finished(parameters)
+
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self._sums[parameter] if self._zero.reduce == STEP else super().local_gradient(parameter)
 
@@ -135,7 +152,7 @@ class ShardedBackend(DeepSpeedBackend):
         if self._eager is not None:
             if self._zero.reduce == STEP:
                 self._eager.flush([entry.parameter for entry in self._trained])
-            absent += self._eager.finish(scale)
+            absent += self._eager.finish(scale, self._take_sum)
         if self._flat is not None:
             self._add_rest(self._flat, self._flat.all_reduce(self._sums, self._group, scale))
             absent += self._flat.nowhere

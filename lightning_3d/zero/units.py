@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.lightning_compat import autograd_is_running
 from lightning_3d.zero.collectives import all_gather_flat
 from lightning_3d.zero.gradients import Slot, end_to_end
 
@@ -89,7 +92,17 @@ class Unit:
         self.gathered = self.in_backward = False
         for slot, blank in zip(self.slots, self._blanks, strict=True):
             slot.parameter.data = blank
+        self._versions = [slot.parameter._version for slot in self.slots]
         self._flat.untyped_storage().resize_(0)
+
+    def require_untouched(self) -> None:
+        """Refuse values that were written into a parameter while it was not there."""
+        for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
+            if slot.parameter._version != version or slot.parameter.data_ptr() != blank.data_ptr():
+                raise ConfigError(
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 it is not"
+                    " there then, and the values would be lost. Use zero_stage=2, or write before the fit begins."
+                )
 
     def restore(self) -> None:
         """Give every parameter its whole value in memory of its own on the CPU. Collective."""
@@ -110,6 +123,7 @@ class ParameterUnits:
         module: the user's module; its parameters are cut here.
         blocks: modules in the order in which they are called.
         is_active: whether a call of a block will run it (another pipeline stage's turn passes it by).
+        finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
     """
 
     def __init__(
@@ -121,38 +135,80 @@ class ParameterUnits:
         *,
         whole: bool,
         is_active: Callable[[nn.Module], bool],
+        finished: Callable[[list[nn.Parameter]], None],
     ) -> None:
         self._whole = whole
+        self._group, self._device = group, device
         self._is_active = is_active
+        self._finished = finished
         self._in_use = False
-        uses = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+        self._order = 0
+        uses = _users(module, blocks)
         inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
         known = {id(parameter) for parameters in inside for parameter in parameters}
         beside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
         self._beside = _units(beside, group, device)
         self._blocks = [(block, _units(parameters, group, device)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
-        self._hooks = [
-            hook
-            for block, _ in self._blocks
-            for hook in (
-                block.register_forward_pre_hook(self._before_forward, prepend=True),
-                block.register_forward_hook(self._after_forward),
-            )
-        ]
+        self._hooks: list[Any] = []
+        self.open()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterUnits:
+        """A copied module has hooks that belong to the original's blocks and leave its own alone."""
+        return self
+
+    def open(self) -> None:
+        """Follow the calls of the blocks."""
+        for block, _ in self._blocks if not self._hooks else ():
+            self._hooks.append(block.register_forward_pre_hook(self._before_forward, prepend=True))
+            self._hooks.append(block.register_forward_hook(self._after_forward))
 
     @property
     def all(self) -> list[Unit]:
         return [*self._beside, *(unit for _, units in self._blocks for unit in units)]
 
+    @property
+    def beside(self) -> list[nn.Parameter]:
+        """The parameters that are in no block."""
+        return [slot.parameter for unit in self._beside for slot in unit.slots]
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Holds the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`."""
+        """Holds the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`.
+
+        Raises:
+            ConfigError: a block's parameters were used outside of it. DataError: ranks called different blocks.
+        """
         self.free()
-        self._in_use = True
+        for unit in self.all:
+            unit.require_untouched()
+        self._in_use, self._order = True, 0
         _gather(self.all if self._whole else self._beside)
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise ConfigError(
+                "Something used a block's parameters outside of the block's forward, or computed a gradient through a block in another"
+                " order than its forward. zero_gather=micro_batch has freed them then. Use zero_gather=step."
+            ) from error
+        finally:
+            self._in_use = False
         self.free()
+        self._require_same_order()
+
+    def _require_same_order(self) -> None:
+        """Refuse ranks that gathered different blocks: each would have computed with another's parameters."""
+        if self._whole or dist.get_world_size(self._group) == 1:
+            return
+        extremes = torch.tensor([self._order, -self._order], dtype=torch.int64, device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        if extremes[0] != -extremes[1]:
+            raise DataError(
+                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they gather"
+                " the parameters of each block together. Use zero_gather=step."
+            )
 
     def free(self) -> None:
         """Free whatever is gathered."""
@@ -180,19 +236,25 @@ class ParameterUnits:
         self._hooks = []
 
     def _before_forward(self, block: nn.Module, args: Any) -> None:
-        if not self._in_use or self._whole or not self._is_active(block):
-            return
-        place = self._place[id(block)]
-        if not any(unit.in_backward for unit in self._blocks[place][1]):  # else activations are computed a second time
+        place = self._runs(block)
+        if place is not None and not self._is_recomputing(place):
             self._gather(place, 1)
 
+    def _runs(self, block: nn.Module) -> int | None:
+        """The place of a block that is called and has its parameters gathered for it."""
+        if not self._in_use or self._whole or id(block) not in self._place or not self._is_active(block):
+            return None
+        return self._place[id(block)]
+
+    def _is_recomputing(self, place: int) -> bool:
+        """Whether a block runs again inside its own backward, which needs its parameters afterwards."""
+        return autograd_is_running() and any(unit.in_backward for unit in self._blocks[place][1])
+
     def _after_forward(self, block: nn.Module, args: Any, output: Any) -> None:
-        if not self._in_use or self._whole or not self._is_active(block):
+        place = self._runs(block)
+        if place is None or self._is_recomputing(place):
             return
-        place = self._place[id(block)]
         units = self._blocks[place][1]
-        if any(unit.in_backward for unit in units):
-            return
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -208,14 +270,16 @@ class ParameterUnits:
         if any(unit.in_backward for unit in units):
             return  # another tensor of the same output
         for _, others in self._blocks:
-            for unit in others:
-                if unit.in_backward:
+            if any(unit.in_backward for unit in others):
+                for unit in others:
                     unit.free()
+                self._finished([slot.parameter for unit in others for slot in unit.slots])
         self._gather(place, -1)
         for unit in units:
             unit.in_backward = True
 
     def _gather(self, place: int, direction: int) -> None:
+        self._order = (self._order * 1_000_003 + place * 2 + (direction > 0) + 1) % 2**61
         _gather(self._blocks[place][1])
         following = place + direction
         if 0 <= following < len(self._blocks) and self._is_active(self._blocks[following][0]):
@@ -236,9 +300,23 @@ def _units(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device:
     return [Unit([p for p in parameters if p.dtype == dtype], group, device) for dtype in types]
 
 
+def _users(module: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
+    """By parameter: how many modules have it, the inside of a block as one."""
+    inside = {id(inner): index for index, block in enumerate(blocks) for inner in block.modules()}
+    found = {
+        (id(parameter), inside.get(id(owner), -1 - number))
+        for number, owner in enumerate(module.modules())
+        for parameter in owner.parameters(recurse=False)
+    }
+    return Counter(parameter for parameter, _ in found)
+
+
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
+    elif is_dataclass(output) and not isinstance(output, (type, dict)):
+        for field in fields(output):
+            yield from _tensors(getattr(output, field.name))
     elif isinstance(output, dict):
         for value in output.values():
             yield from _tensors(value)
