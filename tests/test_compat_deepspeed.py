@@ -20,6 +20,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.lightning_compat import (
     _gloo_threads_sleep,
     _settle_gloo,
+    autograd_is_running,
     deepspeed_engine,
     deepspeed_groups,
     import_deepspeed,
@@ -28,7 +29,7 @@ from lightning_3d.lightning_compat import (
     settle_gloo_at_exit,
 )
 from lightning_3d.mesh import Mesh
-from lightning_3d.zero.deepspeed import _config, _Groups
+from lightning_3d.zero.deepspeed import Groups, _config
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ def engine_of_two_groups(dtype: torch.dtype = torch.float32) -> tuple[Any, nn.Mo
     module = nn.Linear(3, 5, dtype=dtype)  # 15 and 5 elements: neither is divisible by two ranks
     optimizer = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=1.0)
     mesh = Mesh(Layout.parse("dp2"))
-    return deepspeed_engine(module, optimizer, _Groups(mesh), _config(dtype), CPU), module, optimizer
+    return deepspeed_engine(module, optimizer, Groups(mesh), _config(dtype), CPU), module, optimizer
 
 
 def importing() -> None:
@@ -169,3 +170,13 @@ def test_settling_gives_the_interpreters_lock_away() -> None:
     finally:
         sys.setswitchinterval(interval)
     waiting.join()
+
+
+def test_autograd_tells_whether_it_runs() -> None:
+    seen = []
+    value = torch.ones(1, requires_grad=True)
+    doubled = value * 2
+    doubled.register_hook(lambda gradient: seen.append(autograd_is_running()))
+    assert not autograd_is_running()
+    doubled.backward()
+    assert seen == [True] and not autograd_is_running()
