@@ -11,9 +11,9 @@ from reference import Recipe, Run, cut, data, initial_model, one_thread, split, 
 from torch import nn
 
 RECIPE = Recipe(dtype="bfloat16", steps=50)
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("dp4", {}),
-    ("tp2_pp2_dp2", {"zero_stage": 1}),
+LAYOUTS = [
+    pytest.param("dp4", {}, marks=pytest.mark.full),
+    pytest.param("tp2_pp2_dp2", {"zero_stage": 1}, marks=pytest.mark.full),
     ("pp2_dp2", {"zero_stage": 2, "zero_reduce": "micro_batch", "schedule": "ZBVZeroBubble"}),
     ("tp2_dp2", {"zero_stage": 3}),
 ]

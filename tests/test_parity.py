@@ -150,4 +150,6 @@ def append_result(measured: parity.Measured) -> None:
 
 def _measured(fields: dict) -> parity.Measured:
     noises = {name: Noise(**fields[name]) for name in ("error", "limits", "noise")}
-    return parity.Measured(cell=Cell(**fields["cell"]), drift=fields["drift"], seconds=fields["seconds"], **noises)
+    options = tuple((key, value) for key, value in fields["cell"].pop("options"))
+    cell = Cell(**fields["cell"], options=options)
+    return parity.Measured(cell=cell, drift=fields["drift"], seconds=fields["seconds"], **noises)

@@ -48,7 +48,10 @@ MODES = {
     "3 to owners": ZeroOptions(3, "step", "step", reduce_scatter=True),
     "3 eager": ZeroOptions(3, "micro_batch", "step"),
 }
-SHARDED = list(MODES)[1:]
+COMMON = ("0", "1", "2 eager", "3 eager")  # the others run in the long sweeps
+ALL = [mode if mode in COMMON else pytest.param(mode, marks=pytest.mark.full) for mode in MODES]
+every_mode = pytest.mark.parametrize("mode", ALL)
+below_3 = pytest.mark.parametrize("mode", [mode for mode, options in MODES.items() if options.stage < 3])
 
 
 @dataclass(frozen=True)
@@ -321,13 +324,13 @@ def test_stage_0_in_single_precision(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", SHARDED)
+@pytest.mark.parametrize("mode", ALL[1:])
 def test_sharded_in_single_precision(layout: str, mode: str) -> None:
     check(Run(layout, mode=mode), weights=5e-5, norm=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["tp1", "dp4", "tp2_dp2", "pp2_dp2"])
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
     """Against float32 masters and sums in one process; bf16 weights alone would lose most of these updates."""
     run = Run(layout, mode=mode, precision="bf16", steps=20)
@@ -343,7 +346,7 @@ def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
     assert equal >= 0.995 * total  # a sum in another order may round a weight to its neighbour
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize(
     "change",
     [
@@ -396,7 +399,7 @@ LAYER, TENSORS = 16 * 16 + 16, 16  # elements of each of 8 layers; tensors in al
 
 
 @pytest.mark.parametrize("buckets", [1, 8])
-@pytest.mark.parametrize("mode", MODES)
+@below_3
 def test_what_a_step_sends(mode: str, buckets: int) -> None:
     """With reduce=step as much for 16 micro-batches as for one; with micro_batch every bucket in each."""
     options = MODES[mode]
@@ -448,7 +451,7 @@ def interrupted(mode: str) -> int:
     return len(calls.calls)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@below_3
 def test_an_error_inside_the_scope_sends_nothing(mode: str) -> None:
     assert run_ranks(interrupted, 2, mode) == [0, 0]
 
@@ -479,7 +482,7 @@ def several_fits(mode: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("mode", MODES)
+@below_3
 def test_several_fits_in_one_process(mode: str) -> None:
     for values in run_ranks(several_fits, 2, mode):
         assert values == [-0.5, -0.5, 0.5, 0.5, 1.5, 1.5]
