@@ -97,6 +97,7 @@ def calls(kind: str, accumulate: int) -> list[str]:
 def test_hooks_are_called_as_under_ddp(accumulate: int) -> None:
     [expected, _] = run_ranks(calls, 2, "ddp", accumulate)
     assert len(expected) > 200
+    assert {"module.on_before_optimizer_step", "module.optimizer_step", "callback.on_after_backward "} <= set(expected)
     for found in run_ranks(calls, 2, "dp2", accumulate):
         assert found == expected
 

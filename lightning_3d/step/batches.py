@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_3d.containers import tensors_of
 from lightning_3d.errors import DataError
 from lightning_3d.schedules import ScheduleInfo
 
@@ -120,21 +121,6 @@ def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
     first = batch_index * loader.batch_size
     places = (first + row for row in range(rows))
     return sum(place * sampler.num_replicas + sampler.rank >= samples for place in places)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors of a nested container, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 def _rows(batch: Any, split_batch: SplitBatch | None) -> int:

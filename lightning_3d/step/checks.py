@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_3d.containers import tensors_of
 from lightning_3d.errors import DataError
 from lightning_3d.mesh import Mesh
-from lightning_3d.step.batches import tensors_of
 
 ALWAYS = 3
 EVERY = 64

@@ -27,10 +27,6 @@ class Share:
         return max(self.start, start), min(self.stop, stop)
 
 
-def _no_rest(parameter: nn.Parameter) -> Tensor | None:
-    return None
-
-
 @dataclass(eq=False)
 class _Bucket:
     """Neighbouring slots that travel together, and which of their gradients of this micro-batch are still to come."""
@@ -38,6 +34,7 @@ class _Bucket:
     slots: list[Slot]
     missing: set[int] = field(default_factory=set)
     pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: who keeps what
+    own: list[tuple[int, int, int]] = field(default_factory=list)  # index of a share of this rank, start, stop
 
     @property
     def start(self) -> int:
@@ -95,6 +92,7 @@ class EagerReduction:
         self._buckets = [_in_backward_order(slots, limit, apart) for slots in stages]
         for bucket in (bucket for buckets in self._buckets for bucket in buckets):
             bucket.pieces = _pieces(bucket, shares)
+            bucket.own = self._overlaps(bucket.start, bucket.stop)
         self._place = {
             id(slot.parameter): (stage, bucket, slot)
             for stage, buckets in enumerate(self._buckets)
@@ -185,14 +183,16 @@ class EagerReduction:
         bucket, buffer, works = self._pending.popleft()
         for work in works:
             work.wait()
-        for share, total in zip(self._own, self._sums, strict=True):
-            start, stop = share.overlap(bucket.start, bucket.stop)
-            if start < stop:
-                total[start - share.start : stop - share.start] += buffer[start - bucket.start : stop - bucket.start]
+        for index, start, stop in bucket.own:
+            first = self._own[index].start
+            self._sums[index][start - first : stop - first] += buffer[start - bucket.start : stop - bucket.start]
 
-    def finish(
-        self, scale: float | Tensor, rest_of: Callable[[nn.Parameter], Tensor | None] = _no_rest
-    ) -> list[nn.Parameter]:
+    def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(index of a share of this rank, start, stop) of what it keeps of [start, stop)."""
+        found = [(index, *share.overlap(start, stop)) for index, share in enumerate(self._own)]
+        return [(index, first, last) for index, first, last in found if first < last]
+
+    def finish(self, scale: float | Tensor, rest_of: Callable[[nn.Parameter], Tensor | None]) -> list[nn.Parameter]:
         """Wait for what is on its way and multiply the sums by `scale`. One small all-reduce.
 
         Args:
@@ -223,7 +223,8 @@ class EagerReduction:
         buffer = torch.zeros(slot.stop - slot.start, dtype=self._dtype, device=self._device)
         if gradient is not None:
             buffer.copy_(gradient.detach().reshape(-1))
-        self._pending.append((_Bucket([slot]), buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)]))
+        bucket = _Bucket([slot], own=self._overlaps(slot.start, slot.stop))
+        self._pending.append((bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)]))
         self._receive()
 
     def local(self, parameter: nn.Parameter) -> Tensor:
@@ -232,10 +233,8 @@ class EagerReduction:
             self._receive()
         slot = self._place[id(parameter)][2]
         pieces = [
-            total[start - share.start : stop - share.start]
-            for share, total in zip(self._own, self._sums, strict=True)
-            for start, stop in [share.overlap(slot.start, slot.stop)]
-            if start < stop
+            self._sums[index][start - self._own[index].start : stop - self._own[index].start]
+            for index, start, stop in self._overlaps(slot.start, slot.stop)
         ]
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self._dtype, device=self._device)
 

@@ -40,7 +40,12 @@ class ShardedBackend(DeepSpeedBackend):
         else:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._units = ParameterUnits(
-                module, blocks, self._group, device, whole=self._zero.gather == STEP, is_active=is_active,
+                module,
+                blocks,
+                self._group,
+                device,
+                whole=self._zero.gather == STEP,
+                is_active=is_active,
                 finished=self._block_finished,
             )
 

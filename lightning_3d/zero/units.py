@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_3d.containers import tensors_of
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.lightning_compat import autograd_is_running
 from lightning_3d.zero.collectives import all_gather_flat
@@ -256,7 +256,7 @@ class ParameterUnits:
             return
         units = self._blocks[place][1]
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._before_backward(place))
         for unit in units:
@@ -309,17 +309,3 @@ def _users(module: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
         for parameter in owner.parameters(recurse=False)
     }
     return Counter(parameter for parameter, _ in found)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif is_dataclass(output) and not isinstance(output, (type, dict)):
-        for field in fields(output):
-            yield from _tensors(getattr(output, field.name))
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
