@@ -12,13 +12,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lightning_3d.block_options import BlockOptions
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.launch import OutsideRank
@@ -56,6 +57,12 @@ class ParallelismConfig:
     zero_reduce: str | None = None
     zero_gather: str | None = None
     zero_reduce_scatter: bool | None = None
+    zero_offload: str = "none"
+    recompute: str = "none"
+    recompute_every: int = 1
+    recompute_keep: list[str] | None = None
+    offload_activations: bool = False
+    compile: bool = False
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 
@@ -128,6 +135,7 @@ class RunPlan:
     layout: Layout
     schedule: str
     zero: ZeroOptions
+    blocks: BlockOptions
     micro_batch_size: int
     micro_batches: int
     accelerator: str
@@ -160,6 +168,7 @@ class RunPlan:
             self.schedule,
             self.zero.describe(),
         ]
+        words += [self.blocks.describe()] if self.blocks.changes_blocks else []
         return ", ".join([*words, self.precision, micro])
 
 
@@ -180,8 +189,10 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     )
     if outside is not None:
         layout.require_world_size(outside.world_size)
-    asked = (parallelism.zero_stage, parallelism.zero_reduce, parallelism.zero_gather, parallelism.zero_reduce_scatter)
-    zero = ZeroOptions(*asked).resolve(schedule, layout.pp)
+    zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
+    keep = tuple(parallelism.recompute_keep) if parallelism.recompute_keep is not None else None
+    asked = {option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)}
+    blocks = BlockOptions(**asked | {"recompute_keep": keep})
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)
@@ -193,6 +204,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
         layout=layout,
         schedule=schedule,
         zero=zero,
+        blocks=blocks,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         accelerator=accelerator,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.assembly import LocalModel, Partition, assemble
+from lightning_3d.block_options import BlockOptions
 from lightning_3d.checkpoint import (
     LocalState,
     describe_optimizer,
@@ -62,6 +63,7 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
+from lightning_3d.trainer_collectives import TrainerCollectives
 from lightning_3d.unsupported import explained_optimizers, refuse_unsupported
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
@@ -69,7 +71,7 @@ from lightning_3d.zero_options import ZeroOptions
 PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
 
 
-class Lightning3DStrategy(ParallelStrategy):
+class Lightning3DStrategy(TrainerCollectives):
     """Tensor x pipeline x data parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
 
     The user's module stays as it is. Its model is a Transformers causal LM, or any module with a plan; its steps run once per
@@ -83,8 +85,9 @@ class Lightning3DStrategy(ParallelStrategy):
         vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
         zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state), 2 (gradients
             too) or 3 (parameters too).
-        zero_reduce, zero_gather, zero_reduce_scatter: when and how gradients are reduced and parameters gathered, see
-            `ZeroOptions`.
+        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
+            what lies in host memory, see `ZeroOptions`.
+        recompute, recompute_every, recompute_keep, offload_activations, compile: of the model's blocks, see `BlockOptions`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -107,6 +110,12 @@ class Lightning3DStrategy(ParallelStrategy):
         zero_reduce: str | None = None,
         zero_gather: str | None = None,
         zero_reduce_scatter: bool | None = None,
+        zero_offload: str = "none",
+        recompute: str = "none",
+        recompute_every: int = 1,
+        recompute_keep: Sequence[str] | None = None,
+        offload_activations: bool = False,
+        compile: bool = False,
         order: tuple[str, ...] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -124,7 +133,9 @@ class Lightning3DStrategy(ParallelStrategy):
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
-        options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter)
+        options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
+        keep = tuple(recompute_keep) if recompute_keep is not None else None
+        self.blocks = BlockOptions(recompute, recompute_every, keep, offload_activations, compile)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
@@ -509,43 +520,10 @@ class Lightning3DStrategy(ParallelStrategy):
         if self.is_global_zero:
             remove_checkpoint(filepath)
 
-    # Collectives that Lightning asks for
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group, sync_grads) if self._may_communicate("all_gather") else tensor
-
     def _may_communicate(self, what: str) -> bool:
-        """Whether the other ranks are there; refuses what a step asks for that not all ranks run."""
         if self._runner is not None:
             self._runner.refuse_inside(what)
         return dist.is_initialized() and not self._has_failed_alone()
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._may_communicate("barrier"):
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not self._may_communicate("broadcast"):
-            return obj
-        told = [obj]
-        dist.broadcast_object_list(told, src)
-        return told[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks; tensor and pipeline replicas hold equal values, so that a mean is the mean over data ranks."""
-        if not isinstance(tensor, Tensor) or not self._may_communicate("reduce"):
-            return tensor
-        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
-        if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
-            group = self._require_mesh().group("dp", "cp")  # a sum must count what replicas hold once
-        result = tensor.clone()
-        dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else op, group=group)
-        return result / dist.get_world_size(group) if mean else result
 
     @override
     def on_exception(self, exception: BaseException) -> None:

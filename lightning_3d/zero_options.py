@@ -12,6 +12,7 @@ from lightning_3d.schedules import find_schedule
 
 STAGES = (0, 1, 2, 3)
 STEP, MICRO_BATCH = "step", "micro_batch"
+OFFLOAD = ("none", "optimizer", "parameters")
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,15 @@ class ZeroOptions:
             which then needs it, else "micro_batch".
         reduce_scatter: gradients go only to the rank that steps with them, by reduce-scatter, for half the bytes of an all-reduce.
             None: on CUDA. (Between processes on one machine gloo's all-reduce is faster.)
+        offload: what lies in host memory. "none". "optimizer": the optimizer's state and fp32 master weights, and its step runs there;
+            stages 1 to 3. "parameters": the parts of the parameters too; stage 3. (ZeRO-Offload, arXiv:2101.06840.)
     """
 
     stage: int = 0
     reduce: str | None = None
     gather: str | None = None
     reduce_scatter: bool | None = None
+    offload: str = "none"
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """The options with what was left open filled in; `reduce_scatter` stays open, it depends on the device.
@@ -66,6 +70,12 @@ class ZeroOptions:
             )
         if self.gather is not None and self.stage != 3:
             raise LayoutError(f"zero_gather={self.gather} is for zero_stage=3; at stage {self.stage} no parameters are gathered.")
+        if self.offload not in OFFLOAD:
+            hint = did_you_mean(str(self.offload), OFFLOAD)
+            raise LayoutError(f'zero_offload is "{self.offload}";{hint} it must be none, optimizer or parameters.')
+        needed = {"optimizer": 1, "parameters": 3}.get(self.offload, 0)
+        if self.stage < needed:
+            raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}, not {self.stage}.")
         if self.reduce_scatter and self.stage == 0:
             raise LayoutError("zero_reduce_scatter=true needs a zero_stage above 0: at stage 0 every rank needs the whole gradient.")
 
@@ -83,4 +93,5 @@ class ZeroOptions:
         """In a few words."""
         when = {"gather": self.gathers_every_micro_batch, "reduce": self.reduces_every_micro_batch}
         eager = [word for word, each in when.items() if each]
-        return f"ZeRO-{self.stage}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "")
+        offloaded = "" if self.offload == "none" else f", {self.offload} offloaded"
+        return f"ZeRO-{self.stage}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + offloaded

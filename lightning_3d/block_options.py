@@ -1,0 +1,61 @@
+"""What happens around the forward of a model's blocks: recomputation, offload of activations, compilation. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_3d.errors import ConfigError, did_you_mean
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`.
+
+    Attributes:
+        recompute: what of a block is computed a second time in the backward instead of being kept. "none". "selective": its attention
+            but for the results of matrix products, or all but `recompute_keep`. "full": all; only the block's input is kept.
+            (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.)
+        recompute_every: of so many neighbouring blocks the first one is recomputed.
+        recompute_keep: with "selective": names of ATen operators, such as "mm", whose results are kept; all else in a block is computed
+            again. What tensor parallelism communicates is kept too.
+        offload_activations: what the backward of a block needs waits in host memory.
+        compile: `torch.compile` of each block.
+
+    Raises:
+        ConfigError: a word that does not exist, or options that exclude each other.
+    """
+
+    recompute: str = "none"
+    recompute_every: int = 1
+    recompute_keep: tuple[str, ...] | None = None
+    offload_activations: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            hint = did_you_mean(str(self.recompute), RECOMPUTE)
+            raise ConfigError(f'recompute is "{self.recompute}";{hint} it must be none, selective or full.')
+        if isinstance(self.recompute_every, bool) or not isinstance(self.recompute_every, int) or self.recompute_every < 1:
+            raise ConfigError(f"recompute_every is {self.recompute_every}; of at least 1 block one is recomputed.")
+        if self.recompute_every > 1 and self.recompute == "none":
+            raise ConfigError(f"recompute_every={self.recompute_every} needs recompute=full or recompute=selective.")
+        if self.recompute_keep is not None and self.recompute != "selective":
+            raise ConfigError(f"recompute_keep is for recompute=selective; recompute is {self.recompute}.")
+
+    def recomputes(self, index: int) -> bool:
+        """Whether block `index`, counted in the whole model, is recomputed."""
+        return self.recompute != "none" and index % self.recompute_every == 0
+
+    @property
+    def changes_blocks(self) -> bool:
+        """Whether anything is asked for."""
+        return self.recompute != "none" or self.offload_activations or self.compile
+
+    def describe(self) -> str:
+        """In a few words; empty when nothing is asked for."""
+        often = f" of every {self.recompute_every}th block" if self.recompute_every > 1 else ""
+        words = [f"{self.recompute} recomputation{often}"] if self.recompute != "none" else []
+        words += ["activations offloaded"] * self.offload_activations + ["compiled"] * self.compile
+        return ", ".join(words)
