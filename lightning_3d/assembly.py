@@ -6,13 +6,16 @@ all ranks must share (stages, process groups) need no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_3d.block_options import BlockOptions
+from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
@@ -59,23 +62,8 @@ class LocalModel:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks that this rank has, in the order in which they are called: of the plan, else of all lists of modules."""
-        if self.plan.layers:
-            return list(_called(self.module.get_submodule(self.plan.layers)))
-        lists = [module for module in self.module.modules() if isinstance(module, nn.ModuleList)]
-        blocks = [block for modules in lists for block in _called(modules)]
-        inner = {id(module) for block in blocks for module in list(block.modules())[1:]}
-        distinct = {id(block): block for block in blocks if id(block) not in inner}
-        return list(distinct.values())
-
-
-def _called(modules: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters in a list of modules that have a forward of their own; lists in it are looked into."""
-    for module in modules.children():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(module)
-        elif any(True for _ in module.parameters()):
-            yield module
+        """The blocks that this rank has, in the order in which they are called."""
+        return find_blocks(self.module, self.plan)
 
 
 @dataclass(frozen=True)
@@ -83,12 +71,14 @@ class Partition:
     """How a user's module was partitioned: what a second strategy needs to go on with it.
 
     Attributes:
-        parts: of this rank. mesh: whose groups its layers use. schedule: what the stages were dealt for.
+        parts: of this rank. mesh: whose groups its layers use. schedule: what the stages were dealt for. blocks: what happens around
+            the forward of its blocks.
     """
 
     parts: LocalModel
     mesh: Mesh
     schedule: str
+    blocks: BlockOptions
 
     @classmethod
     def of(cls, root: nn.Module) -> Partition | None:
@@ -108,7 +98,7 @@ class Partition:
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
 
-    def hand_over(self, layout: Layout, schedule: str) -> LocalModel:
+    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions) -> LocalModel:
         """The parts, to another strategy.
 
         Raises:
@@ -124,6 +114,11 @@ class Partition:
                 f"This module was partitioned for {self.mesh.layout} and {self.schedule} by an earlier Trainer and cannot be cut"
                 f" again for {layout} and {schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
                 " the module anew and load it with ckpt_path=."
+            )
+        if blocks != self.blocks:
+            rank_zero_warn(
+                f"The blocks of this module stay as an earlier Trainer made them ({self.blocks.describe() or 'plain'}), not"
+                f" {blocks.describe() or 'plain'}. Build the module anew to change that."
             )
         return self.parts
 
@@ -143,6 +138,7 @@ def assemble(
     seed: int,
     device: torch.device,
     weights_device: torch.device | None = None,
+    block_options: BlockOptions = BlockOptions(),  # noqa: B008 - frozen
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -150,6 +146,7 @@ def assemble(
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
+        block_options: what happens around the forward of blocks.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -168,15 +165,16 @@ def assemble(
     blueprint = Blueprint(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
+    process_blocks(find_blocks(module, plan), block_options, draws=random.enabled)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
     if layout.tp > 1:
         inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
-        context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random)
+        context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None)
         rewrite(module, plan, inner, context)
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
-    object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule))
+    object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options))
     return parts
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.errors import ConfigError, did_you_mean
+from lightning_3d.errors import ConfigError, LayoutError, did_you_mean
+from lightning_3d.schedules import find_schedule
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -43,6 +44,18 @@ class BlockOptions:
             raise ConfigError(f"recompute_every={self.recompute_every} needs recompute=full or recompute=selective.")
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep is for recompute=selective; recompute is {self.recompute}.")
+
+    def require_suits(self, schedule: str, pp: int) -> None:
+        """Refuse what a schedule cannot run.
+
+        Raises:
+            LayoutError: a selective recomputation, which runs once, where the backward of a block runs twice.
+        """
+        if self.recompute == "selective" and pp > 1 and find_schedule(schedule).split_backward:
+            raise LayoutError(
+                f"recompute=selective keeps results for one backward of a block, but {schedule} computes gradients of inputs and of weights"
+                " at different times. Use recompute=full, or 1F1B."
+            )
 
     def recomputes(self, index: int) -> bool:
         """Whether block `index`, counted in the whole model, is recomputed."""

@@ -193,6 +193,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     keep = tuple(parallelism.recompute_keep) if parallelism.recompute_keep is not None else None
     asked = {option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)}
     blocks = BlockOptions(**asked | {"recompute_keep": keep})
+    blocks.require_suits(schedule, layout.pp)
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)

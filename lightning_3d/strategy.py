@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_3d.assembly import LocalModel, Partition, assemble
 from lightning_3d.block_options import BlockOptions
+from lightning_3d.blocks import Compilation
 from lightning_3d.checkpoint import (
     LocalState,
     describe_optimizer,
@@ -136,6 +137,7 @@ class Lightning3DStrategy(TrainerCollectives):
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         keep = tuple(recompute_keep) if recompute_keep is not None else None
         self.blocks = BlockOptions(recompute, recompute_every, keep, offload_activations, compile)
+        self.blocks.require_suits(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
@@ -151,6 +153,7 @@ class Lightning3DStrategy(TrainerCollectives):
         self._runner: StepRunner | None = None
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
+        self.compilation: Compilation | None = None
         self._advised = False
         self._failed = False
         self._batches_of_step = 0
@@ -269,9 +272,11 @@ class Lightning3DStrategy(TrainerCollectives):
             self.model_to_device()
             return
         Partition.require_kept(module)
+        if self.blocks.compile:
+            self.compilation = Compilation(self.root_device, self.schedule)
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
-            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule)
+            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks)
         else:
             self.model_parts = assemble(
                 module,
@@ -280,6 +285,7 @@ class Lightning3DStrategy(TrainerCollectives):
                 seed=self._seed if self._seed is not None else _global_seed(),
                 device=self.root_device,
                 weights_device=torch.device("cpu") if self.zero.stage == 3 else None,
+                block_options=self.blocks,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
@@ -367,6 +373,8 @@ class Lightning3DStrategy(TrainerCollectives):
         self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, step, place=place, ends=ends)
         if ends:
             self.last_step.grad_norm = self._backend.grad_norm()
+        if step == 0 and ends and self.compilation is not None:
+            self.compilation.warn()
         return outputs
 
     @override

@@ -36,6 +36,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
-                self._storages.setdefault(id(storage), weakref.ref(storage))
+                known = self._storages.get(id(storage))
+                if known is None or known() is not storage:  # a freed storage's id may be used again
+                    self._storages[id(storage)] = weakref.ref(storage)
         self.peak = max(self.peak, self.now)
         return result

@@ -55,7 +55,7 @@ class Region:
             self._outside, self._with_gradient = x, torch.is_grad_enabled()
             self._inside = copy_to_region(x, self.context.group, owned=True)
             self._left = self.members
-            if name is not None and self.context.random is not None:
+            if self.context.random is not None and name is not None:
                 self.context.random.enter_region(name)
         inside = self._inside
         assert inside is not None

@@ -1,0 +1,126 @@
+"""Puts recomputation, offload and compilation around the forward of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.block_options import BlockOptions
+from lightning_3d.blocks.offload import SavedOnHost
+from lightning_3d.blocks.recompute import ATTENTION_KEEPS, Recompute, attention_of, operators
+from lightning_3d.errors import ConfigError
+from lightning_3d.pipeline.stubs import specialize
+from lightning_3d.plans import ParallelPlan
+
+
+def find_blocks(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
+    """The blocks of `module`, in the order in which they are called: of the plan, else of all lists of modules."""
+    if plan.layers:
+        return list(_called(module.get_submodule(plan.layers)))
+    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList)]
+    blocks = [block for modules in lists for block in _called(modules)]
+    inner = {id(module) for block in blocks for module in list(block.modules())[1:]}
+    distinct = {id(block): block for block in blocks if id(block) not in inner}
+    return list(distinct.values())
+
+
+def _called(modules: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters in a list of modules that have a forward of their own; lists in it are looked into."""
+    for module in modules.children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(module)
+        elif any(True for _ in module.parameters()):
+            yield module
+
+
+def process_blocks(blocks: list[nn.Module], options: BlockOptions, *, draws: bool) -> None:
+    """Make the forward of each block what the options ask for, in place. Names, hooks and parameters stay.
+
+    Args:
+        blocks: of the whole model.
+        draws: blocks may draw random numbers, which a recomputation must draw again.
+
+    Raises:
+        ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
+    """
+    if not options.changes_blocks:
+        return
+    if not blocks:
+        raise ConfigError(
+            "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute, offload_activations and compile have"
+            " nothing to work on. Leave them out, or put its layers into an nn.ModuleList."
+        )
+    of_attention = options.recompute == "selective" and options.recompute_keep is None
+    keeps = operators(options.recompute_keep) if options.recompute_keep is not None else frozenset()
+    found = False
+    for index, block in enumerate(blocks):
+        chosen = options.recomputes(index)
+        if chosen and of_attention:
+            for attention in attention_of(block):
+                specialize(attention, ProcessedBlock, block_process=_Process(Recompute(operators(ATTENTION_KEEPS), draws)))
+                found = True
+        recompute = Recompute(keeps if options.recompute == "selective" else None, draws) if chosen and not of_attention else None
+        if recompute or options.offload_activations or options.compile:
+            process = _Process(recompute, offload=options.offload_activations, compile=options.compile)
+            specialize(block, ProcessedBlock, block_process=process)
+    if of_attention and not found:
+        raise ConfigError(
+            "recompute=selective found no attention in the blocks of the model (no submodule with attn or attention in its name). Use"
+            " recompute=full, or name in recompute_keep the operators whose results are to be kept."
+        )
+
+
+class ProcessedBlock:
+    """Mixin between a block's own forward and the gate of the pipeline: runs the forward as `block_process` says."""
+
+    block_process: _Process
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block_process(super().forward, args, _without_cache(kwargs))  # type: ignore[misc]
+
+
+class _Process:
+    """Runs a forward, from the inside out: recomputed, compiled, what it saves on the host."""
+
+    def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False) -> None:
+        self._recompute = recompute
+        self._offload = offload
+        self._compile = compile
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        saved = SavedOnHost(forward.__self__) if self._offload and torch.is_grad_enabled() else nullcontext()  # type: ignore[attr-defined]
+        if not self._compile:
+            with saved:
+                return self._run(forward, args, kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(lambda *given, **named: self._run(forward, given, named))
+        with saved:
+            return self._compiled(*args, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._recompute is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return self._recompute(forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
+        """A copied block compiles its own forward."""
+        return _Process(self._recompute, offload=self._offload, compile=self._compile)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Training needs no key-value cache, which a second forward would fill twice."""
+    if not torch.is_grad_enabled():
+        return kwargs
+    dropped = {name: None for name in _CACHES if kwargs.get(name) is not None}
+    return {**kwargs, **dropped, **({"use_cache": False} if kwargs.get("use_cache") else {})}

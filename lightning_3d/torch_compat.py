@@ -1,0 +1,29 @@
+"""Everything of torch that is not public, beside what `lightning_compat` has."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+def graph_breaks() -> Counter[str]:
+    """By reason: how often Dynamo ended a graph inside a function in this process (`torch._dynamo.utils.counters`, 2.11 to 2.13)."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
+
+
+def compiled_graphs() -> int:
+    """How many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def allow_second_backward() -> None:
+    """Let the backward of a compiled function run twice, as schedules with a split backward do.
+
+    By default it gives the memory of what was saved to its own results (`torch._functorch.config.donated_buffer`, 2.11 to 2.13).
+    """
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
