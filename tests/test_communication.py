@@ -136,3 +136,36 @@ def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule:
     assert all(call.numel == activation(micro_batch) for call in sent)
     expected = 2 * activation(micro_batch) * element * crossings * (ROWS // micro_batch)
     assert sum(call.bytes for call in sent) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 1},
+        {"zero_stage": 1, "zero_reduce_scatter": True},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "zero_gather": "step", "zero_reduce_scatter": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_a_finished_stage_is_reduced_while_others_compute(options: dict[str, Any]) -> None:
+    """The last stage of a pipeline rank is complete first: its gradients are on their way before the other stage's backward ends, and
+    data ranks send the same in the same order."""
+    ranks = run_ranks(
+        count_step, 4, 4, layout="pp2_dp2", schedule="Interleaved1F1B", micro_batch_size=4, zero_reduce="step", **options
+    )
+    sent: dict[tuple[int, ...], list[Any]] = {}
+    for place, counted in enumerate(ranks):
+        calls = counted.training
+        reductions = [
+            index
+            for index, call in enumerate(calls)
+            if call.ranks == counted.groups["dp"] and call.name in ("all_reduce", "reduce", "reduce_scatter_tensor") and call.numel > 1000
+        ]
+        if place % 2 == 1:  # the second pipeline rank ends with sending a gradient to the first
+            last_message = max(index for index, call in enumerate(calls) if call.name in ("send", "isend"))
+            assert reductions[0] < last_message < reductions[-1]
+        sent.setdefault(counted.groups["dp"], []).append([(calls[index].name, calls[index].numel) for index in reductions])
+    assert all(one == other for one, other in sent.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,12 @@ from lightning_3d.pipeline.partition import StageAssignment
 from lightning_3d.pipeline.schedule import Kind, Order, forward_order, training_order
 from lightning_3d.pipeline.state import Chunk, PipelineState, StageBoundary
 from lightning_3d.pipeline.transport import Message, Transport
+
+
+class AfterBackward(Protocol):
+    """See `PipelineEngine`."""
+
+    def __call__(self, parameters: Sequence[nn.Parameter], *, stage: int, last: bool) -> None: ...
 
 
 class Step(Protocol):
@@ -60,7 +67,8 @@ class PipelineEngine:
         schedule, vp: name as in `lightning_3d.schedules` and stages per rank.
         state: shared with the gates in the model.
         device: where hidden states live.
-        after_backward: called with a stage's parameters after each action that may add to their gradients.
+        after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
+            this rank's, counted from 0) and `last` (there are no more such actions).
     """
 
     def __init__(
@@ -73,7 +81,7 @@ class PipelineEngine:
         vp: int,
         state: PipelineState,
         device: torch.device,
-        after_backward: Callable[[Sequence[nn.Parameter]], None],
+        after_backward: AfterBackward,
     ) -> None:
         self._mesh = mesh
         self._assignment = assignment
@@ -87,6 +95,7 @@ class PipelineEngine:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._local: dict[Message, Tensor] = {}
         self._early: _InFlight | None = None
+        self._to_come: Counter[int] = Counter()
 
     @property
     def owns_last(self) -> bool:
@@ -116,7 +125,9 @@ class PipelineEngine:
     def _run(self, order: Order, signature: Hashable, step: Step) -> None:
         transport = self._connect(order, signature, step)
         try:
-            for action in order[self._mesh.index("pp")]:
+            actions = order[self._mesh.index("pp")]
+            self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+            for action in actions:
                 chunk = self._chunks[action.stage]
                 if action.kind is Kind.FORWARD:
                     self._forward(chunk, action.micro_batch, transport, step)
@@ -206,37 +217,37 @@ class PipelineEngine:
         flight.gradient = self._receive(False, chunk, micro_batch, transport)
         with self._state.running(chunk, flight.received):
             if not split:
-                self._backward_all(chunk, micro_batch, flight)
+                _backward_all(flight)
             elif not chunk.is_first:
                 flight.weight_work = backward_input(
                     flight.output, flight.gradient, flight.received, self._parameters[chunk.stage]
                 )
-        if chunk.is_first:
-            return
-        assert flight.received is not None
-        gradient = flight.received.grad
-        flight.received.grad = None
-        if gradient is None:
-            gradient = torch.zeros_like(flight.received)
-        self._send(Message(False, chunk.stage - 1, micro_batch), gradient, transport)
-
-    def _backward_all(self, chunk: Chunk, micro_batch: int, flight: _InFlight) -> None:
-        if flight.output is not None and flight.output.requires_grad:
-            torch.autograd.backward(flight.output, flight.gradient)
-        self._after_backward(self._parameters[chunk.stage])
-        del self._in_flight[chunk.stage, micro_batch]
+        if not chunk.is_first:
+            assert flight.received is not None
+            gradient = flight.received.grad
+            flight.received.grad = None
+            if gradient is None:
+                gradient = torch.zeros_like(flight.received)
+            self._send(Message(False, chunk.stage - 1, micro_batch), gradient, transport)
+        if not split:
+            self._finish(chunk, micro_batch)
 
     def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
         """The part of the backward that only fills weight gradients. The first stage, which nobody waits for, does all of it here."""
         flight = self._in_flight[chunk.stage, micro_batch]
         with self._state.running(chunk, flight.received):
             if chunk.is_first:
-                self._backward_all(chunk, micro_batch, flight)
-                return
-            if flight.weight_work is not None:
+                _backward_all(flight)
+            elif flight.weight_work is not None:
                 backward_weight(self._parameters[chunk.stage], flight.weight_work)
-            self._after_backward(self._parameters[chunk.stage])
+        self._finish(chunk, micro_batch)
+
+    def _finish(self, chunk: Chunk, micro_batch: int) -> None:
+        """The weight gradients of a micro-batch on a stage are there."""
         del self._in_flight[chunk.stage, micro_batch]
+        self._to_come[chunk.stage] -= 1
+        place = sorted(self._chunks).index(chunk.stage)
+        self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
 
     def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:
         """Hidden states from the stage before (forward) or their gradient from the stage behind; None at the ends."""
@@ -255,3 +266,8 @@ class PipelineEngine:
             return
         assert transport is not None
         transport.send(message, tensor)
+
+
+def _backward_all(flight: _InFlight) -> None:
+    if flight.output is not None and flight.output.requires_grad:
+        torch.autograd.backward(flight.output, flight.gradient)

@@ -100,7 +100,7 @@ class StepRunner:
         Returns:
             The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
         """
-        with backend.gradient_scope(begins=place == 0, ends=ends):
+        with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self._check is None):
             self._begin(step, place)
             with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))

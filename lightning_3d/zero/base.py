@@ -44,7 +44,7 @@ class DataParallelBackend(ABC):
 
         with backend.gradient_scope():
             ...                                    # forward and backward of all micro-batches
-            backend.after_backward(parameters)     # after every action that adds to `.grad` of these parameters
+            backend.after_backward(parameters)     # after every action that adds to `.grad` of a stage's parameters
             backend.reduce(1 / tokens)             # all collectives over gradients happen here, once
         backend.grad_norm(), backend.clip(...)     # optional
         backend.step()
@@ -88,6 +88,9 @@ class DataParallelBackend(ABC):
         self._partial = PartialSums(mesh, ())
         self._norm: float | None = None
         self._reduced = False
+        self._waves: dict[int, int] = {}
+        self._finished: set[int] = set()
+        self._wave, self._overlaps = 0, False
 
     def shard(  # noqa: B027 - only stage 3 has something to do
         self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
@@ -138,13 +141,14 @@ class DataParallelBackend(ABC):
         self._device = next((parameter.device for parameter in module.parameters()), self._device)
         self._check(optimizer)
         self._sums = GradientSums(entry.parameter for entry in self._trained)
-        self._partial = PartialSums(self._mesh, [(entry.parameter, entry.spec) for entry in self._trained])
+        self._waves = self._complete_in()
+        self._partial = PartialSums(self._mesh, [(entry.parameter, entry.spec) for entry in self._trained], self._waves)
         self._install(optimizer)
         self._remember()
         return optimizer
 
     @contextmanager
-    def gradient_scope(self, *, begins: bool = True, ends: bool = True) -> Iterator[None]:
+    def gradient_scope(self, *, begins: bool = True, ends: bool = True, overlap: bool = True) -> Iterator[None]:
         """Holds forward and backward of one batch. An optimizer step has several where gradients accumulate over batches.
 
         When its body raises, nothing more is sent: other ranks would wait for it.
@@ -152,6 +156,7 @@ class DataParallelBackend(ABC):
         Args:
             begins: it is the first of a step, before which there are no gradients.
             ends: it is the last of a step, in which they are reduced.
+            overlap: the gradients of a stage may be reduced as soon as they are complete, while other stages still compute.
         """
         for parameter in self._others:
             parameter.grad = None
@@ -162,17 +167,53 @@ class DataParallelBackend(ABC):
                 )
         if begins:
             self._norm, self._reduced = None, False
+            self._finished, self._wave = set(), 0
             self._begin_step()
+        self._overlaps = ends and overlap
         yield
         if ends and not self._reduced:
             raise RuntimeError(
                 "The gradients were not reduced inside their scope; call reduce() after the last backward."
             )
 
-    def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
+    def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
         """Called after each action that may add to the gradients of `parameters`, all those of one pipeline stage: moves bf16
-        ones to float32 sums."""
+        ones to float32 sums, and starts the reduction of what is complete.
+
+        Args:
+            stage: which of this rank's stages, counted from 0. last: its gradients are complete.
+        """
         self._sums.absorb(parameters)
+        if last and self._overlaps:
+            self._finished.add(stage)
+            while self._wave < self._last_wave and len(self._stages) - 1 - self._wave in self._finished:
+                self._complete_wave()
+
+    @property
+    def _last_wave(self) -> int:
+        """Of what is complete only when the step ends: tied to another pipeline rank's."""
+        return len(self._stages)
+
+    def _complete_in(self) -> dict[int, int]:
+        """By parameter: the backward reaches the last stage of a rank first, so its gradients are complete in wave 0. One used in two
+        stages waits for the earlier one, those tied to another rank's wait for the end."""
+        waves = {
+            id(parameter): len(self._stages) - 1 - index
+            for index, stage in reversed(list(enumerate(self._stages)))
+            for parameter in stage
+        }
+        tied = {id(entry.parameter) for entry in self._trained if len(entry.spec.pp_replicas) > 1}
+        ids = [id(entry.parameter) for entry in self._trained]
+        return {key: self._last_wave if key in tied else waves.get(key, self._last_wave) for key in ids}
+
+    def _complete_wave(self) -> None:
+        """All gradients of the next wave are there. The same order of waves on all ranks."""
+        self._partial.reduce(self._sums, self._wave)
+        self._start_reducing(self._wave)
+        self._wave += 1
+
+    def _start_reducing(self, wave: int) -> None:  # noqa: B027 - what is not started is reduced at the end
+        """Begin to sum the gradients of a wave over the data-parallel ranks."""
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """What has been added up for a parameter, before `reduce`; None where nothing has arrived. On this rank alone, or where
@@ -192,7 +233,10 @@ class DataParallelBackend(ABC):
         if self._reduced:
             raise RuntimeError("The gradients of this step are reduced already.")
         self._sums.absorb()
-        self._partial.reduce(self._sums)
+        while self._wave < self._last_wave:
+            self._complete_wave()
+        self._partial.reduce(self._sums, self._last_wave)
+        self._partial.reduce_tied(self._sums)
         self._reduce_data_parallel(scale)
         self._reduced = True
 
@@ -243,7 +287,7 @@ class DataParallelBackend(ABC):
             self._ended = [shard.to_host() for shard in self._shards()]
         self._sums.clear()
         self._release()
-        self._trained, self._versions, self._others, self._stages = [], [], [], ()
+        self._trained, self._versions, self._others, self._stages, self._waves = [], [], [], (), {}
         self._sums, self._partial = GradientSums(()), PartialSums(self._mesh, ())
 
     @property

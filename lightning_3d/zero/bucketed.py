@@ -42,16 +42,22 @@ class BucketedBackend(DataParallelBackend):
             for dtype in sorted({sum_dtype(entry.parameter) for entry in self._trained}, key=str):
                 slots = end_to_end(e.parameter for e in self._trained if sum_dtype(e.parameter) == dtype)
                 self._flats.append(
-                    FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone())
+                    FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone(), waves=self._waves)
                 )
 
     @torch.no_grad()
     def _begin_step(self) -> None:
         super()._begin_step()
+        for flat in self._flats:
+            flat.forget()
         changed = self._changed() if self._masters else set()  # by a callback that clips weights, for example
         for parameter, master in self._masters.items():
             if id(parameter) in changed:
                 master.copy_(parameter)
+
+    def _start_reducing(self, wave: int) -> None:
+        for flat in self._flats:
+            flat.start(wave, self._sums, self._group)
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         if self._data_ranks > 1:

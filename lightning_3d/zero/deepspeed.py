@@ -40,7 +40,7 @@ from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParal
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
-from lightning_3d.zero_options import MICRO_BATCH
+from lightning_3d.zero_options import MICRO_BATCH, STEP
 
 
 class DeepSpeedBackend(DataParallelBackend):
@@ -120,19 +120,30 @@ class DeepSpeedBackend(DataParallelBackend):
             for slot in partition.slots
         ]
         ranks = range(dist.get_world_size(self._group))
-        if self._zero.reduce == MICRO_BATCH:
+        # A part that is reduce-scattered whole would wait for the last of several stages.
+        if self._zero.reduce == MICRO_BATCH or (self._reduce_scatters and len(self._stages) > 1):
             shares = [share for partition in self._partitions for share in partition.shares(ranks)]
-            self._eager = self._reduce_eagerly(slots, shares, at_once=True)
+            self._eager = self._reduce_eagerly(slots, shares, at_once=self._zero.reduce == MICRO_BATCH)
         if self._eager is None:
             numel = self._partitions[-1].base + self._partitions[-1].numel
-            self._flat = FlatGradients(slots, numel, bucket_bytes=self._bucket_bytes, alone=self._alone())
+            cuts = [(partition.base, partition.base + partition.numel) for partition in self._partitions]
+            self._flat = FlatGradients(
+                slots,
+                numel,
+                bucket_bytes=self._bucket_bytes,
+                alone=self._alone(),
+                waves=self._waves,
+                cuts=cuts if self._reduce_scatters else None,
+            )
         else:
             self._flat = self._rest([slot.parameter for slot in slots])
 
     def _rest(self, parameters: Iterable[nn.Parameter]) -> FlatGradients | None:
         """The reduction of what is summed over other ranks first, and therefore once for each step."""
         slots = end_to_end(p for p in parameters if self._eager is None or p not in self._eager)
-        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone()) if slots else None
+        if not slots:
+            return None
+        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone(), waves=self._waves)
 
     def _reduce_eagerly(
         self, slots: Iterable[Slot], shares: Sequence[Share], *, at_once: bool
@@ -173,17 +184,26 @@ class DeepSpeedBackend(DataParallelBackend):
             for slot in partition.owned_slots:
                 if id(slot.parameter) in changed:
                     partition.refresh_master(slot)
+        if self._flat is not None:
+            self._flat.forget()
         if self._eager is not None:
-            self._eager.begin([partition.new_gradient() for partition in self._partitions])
+            take = None if self._zero.reduce == MICRO_BATCH else self._take_sum
+            self._eager.begin([partition.new_gradient() for partition in self._partitions], take)
 
-    def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
+    def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
         parameters = list(parameters)
-        if self._eager is not None:
+        if self._eager is not None and self._zero.reduce == MICRO_BATCH:
             self._eager.flush(parameters)
-        super().after_backward(parameters)
+        super().after_backward(parameters, stage=stage, last=last)
+
+    def _start_reducing(self, wave: int) -> None:
+        if self._eager is not None and self._zero.reduce == STEP:
+            self._eager.flush(self._stages[len(self._stages) - 1 - wave])
+        if self._flat is not None:
+            self._flat.start(wave, self._sums, self._group)
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        if self._eager is None or parameter not in self._eager:
+        if self._eager is None or parameter not in self._eager or self._zero.reduce == STEP:
             return super().local_gradient(parameter)
         # Ranks with other sizes have other pieces, which cannot be compared.
         return None if any(self._uneven(entry) for entry in self._trained) else self._eager.local(parameter)
@@ -195,8 +215,7 @@ class DeepSpeedBackend(DataParallelBackend):
         if self._flat is None:
             return
         if self._eager is None and self._reduce_scatters:
-            cuts = [(partition.base, partition.base + partition.numel) for partition in self._partitions]
-            parts = self._flat.reduce_scatter(self._sums, self._group, cuts, scale)
+            parts = self._flat.reduce_scatter(self._sums, self._group, scale)
             for partition, part in zip(self._partitions, parts, strict=True):
                 partition.gradient = part
         else:

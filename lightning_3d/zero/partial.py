@@ -2,13 +2,13 @@
 
 Two kinds: a parameter that several tensor-parallel ranks hold and that sees only a part of its gradient on each
 (`tp_grad_sum`), and a parameter that several pipeline ranks hold, an embedding tied to the output head (`pp_replicas`).
-All parameters that are summed over the same ranks travel in one all-reduce per step, whatever the number of
+All parameters of a pipeline stage that are summed over the same ranks travel in one all-reduce per step, whatever the number of
 micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -35,25 +35,32 @@ class PartialSums:
     Args:
         mesh: has the groups; those that are not whole axes must have been created (`Mesh.create`).
         parameters: those of this rank that are trained, with what they are. The order does not matter.
+        waves: see `FlatGradients`.
     """
 
-    def __init__(self, mesh: Mesh, parameters: Sequence[Named]) -> None:
+    def __init__(self, mesh: Mesh, parameters: Sequence[Named], waves: Mapping[int, int] | None = None) -> None:
+        waves = waves or {}
         partial = [pair for pair in parameters if len(pair[1].tp_grad_sum) > 1]
         tied = [pair for pair in parameters if len(pair[1].pp_replicas) > 1]
-        # First inside a stage, then across stages: a tied copy travels when it is whole.
-        self._sums = [
-            *_sums(mesh, [(_ranks(mesh, "tp", pair[1].tp_grad_sum), pair) for pair in partial]),
-            *_sums(mesh, [(_ranks(mesh, "pp", pair[1].pp_replicas), pair) for pair in tied]),
-        ]
+        self._partial = {
+            wave: _sums(mesh, [(_ranks(mesh, "tp", pair[1].tp_grad_sum), pair) for pair in partial if waves.get(id(pair[0]), 0) == wave])
+            for wave in sorted({waves.get(id(parameter), 0) for parameter, _ in partial})
+        }
+        self._tied = _sums(mesh, [(_ranks(mesh, "pp", pair[1].pp_replicas), pair) for pair in tied])
 
     @property
     def collectives(self) -> int:
         """All-reduces of one step."""
-        return len(self._sums)
+        return sum(map(len, self._partial.values())) + len(self._tied)
 
-    def reduce(self, sums: GradientSums) -> None:
-        """Replace partial gradients by their sums: one all-reduce for each set of ranks and each type of gradients."""
-        for entry in self._sums:
+    def reduce(self, sums: GradientSums, wave: int) -> None:
+        """Sum over tensor-parallel ranks what is complete in `wave`: one all-reduce for each set of ranks and each type of gradients."""
+        for entry in self._partial.get(wave, ()):
+            entry.gradients.all_reduce(sums, entry.group)
+
+    def reduce_tied(self, sums: GradientSums) -> None:
+        """Sum over pipeline ranks, after `reduce`: a tied copy travels when it is whole."""
+        for entry in self._tied:
             entry.gradients.all_reduce(sums, entry.group)
 
 

@@ -125,6 +125,8 @@ class ShardedBackend(DeepSpeedBackend):
 
     def _begin_step(self) -> None:
         self._sums.clear()
+        if self._flat is not None:
+            self._flat.forget()
         for partition in self._partitions:
             partition.new_gradient()
         if self._eager is not None:
@@ -137,11 +139,8 @@ class ShardedBackend(DeepSpeedBackend):
         assert partition.gradient is not None
         return partition.gradient[slot.start : slot.stop]
 
-    def after_backward(self, parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        if self._eager is not None and self._zero.reduce == MICRO_BATCH:
-            self._eager.flush(parameters)
-        self._sums.absorb(parameters)
+    def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
+        super().after_backward(parameters, stage=stage, last=last)
         if self._units is not None:
             self._units.after_backward()
 
@@ -149,14 +148,9 @@ class ShardedBackend(DeepSpeedBackend):
         if self._eager is not None and self._zero.reduce == MICRO_BATCH:
             self._eager.finished(parameters)
 
-    def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._sums[parameter] if self._zero.reduce == STEP else super().local_gradient(parameter)
-
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
         absent: list[nn.Parameter] = []
         if self._eager is not None:
-            if self._zero.reduce == STEP:
-                self._eager.flush([entry.parameter for entry in self._trained])
             absent += self._eager.finish(scale, self._take_sum)
         if self._flat is not None:
             self._add_rest(self._flat, self._flat.all_reduce(self._sums, self._group, scale))
