@@ -110,14 +110,23 @@ def plain(layout: str, steps: int, turns: Turns) -> None:
         turns.step_ended()
 
 
-def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1) -> None:
-    """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer."""
+def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bool = True) -> None:
+    """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer.
+
+    Args:
+        overlap: False: gradients are reduced after the last backward of a step, never before.
+    """
     import lightning.pytorch as pl
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_3d.layout import Layout
     from lightning_3d.strategy import Lightning3DStrategy
+    from lightning_3d.zero import DataParallelBackend
+
+    if not overlap:
+        scope = DataParallelBackend.gradient_scope
+        DataParallelBackend.gradient_scope = lambda self, **given: scope(self, **given | {"overlap": False})  # type: ignore[method-assign]
 
     class Module(pl.LightningModule):
         def configure_model(self) -> None:
@@ -138,7 +147,7 @@ def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1) -> None:
 
     degrees = Layout.parse(layout)
     rows = DataLoader(TensorDataset(all_rows(steps)), batch_size=GLOBAL_BATCH // degrees.dp)
-    strategy = Lightning3DStrategy(layout, micro_batch_size=MICRO_BATCH, schedule="1f1b", zero_stage=zero_stage)
+    strategy = Lightning3DStrategy(layout, micro_batch_size=MICRO_BATCH, zero_stage=zero_stage)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=degrees.world_size,
@@ -285,6 +294,7 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "plain": plain,
     "ours": ours,
     "ours_zero0": partial(ours, zero_stage=0),
+    "ours_waiting": partial(ours, overlap=False),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,
 }

@@ -1,0 +1,88 @@
+"""What is gained by reducing a stage's gradients while other stages still compute, and what is lost by gathering parameters only
+after the optimizer's step.
+
+    python benchmarks/overlap.py --rounds 5
+
+The first is measured with two runs that take turns, step by step: as the strategy works, and with all reductions after the last
+backward. For the second, the gather of one step's parameters and the optimizer's step on a rank's part are timed by themselves: at
+best the shorter of the two would be hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from statistics import median
+
+from measure import Contender, machine, median_ratio, median_step, take_turns
+from peers_worker import count, llama
+
+RANKS = 2  # that share parameters
+REPEATS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender in a round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--layouts", nargs="+", default=["pp2_dp2", "pp2_dp2_vp2"])
+    options = parser.parse_args()
+    print(json.dumps(machine(), indent=2))
+    total = options.warmup + options.rounds * options.steps
+    for layout in options.layouts:
+        contenders = [Contender(kind, layout, 4, steps=total) for kind in ("ours", "ours_waiting")]
+        rounds = take_turns(contenders, rounds=options.rounds, steps=options.steps, warmup=options.warmup)
+        ratio = median_ratio(rounds, f"ours {layout}", f"ours_waiting {layout}")
+        step = median_step(rounds, f"ours {layout}")
+        print(f"{layout}: overlapped / waiting: {ratio:.3f}")
+        parameters = count(llama()) // 2  # of a pipeline rank
+        gather, update = gather_and_update(parameters)
+        print(
+            f"{layout}: gather of {parameters / 1e6:.1f} M parameters over {RANKS} ranks {gather * 1e3:.0f} ms, AdamW on a part"
+            f" {update * 1e3:.0f} ms, step {step:.2f} s: at most {min(gather, update) / step:.1%} of a step is lost"
+        )
+
+
+def gather_and_update(parameters: int) -> tuple[float, float]:
+    """Median seconds of an all-gather of float32 parameters over `RANKS` processes, and of AdamW on one rank's part."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=_measure, args=(rank, parameters, answers)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    measured = [answers.get() for _ in ranks]
+    for process in ranks:
+        process.join()
+    return max(gather for gather, _ in measured), max(update for _, update in measured)
+
+
+def _measure(rank: int, parameters: int, answers: multiprocessing.SimpleQueue) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    part = torch.nn.Parameter(torch.zeros(parameters // RANKS))
+    part.grad = torch.ones_like(part)
+    whole = torch.empty(RANKS * part.numel())
+    optimizer = torch.optim.AdamW([part])
+    gathers, updates = [], []
+    for _ in range(REPEATS):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_gather_into_tensor(whole, part.detach())
+        between = time.perf_counter()
+        optimizer.step()
+        gathers.append(between - started)
+        updates.append(time.perf_counter() - between)
+    answers.put((median(gathers), median(updates)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
