@@ -186,6 +186,22 @@ def test_a_cache_is_not_filled_twice() -> None:
     assert_same_run(parts, reference(Recipe())[0])
 
 
+def test_a_filled_cache_is_refused() -> None:
+    import transformers
+
+    from lightning_3d.blocks import find_blocks, process_blocks
+    from lightning_3d.plans import ParallelPlan
+
+    model = models.build("llama", layers=2)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    filled = transformers.DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=filled)
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"), draws=False)
+    with pytest.raises(ConfigError, match="cache that holds something"):
+        model(input_ids=ids, past_key_values=filled)
+
+
 def compiled_run(**strategy: Any) -> tuple[Part, dict[str, int], int]:
     """The run, the graph breaks, and how many graphs were compiled."""
     from lightning_3d import torch_compat
@@ -263,7 +279,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         BlockOptions(**options)
 
 
-def test_refusals() -> None:
+def test_f18_what_cannot_work_is_refused() -> None:
     from lightning_3d.blocks import process_blocks
     from lightning_3d.strategy import Lightning3DStrategy
 

@@ -119,8 +119,17 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Training needs no key-value cache, which a second forward would fill twice."""
+    """Training needs no key-value cache, which a second forward would fill twice.
+
+    Raises:
+        ConfigError: it holds something.
+    """
     if not torch.is_grad_enabled():
         return kwargs
-    dropped = {name: None for name in _CACHES if kwargs.get(name) is not None}
-    return {**kwargs, **dropped, **({"use_cache": False} if kwargs.get("use_cache") else {})}
+    caches = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
+    if any(cache.get_seq_length() > 0 for cache in caches.values() if hasattr(cache, "get_seq_length")):
+        raise ConfigError(
+            "The model was called with a key-value cache that holds something (a prefix?), which recomputed or compiled blocks cannot"
+            " train with. Leave recompute, offload_activations and compile out."
+        )
+    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if kwargs.get("use_cache") else {})}
