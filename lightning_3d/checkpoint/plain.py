@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
@@ -18,8 +19,6 @@ from typing import Any
 
 import numpy
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 
@@ -70,7 +69,7 @@ class Packer:
         )
 
     def _pack_container(self, value: Any, where: str) -> Any:
-        if OmegaConf.is_config(value):
+        if _is_config(value):
             return self._pack(_without_config_classes(value), where)
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode("ascii")}
@@ -158,8 +157,17 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     return kinds[word](unpack(value, tensors))
 
 
+def _is_config(value: Any) -> bool:
+    """Whether this is an OmegaConf container. There is none where that package was not imported, and it need not be there."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
+
+
 def _without_config_classes(config: Any) -> Any:
     """An OmegaConf container as dict or list, interpolations resolved where that is possible by itself."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException:
