@@ -33,12 +33,10 @@ from lightning_3d.layout_rules import (
     resolve_layout,
 )
 from lightning_3d.model_spec import ModelSpec
+from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, listed_capability, unknown_precision
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
 from lightning_3d.zero_options import ZeroOptions
-
-PRECISIONS = {"fp32": "32-true", "fp64": "64-true", "bf16": "bf16-true", "bf16_mixed": "bf16-mixed"}
-"""`precision.name` and what Lightning calls it."""
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
@@ -357,15 +355,17 @@ def _choose_precision(run: RunConfig, accelerator: str) -> str:
     if name == "auto":
         return "bf16" if accelerator == "gpu" else "fp32"
     if name not in PRECISIONS:
-        raise ConfigError(
-            f'There is no precision "{name}".{did_you_mean(name, PRECISIONS)} It must be auto,'
-            f" {listed(PRECISIONS, last='or')}."
-        )
+        raise unknown_precision(name)
     if name == "fp64" and zero_stage > 0:
         raise ConfigError(
             f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32. Use"
             " parallelism.zero_stage=0."
         )
+    if name == "fp8":
+        planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
+        check_fp8_device(accelerator, None if planned else listed_capability())
+        if not planned:
+            check_fp8_library()
     return name
 
 

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_3d.config import explain_value
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.layout import Layout
+from lightning_3d.precision import unknown_precision
 
 _HYDRA = Path(hydra.__file__).parent
 
@@ -52,6 +53,8 @@ def _no_such_option(error: MissingConfigException) -> Lightning3DError:
             Layout.parse(name)
         except Lightning3DError as refusal:
             return refusal
+    if group == "precision":
+        return unknown_precision(name)
     near = did_you_mean(name, options)
     what = f'There is no {group} "{name}".' if group else f'There is no configuration "{name}".'
     return ConfigError(f"{what}{near}" + (f" There are: {', '.join(sorted(options))}." if options else ""))

@@ -44,6 +44,7 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
+from lightning_3d.fp8 import multiply_in_float8, require_fp8
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
@@ -58,6 +59,7 @@ from lightning_3d.lightning_compat import (
 )
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine, runs_now
+from lightning_3d.precision import precision_of
 from lightning_3d.schedules import find_schedule
 from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
@@ -68,8 +70,6 @@ from lightning_3d.trainer_collectives import TrainerCollectives
 from lightning_3d.unsupported import explained_optimizers, refuse_unsupported
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
-
-PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-true": "bf16", "bf16-mixed": "bf16_mixed"}
 
 
 class Lightning3DStrategy(TrainerCollectives):
@@ -89,6 +89,7 @@ class Lightning3DStrategy(TrainerCollectives):
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what lies in host memory, see `ZeroOptions`.
         recompute, recompute_every, recompute_keep, offload_activations, compile: of the model's blocks, see `BlockOptions`.
+        fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -117,6 +118,7 @@ class Lightning3DStrategy(TrainerCollectives):
         recompute_keep: Sequence[str] | None = None,
         offload_activations: bool = False,
         compile: bool = False,
+        fp8: bool = False,
         order: tuple[str, ...] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -139,6 +141,7 @@ class Lightning3DStrategy(TrainerCollectives):
         self.blocks = BlockOptions(recompute, recompute_every, keep, offload_activations, compile)
         self.blocks.require_suits(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
+        self.fp8 = fp8
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
         self.model_parts: LocalModel | None = None
@@ -209,6 +212,9 @@ class Lightning3DStrategy(TrainerCollectives):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        precision_of(str(self.precision_plugin.precision), fp8=self.fp8)
+        if self.fp8:
+            require_fp8(self.root_device)
         world_size = self.num_nodes * self.num_processes
         if self.layout is None:
             self.layout = Layout(dp=world_size)
@@ -289,6 +295,7 @@ class Lightning3DStrategy(TrainerCollectives):
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
+        multiply_in_float8(self.model_parts.blocks, on=self.fp8)
         self._connect(self.model_parts, self._require_mesh())
         self.model_to_device()
 
@@ -296,12 +303,7 @@ class Lightning3DStrategy(TrainerCollectives):
         """Put backend, engine and step runner around the local model."""
         module = self.lightning_module
         assert module is not None
-        precision = PRECISIONS.get(str(self.precision_plugin.precision))
-        if precision is None:
-            raise ConfigError(
-                f"precision={self.precision_plugin.precision!r} is not supported by Lightning3DStrategy: loss scaling across"
-                f" stages would not be exact. Use one of {', '.join(PRECISIONS)}."
-            )
+        precision = precision_of(str(self.precision_plugin.precision))
         self._backend = make_backend(self.zero, mesh, parts.specs, stages=list(parts.parameters.values()), precision=precision)
         weights = LossWeights()
         weigh_loss(module, weights)

@@ -1,5 +1,6 @@
 """bf16 parameters with float32 master weights and sums of gradients, over 50 steps, against the same on one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -20,16 +21,22 @@ LAYOUTS = [
 
 
 @one_thread()
-def train_with_masters() -> Run:
-    """Mixed precision as Megatron's: gradients of each micro-batch are added in float32, AdamW steps float32 weights."""
-    model = initial_model(RECIPE)
-    task = models.task(RECIPE.model)
+def train_with_masters(recipe: Recipe = RECIPE, prepare: Callable[[nn.Module], None] | None = None) -> Run:
+    """Mixed precision as Megatron's: gradients of each micro-batch are added in float32, AdamW steps float32 weights.
+
+    Args:
+        prepare: changes the model before it is trained.
+    """
+    model = initial_model(recipe)
+    if prepare is not None:
+        prepare(model)
+    task = models.task(recipe.model)
     masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=RECIPE.learning_rate, weight_decay=RECIPE.weight_decay)
-    rows, losses, norms = data(RECIPE), [], []
-    for start in range(0, RECIPE.steps * RECIPE.global_batch, RECIPE.global_batch):
-        batch = cut(rows, start, RECIPE.global_batch)
-        whole, loss = target_count(RECIPE.model, batch), 0.0
+    optimizer = torch.optim.AdamW(masters.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    rows, losses, norms = data(recipe), [], []
+    for start in range(0, recipe.steps * recipe.global_batch, recipe.global_batch):
+        batch = cut(rows, start, recipe.global_batch)
+        whole, loss = target_count(recipe.model, batch), 0.0
         for micro_batch in split(batch, 4):
             part = task.token_losses(model, micro_batch).sum() / whole
             part.backward()
@@ -40,7 +47,7 @@ def train_with_masters() -> Run:
                 master.grad = arrived if master.grad is None else master.grad + arrived
                 parameter.grad = None
         losses.append(loss)
-        norms.append(nn.utils.clip_grad_norm_(masters.values(), RECIPE.clip).item())
+        norms.append(nn.utils.clip_grad_norm_(masters.values(), recipe.clip).item())
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():

@@ -117,8 +117,12 @@ class RowParallelLinear(nn.Linear):
     tp_name: str
 
     def forward(self, input: Tensor) -> Tensor:
-        total = self.tp_region.leave(F.linear(input, self.weight), self.tp_name)
+        total = self.tp_region.leave(self.multiply(input), self.tp_name)
         return total if self.bias is None else total + self.bias
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(input, self.weight)
 
 
 class SplitRowLinear(RowParallelLinear):

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 
-from lightning_3d.config import PRECISIONS
 from lightning_3d.errors import ConfigError
 from lightning_3d.launch import outside_rank
+from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.module import CausalLM
@@ -50,10 +50,11 @@ def make_data(config: Mapping[str, Any]) -> LightningDataModule:
 
 
 def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
-    """The strategy, from the group `parallelism`."""
+    """The strategy, from the groups `parallelism` and `precision`."""
     parallelism = dict(config["parallelism"])
     order = tuple(parallelism.pop("order"))
-    return Lightning3DStrategy(parallelism.pop("layout"), order=order, seed=config["seed"], **parallelism)
+    fp8 = config["precision"]["name"] == "fp8"
+    return Lightning3DStrategy(parallelism.pop("layout"), order=order, seed=config["seed"], fp8=fp8, **parallelism)
 
 
 def make_trainer(config: Mapping[str, Any]) -> Trainer:
