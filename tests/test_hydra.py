@@ -103,6 +103,7 @@ def test_every_option_of_a_group_composes(group: str) -> None:
     for option in options(group):
         more = ["parallelism.zero_stage=0"] if option == "fp64" else []
         more += ["parallelism=tp8_dp32", "data.global_batch_size=128"] if option == "a100_32x8" else []
+        more += ["cluster.accelerator=gpu"] if option == "fp8" else []
         planned(f"{group}={option}", "trainer.dry=true", *more)
 
 
