@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.classes import combined
 from lightning_3d.precision import check_fp8_device, check_fp8_library, fp8_refused
 from lightning_3d.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -122,7 +123,7 @@ def _divides(input: Tensor) -> bool:
 def _convert(layer: Any) -> None:
     own = type(layer)
     bases = (_Float8Row, own) if isinstance(layer, RowParallelLinear) else (own, _Float8)
-    layer.__class__ = _Float8 if own is nn.Linear else type(own.__name__, bases, {"__module__": own.__module__})
+    layer.__class__ = _Float8 if own is nn.Linear else combined(own.__name__, *bases)
     object.__setattr__(layer, "float8_product", _product(layer.weight))
     object.__setattr__(layer, "float8_before", own)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.classes import combined
 from lightning_3d.errors import PlanError
 from lightning_3d.pipeline.state import PipelineState, StageBoundary
 
@@ -110,20 +111,10 @@ class CountedModel:
 
 def specialize(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Make `module` an instance of a subclass of its own class with `mixin` in front; names, hooks and isinstance stay."""
-    module.__class__ = _specialized(type(module), mixin)
+    kind = type(module)
+    module.__class__ = combined(kind.__name__, mixin, kind)
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
-
-
-_SPECIALIZED: dict[tuple[type, type], type] = {}
-"""One class for all blocks of a kind: a compiler treats modules of one class as one."""
-
-
-def _specialized(kind: type, mixin: type) -> type:
-    made = _SPECIALIZED.get((kind, mixin))
-    if made is None:
-        made = _SPECIALIZED[kind, mixin] = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-    return made
 
 
 def _zeros(state: PipelineState) -> Tensor:

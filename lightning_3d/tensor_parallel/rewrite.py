@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.classes import combined
 from lightning_3d.errors import PlanError
 from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
 from lightning_3d.sharding import ShardSpec, cut_along, replicated
@@ -197,7 +198,7 @@ def _become(layer: nn.Module, kind: type[nn.Module], attributes: dict[str, Any])
     A class on top that scales an embedding's output, or a pipeline gate, calls `super().forward` and so reaches it.
     """
     own = type(layer)
-    layer.__class__ = kind if own in kind.__mro__ else type(own.__name__, (own, kind), {"__module__": own.__module__})
+    layer.__class__ = kind if own in kind.__mro__ else combined(own.__name__, own, kind)
     for name, value in attributes.items():
         object.__setattr__(layer, name, value)
 
