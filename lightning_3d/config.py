@@ -36,7 +36,7 @@ from lightning_3d.model_spec import ModelSpec
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, listed_capability, unknown_precision
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
-from lightning_3d.zero_options import ZeroOptions
+from lightning_3d.zero_options import NONE, ZeroOptions
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
@@ -198,6 +198,11 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     _check_targets(run)
     micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule)
     check_optimizer(run.optimizer)
+    if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE and accelerator == "gpu":
+        raise ConfigError(
+            "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
+            " use optimizer.name=adamw."
+        )
     bubble = few_micro_batches(layout, schedule, micro_batches)
     return RunPlan(
         layout=layout,

@@ -43,7 +43,14 @@ def explained_optimizers(pp_rank: int) -> Iterator[None]:
         reason = next((text for sign, text in _OPTIMIZER_REFUSALS.items() if sign in str(error)), None)
         if reason is None:
             raise
-        raise ConfigError(f"configure_optimizers {reason.format(where=f'on pipeline rank {pp_rank}')}") from error
+        raise ConfigError(f"configure_optimizers {reason.format(where=f'on pipeline rank {pp_rank}', cause=_cause(error))}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what began it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 _OPTIMIZER_REFUSALS = {
@@ -53,5 +60,8 @@ _OPTIMIZER_REFUSALS = {
     " the last stage only. Take what is there from self.named_parameters().",
     "multiple optimizers is only supported": "returned several optimizers; Lightning3DStrategy drives exactly one. Use parameter"
     " groups of one optimizer instead.",
+    "requires the cpu_adam op": "made DeepSpeedCPUAdam, which is C++ that is compiled on its first use on a machine, and that failed"
+    " ({cause}). It needs a C++ compiler with OpenMP and ninja. torch.optim.AdamW with fused=True needs neither and is as fast"
+    " (with the app: optimizer.name=adamw optimizer.fused=true).",
 }
-"""What follows "configure_optimizers", by a part of the message of torch (2.11 to 2.13) or Lightning (2.6)."""
+"""What follows "configure_optimizers", by a part of the message of torch (2.11 to 2.13), Lightning (2.6) or DeepSpeed (0.19)."""

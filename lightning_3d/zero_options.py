@@ -12,7 +12,8 @@ from lightning_3d.schedules import find_schedule
 
 STAGES = (0, 1, 2, 3)
 STEP, MICRO_BATCH = "step", "micro_batch"
-OFFLOAD = ("none", "optimizer", "parameters")
+NONE, OPTIMIZER, PARAMETERS = "none", "optimizer", "parameters"
+OFFLOAD = (NONE, OPTIMIZER, PARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ZeroOptions:
     reduce: str | None = None
     gather: str | None = None
     reduce_scatter: bool | None = None
-    offload: str = "none"
+    offload: str = NONE
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """The options with what was left open filled in; `reduce_scatter` stays open, it depends on the device.
@@ -73,7 +74,7 @@ class ZeroOptions:
         if self.offload not in OFFLOAD:
             hint = did_you_mean(str(self.offload), OFFLOAD)
             raise LayoutError(f'zero_offload is "{self.offload}";{hint} it must be none, optimizer or parameters.')
-        needed = {"optimizer": 1, "parameters": 3}.get(self.offload, 0)
+        needed = {OPTIMIZER: 1, PARAMETERS: 3}.get(self.offload, 0)
         if self.stage < needed:
             raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}, not {self.stage}.")
         if self.reduce_scatter and self.stage == 0:
@@ -93,5 +94,5 @@ class ZeroOptions:
         """In a few words."""
         when = {"gather": self.gathers_every_micro_batch, "reduce": self.reduces_every_micro_batch}
         eager = [word for word, each in when.items() if each]
-        offloaded = "" if self.offload == "none" else f", {self.offload} offloaded"
+        offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"
         return f"ZeRO-{self.stage}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + offloaded

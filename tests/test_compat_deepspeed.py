@@ -1,4 +1,4 @@
-"""Contracts of what `lightning_compat` touches inside DeepSpeed, and inside gloo: a new version that changes one fails
+"""Contracts of what `deepspeed_compat` touches inside DeepSpeed, and inside gloo: a new version that changes one fails
 here."""
 
 import inspect
@@ -8,38 +8,45 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from counting import recording
 from ranks import run_ranks
 from torch import nn
 
+from lightning_3d.deepspeed_compat import (
+    deepspeed_engine,
+    deepspeed_groups,
+    import_deepspeed,
+    release_deepspeed,
+    set_deepspeed_gradients,
+)
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.lightning_compat import (
     _gloo_threads_sleep,
     _settle_gloo,
     autograd_is_running,
-    deepspeed_engine,
-    deepspeed_groups,
-    import_deepspeed,
-    release_deepspeed,
-    set_deepspeed_gradients,
     settle_gloo_at_exit,
 )
 from lightning_3d.mesh import Mesh
-from lightning_3d.zero.deepspeed import Groups, _config
+from lightning_3d.zero.deepspeed import Groups, _config, _Holder
 
 CPU = torch.device("cpu")
 
 
-def engine_of_two_groups(dtype: torch.dtype = torch.float32) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+def engine_of_two_groups(
+    dtype: torch.dtype = torch.float32, *, offload: bool = False, on_host: bool = False
+) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     import_deepspeed(CPU)
     module = nn.Linear(3, 5, dtype=dtype)  # 15 and 5 elements: neither is divisible by two ranks
     optimizer = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=1.0)
-    mesh = Mesh(Layout.parse("dp2"))
-    return deepspeed_engine(module, optimizer, Groups(mesh), _config(dtype), CPU), module, optimizer
+    groups = Groups(Mesh(Layout.parse("dp2")), sharded=not on_host)
+    engine = deepspeed_engine(module, optimizer, groups, _config(dtype, offload=offload), CPU, on_host=on_host)
+    return engine, module, optimizer
 
 
 def importing() -> None:
@@ -122,6 +129,77 @@ def gradients(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_set_deepspeed_gradients(dtype: torch.dtype) -> None:
     run_ranks(gradients, 2, dtype)
+
+
+def offloaded(dtype: torch.dtype) -> None:
+    started, module, _ = engine_of_two_groups(dtype, offload=True)
+    zero, groups = started.optimizer, deepspeed_groups(started)
+    source = inspect.getsource(type(zero))
+    assert zero.cpu_offload and "self.contiguous_gradients = contiguous_gradients or self.cpu_offload" in source
+    # It has made hooks, which would reduce gradients in the backward, and buffers for them. Else `_drop_own_reduction` can go.
+    assert "self._grad_acc_hooks.append(register_grad_hook(" in source
+    for name in ("cpu", "gpu"):
+        assert f"self.temp_grad_buffer_for_{name}_offload = torch.zeros(" in source
+        assert getattr(zero, f"temp_grad_buffer_for_{name}_offload") is None
+    module(torch.ones(1, 3, dtype=dtype)).sum().backward()
+    assert module.bias.grad is not None and torch.equal(module.bias.grad, torch.ones(5, dtype=dtype)), "a hook has taken it"
+    before = [group.master.detach().clone() for group in groups]
+    for _ in range(2):
+        set_deepspeed_gradients(started, [torch.full_like(group.master, 1e-3).detach() for group in groups])
+        started.step()
+    for group, weights in zip(groups, before, strict=True):
+        assert torch.equal(group.master, weights - 1e-3 - 1e-3)
+        assert torch.equal(group.owned, group.master.to(dtype))
+        assert group.owned.untyped_storage().data_ptr() != group.master.untyped_storage().data_ptr()
+    release_deepspeed(started)
+    assert not vars(module.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_offloaded_engine(dtype: torch.dtype) -> None:
+    run_ranks(offloaded, 2, dtype)
+
+
+def kept_on_host(dtype: torch.dtype) -> None:
+    before = {}
+    make = nn.Linear.reset_parameters
+
+    def reset(module: nn.Linear) -> None:
+        make(module)
+        before.update({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
+
+    with patch.object(nn.Linear, "reset_parameters", reset):
+        started, module, _ = engine_of_two_groups(dtype, offload=True, on_host=True)
+    engine_source = inspect.getsource(type(started))
+    assert "self.module.to(self.device)" in engine_source  # what `_Holder` refuses
+    assert "dist.broadcast(p.data.view(torch.uint8)" in engine_source  # what is left out
+    zero, groups = started.optimizer, deepspeed_groups(started)
+    for name, group in zip(("weight", "bias"), groups, strict=True):
+        (parameter,) = group.parameters
+        assert torch.equal(parameter, before[name].reshape(parameter.shape))
+        assert parameter._hp_mapping is None  # type: ignore[attr-defined]
+        buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
+        assert any(parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for buffer in buffers)
+        assert group.owned is group.flat
+    set_deepspeed_gradients(started, [torch.ones_like(group.master).detach() for group in groups])
+    with recording() as sent:
+        started.step()
+    assert not sent.calls, "NCCL takes no tensors in host memory"
+    for group in groups:
+        assert torch.equal(group.flat, group.master.to(dtype))
+    assert torch.equal(module.bias, (before["bias"].float() - 1.0).to(dtype))
+    release_deepspeed(started)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_engine_of_parameters_on_the_host(dtype: torch.dtype) -> None:
+    run_ranks(kept_on_host, 2, dtype)
+
+
+def test_what_stays_is_not_moved() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert next(_Holder(parameters, stays=True).to("meta").parameters()).device == CPU
+    assert next(_Holder(parameters).to(torch.float64).parameters()).dtype == torch.float64
 
 
 def released() -> None:

@@ -47,6 +47,10 @@ MODES = {
     "3": ZeroOptions(3, "step", "step"),
     "3 to owners": ZeroOptions(3, "step", "step", reduce_scatter=True),
     "3 eager": ZeroOptions(3, "micro_batch", "step"),
+    "1 offloaded": ZeroOptions(1, "step", offload="optimizer"),
+    "2 eager offloaded": ZeroOptions(2, "micro_batch", offload="optimizer"),
+    "3 offloaded": ZeroOptions(3, "step", "step", offload="optimizer"),
+    "3 eager on host": ZeroOptions(3, "micro_batch", "step", offload="parameters"),
 }
 COMMON = ("0", "1", "2 eager", "3 eager")  # the others run in the long sweeps
 ALL = [mode if mode in COMMON else pytest.param(mode, marks=pytest.mark.full) for mode in MODES]

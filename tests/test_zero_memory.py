@@ -72,6 +72,12 @@ CASES = {
     "2 step": (ZeroOptions(2, "step"), N, 3 * N / RANKS, N),
     "2 micro_batch": (ZeroOptions(2, "micro_batch"), N, 3 * N / RANKS, N / RANKS + 4 * BUCKET),
     "3 step": (ZeroOptions(3, "step", "step"), N / RANKS, 3 * N / RANKS, N + N + N / RANKS),
+    # What is offloaded is in the same memory here: beside state and master weights the gradient and, before they are copied back, the
+    # new weights, or, with parameters offloaded, these alone.
+    "1 offloaded": (ZeroOptions(1, "step", offload="optimizer"), N, 5 * N / RANKS, N),
+    "3 offloaded": (
+        ZeroOptions(3, "micro_batch", "micro_batch", offload="parameters"), N / RANKS, 4 * N / RANKS, N / RANKS + 4 * BUCKET + 3 * BLOCK
+    ),
     "3 micro_batch": (ZeroOptions(3, "micro_batch", "micro_batch"), N / RANKS, 3 * N / RANKS, N / RANKS + 4 * BUCKET + 3 * BLOCK),
 }
 

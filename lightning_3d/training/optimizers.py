@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.deepspeed_compat import import_deepspeed
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -13,7 +14,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 # Arguments of each, besides lr, weight_decay, no_decay and scheduler.
-_OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("betas", "eps", "fused"), "sgd": ("momentum", "nesterov")}
+_OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("betas", "eps", "fused"),
+    "cpu_adamw": ("betas", "eps", "fused"),
+    "sgd": ("momentum", "nesterov"),
+}
 _SCHEDULES = ("constant", "linear", "cosine")
 _KINDS = ("norm", "bias", "embedding")
 _COMMON = ("name", "lr", "weight_decay", "no_decay", "scheduler")
@@ -39,6 +44,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"optimizer.betas has {len(betas)} numbers; AdamW has two, for example [0.9, 0.95].")
     for beta in betas:
         _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "at least 0 and less than 1")
+    if name == "cpu_adamw" and config.get("fused") is not None:
+        raise ConfigError("optimizer.fused is of adamw; cpu_adamw always is one kernel. Leave it out, or set it to null.")
     for kind in config.get("no_decay") or ():
         if kind not in _KINDS:
             raise ConfigError(
@@ -104,6 +111,8 @@ def make_optimizer(
         config: see `conf/optimizer/`.
         parameters: trainable parameters by name.
         undecayed: names for which weight decay is 0. Without weight decay there is one parameter group, else two.
+
+    `cpu_adamw` compiles C++ when it is used for the first time on a machine, which takes minutes.
     """
     import torch
 
@@ -118,6 +127,11 @@ def make_optimizer(
     options = {key: config[key] for key in _OPTIMIZERS[config["name"]] if config.get(key) is not None}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
+    if config["name"] == "cpu_adamw":
+        import_deepspeed(next((parameter.device for parameter in parameters.values()), torch.device("cpu")))
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=float(config["lr"]), **options)
     optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config["name"]]
     return optimizer(groups, lr=float(config["lr"]), **options)
 

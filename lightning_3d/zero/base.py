@@ -17,8 +17,9 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard, ShardSpec
 from lightning_3d.zero.gradients import GradientSums
 from lightning_3d.zero.norm import clip_coefficient
+from lightning_3d.zero.offload import check_place
 from lightning_3d.zero.partial import PartialSums
-from lightning_3d.zero_options import ZeroOptions
+from lightning_3d.zero_options import NONE, ZeroOptions
 
 BUCKET_BYTES = 32 * 2**20
 """Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough that copying the
@@ -316,6 +317,7 @@ class DataParallelBackend(ABC):
     def _check(self, optimizer: Optimizer) -> None:
         check_dtypes(self._trained, self._precision)
         check_optimizer(optimizer, cut=any(entry.spec.is_cut for entry in self._trained))
+        check_place(optimizer, self._device, offloaded=self._zero.offload != NONE)
 
     @abstractmethod
     def _install(self, optimizer: Optimizer) -> None:

@@ -10,6 +10,10 @@ all-gathered. That is what it does here. The reduction, the norm and clipping ar
   another stage, and hooks do not see the gradients of a split backward. So its stage 1 is used for both stages.
 - DeepSpeed's norm costs one all-reduce per parameter group, which waits for ever where pipeline ranks have different
   groups.
+
+With `offload`, master weights, optimizer state and step are in host memory, where DeepSpeed's `offload_optimizer` has them. The
+gradient of the owned part is reduced, measured and clipped on the device, copied to host memory for the step, and the new weights of
+that part are copied back before they are all-gathered.
 """
 
 from __future__ import annotations
@@ -18,15 +22,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import ConfigError
-from lightning_3d.lightning_compat import (
+from lightning_3d.deepspeed_compat import (
     DeepSpeedGroup,
     deepspeed_engine,
     deepspeed_groups,
@@ -34,13 +37,15 @@ from lightning_3d.lightning_compat import (
     release_deepspeed,
     set_deepspeed_gradients,
 )
+from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
 from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, new_state
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
-from lightning_3d.zero_options import MICRO_BATCH, STEP
+from lightning_3d.zero.offload import VECTOR, rounds_by_place
+from lightning_3d.zero_options import MICRO_BATCH, NONE, PARAMETERS, STEP
 
 
 class DeepSpeedBackend(DataParallelBackend):
@@ -104,13 +109,26 @@ class DeepSpeedBackend(DataParallelBackend):
     def _start_engine(self, parameters: list[nn.Parameter], optimizer: Optimizer, groups: Groups) -> None:
         """Let DeepSpeed take over the parameters in the groups of `optimizer`."""
         import_deepspeed(self._device)
+        on_host = self._zero.offload == PARAMETERS
+        config = _config(parameters[0].dtype, offload=self._zero.offload != NONE, pin=self._device.type != "cpu")
         with _without_empty_groups(optimizer):
-            self._engine = deepspeed_engine(
-                _Holder(parameters), optimizer, groups, _config(parameters[0].dtype), self._device
-            )
+            holder = _Holder([*parameters, *self._fill_up(optimizer, groups)], stays=on_host)
+            self._engine = deepspeed_engine(holder, optimizer, groups, config, self._device, on_host=on_host)
             found = deepspeed_groups(self._engine)
+        for group in found:
+            group.parameters[:] = [parameter for parameter in group.parameters if id(parameter) in self._entries]
         bases = accumulate((group.flat.numel() for group in found), initial=0)
-        self._partitions = [Partition(group, base, optimizer) for group, base in zip(found, bases, strict=False)]
+        self._partitions = [Partition(group, base, optimizer, self._device) for group, base in zip(found, bases, strict=False)]
+
+    def _fill_up(self, optimizer: Optimizer, groups: Groups) -> list[nn.Parameter]:
+        """Zeros behind the parameters of each group where that makes a rank's part of it a number of whole vectors."""
+        on_cpu = self._zero.offload != NONE or self._device.type == "cpu"
+        fillers = []
+        for group in optimizer.param_groups if on_cpu and rounds_by_place(optimizer) else ():
+            missing = -sum(parameter.numel() for parameter in group["params"]) % (VECTOR * groups.get_data_parallel_world_size())
+            fillers.append(nn.Parameter(group["params"][0].new_zeros(missing)))
+            group["params"].append(fillers[-1])
+        return fillers
 
     def _lay_out(self) -> None:
         """All gradients in DeepSpeed's flat buffers, one behind the other; those that are reduced at once apart from the others."""
@@ -329,6 +347,7 @@ class Partition:
         group: DeepSpeed's buffers.
         base: where the group begins in the flat buffer of all gradients.
         optimizer: has the state of `group.master`.
+        device: of gradients. Master weights, and the parameters of `group` too, may be in host memory.
 
     Attributes:
         slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted
@@ -336,12 +355,13 @@ class Partition:
         gradient: reduced gradient of the part, float32, between reduction and step.
     """
 
-    def __init__(self, group: DeepSpeedGroup, base: int, optimizer: Optimizer) -> None:
+    def __init__(self, group: DeepSpeedGroup, base: int, optimizer: Optimizer, device: torch.device) -> None:
         self.group = group
         self.base = base
         self.numel = group.flat.numel()
         self.gradient: Tensor | None = None
         self._optimizer = optimizer
+        self._device = device
         self._start = int(group.owned.storage_offset() - group.flat.storage_offset())
         self.slots = [_place(parameter, group.flat) for parameter in group.parameters]
         self.owned_slots = [
@@ -361,7 +381,7 @@ class Partition:
 
     def new_gradient(self) -> Tensor:
         """Zeros that gradients of this step are added to."""
-        self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self.group.owned.device)
+        self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self._device)
         return self.gradient
 
     def owned_part(self, flat: Tensor) -> Tensor:
@@ -428,12 +448,19 @@ class _Holder(nn.Module):
     """What DeepSpeed's engine is built around: the trained parameters alone.
 
     Its forward is never called. The rest of the model is not DeepSpeed's business: it would move and cast it.
+
+    Args:
+        stays: whatever asks for another device, the parameters stay where they are.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, stays: bool = False) -> None:
         super().__init__()
+        self._stays = stays
         for index, parameter in enumerate(parameters):
             self.register_parameter(f"parameter_{index}", parameter)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        return self if self._stays else super().to(*args, **kwargs)
 
 
 class Groups:
@@ -481,15 +508,25 @@ class Groups:
         return self._mesh.size("pp")
 
 
-def _config(dtype: torch.dtype) -> dict[str, object]:
-    """DeepSpeed's configuration. Its batch sizes mean nothing here: micro-batches and scaling are the strategy's."""
+def _config(dtype: torch.dtype, *, offload: bool = False, pin: bool = False) -> dict[str, object]:
+    """DeepSpeed's configuration. Its batch sizes mean nothing here: micro-batches and scaling are the strategy's.
+
+    Args:
+        offload: master weights, optimizer and its step are in host memory, with any optimizer of torch. pin: the buffers there that are
+            copied to and from the device are page-locked.
+    """
+    zero: dict[str, object] = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1, "overlap_comm": False, "contiguous_gradients": False},
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        # The check sends, also to pipeline ranks that train nothing and wait elsewhere, and would leave out steps.
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
     }
 
 

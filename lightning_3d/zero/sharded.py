@@ -21,7 +21,7 @@ from lightning_3d.zero.deepspeed import DeepSpeedBackend, Groups, Partition
 from lightning_3d.zero.eager import Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.units import ParameterUnits
-from lightning_3d.zero_options import MICRO_BATCH, STEP
+from lightning_3d.zero_options import MICRO_BATCH, PARAMETERS, STEP
 
 
 class ShardedBackend(DeepSpeedBackend):
@@ -47,6 +47,7 @@ class ShardedBackend(DeepSpeedBackend):
                 whole=self._zero.gather == STEP,
                 is_active=is_active,
                 finished=self._block_finished,
+                on_host=self._zero.offload == PARAMETERS,
             )
 
     @contextmanager

@@ -18,6 +18,31 @@ from lightning_3d.zero.collectives import all_gather_flat
 from lightning_3d.zero.gradients import Slot, end_to_end
 
 
+class Uploads:
+    """Copies from host memory and the collectives that wait for them, beside the computation on the device.
+
+    What they write to must come from the computation's own allocations, so that it is not given away while either uses it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """They start when what has been computed so far is done, and what is computed next does not wait for them."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def page_locked(self, piece: torch.Tensor) -> torch.Tensor:
+        """The same values, from where copies do not hold up the computation."""
+        return piece if self._stream is None or piece.is_pinned() else piece.pin_memory()
+
+
 class Unit:
     """Parameters that are gathered and freed together, one behind the other in a flat buffer of which each rank keeps one part.
 
@@ -27,11 +52,14 @@ class Unit:
 
     Args:
         parameters: of one type; on all ranks of the group the same values.
-        group: the data-parallel ranks. device: where the parts are kept and parameters gathered.
+        group: the data-parallel ranks. device: where parameters are gathered.
+        uploads: the parts are kept in host memory and copied to the device for each gathering; None: they are kept there.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device, uploads: Uploads | None = None
+    ) -> None:
+        self._group, self._uploads = group, uploads
         self.slots = end_to_end(parameters)
         self.numel = self.slots[-1].stop
         self.part_numel = -(-self.numel // dist.get_world_size(group))
@@ -45,7 +73,7 @@ class Unit:
         self.gathered = False
         self.in_backward = False
         self.pieces = {
-            slot.parameter: slot.parameter.detach().reshape(-1)[first:last].to(device, copy=True)
+            slot.parameter: slot.parameter.detach().reshape(-1)[first:last].to(device if uploads is None else "cpu", copy=True)
             for slot, first, last in self.owned()
         }
         """By parameter: the elements that this rank keeps, flattened. What trains them may put other tensors here."""
@@ -66,9 +94,19 @@ class Unit:
         if self.gathered or self._work is not None:
             return
         self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
-        with torch.no_grad():
+        if self._uploads is None:
             part = torch.cat([*(piece.detach() for piece in self.pieces.values()), self._padding])
-        self._work = (all_gather_flat(self._flat, part, self._group), part)
+            self._work = (all_gather_flat(self._flat, part, self._group), part)
+            return
+        for parameter, piece in self.pieces.items():
+            if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed's
+                self.pieces[parameter] = self._uploads.page_locked(piece)
+        part = torch.empty(self.part_numel, dtype=self._flat.dtype, device=self._flat.device)
+        with self._uploads.running():
+            pieces = [*(piece.detach() for piece in self.pieces.values()), self._padding]
+            for target, piece in zip(part.split([len(piece) for piece in pieces]), pieces, strict=True):
+                target.copy_(piece, non_blocking=True)
+            self._work = (all_gather_flat(self._flat, part, self._group), part)
 
     def gather(self) -> None:
         """Make the parameters usable."""
@@ -124,6 +162,7 @@ class ParameterUnits:
         blocks: modules in the order in which they are called.
         is_active: whether a call of a block will run it (another pipeline stage's turn passes it by).
         finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
+        on_host: the parts are kept in host memory.
     """
 
     def __init__(
@@ -136,6 +175,7 @@ class ParameterUnits:
         whole: bool,
         is_active: Callable[[nn.Module], bool],
         finished: Callable[[list[nn.Parameter]], None],
+        on_host: bool = False,
     ) -> None:
         self._whole = whole
         self._group, self._device = group, device
@@ -147,8 +187,9 @@ class ParameterUnits:
         inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
         known = {id(parameter) for parameters in inside for parameter in parameters}
         beside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
-        self._beside = _units(beside, group, device)
-        self._blocks = [(block, _units(parameters, group, device)) for block, parameters in zip(blocks, inside, strict=True)]
+        uploads = Uploads(device) if on_host else None
+        self._beside = _units(beside, group, device, uploads)
+        self._blocks = [(block, _units(parameters, group, device, uploads)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
         self._hooks: list[Any] = []
         self.open()
@@ -294,10 +335,12 @@ def _gather(units: Sequence[Unit]) -> None:
         unit.gather()
 
 
-def _units(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> list[Unit]:
+def _units(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device, uploads: Uploads | None
+) -> list[Unit]:
     """One unit for each type."""
     types = sorted({parameter.dtype for parameter in parameters}, key=str)
-    return [Unit([p for p in parameters if p.dtype == dtype], group, device) for dtype in types]
+    return [Unit([p for p in parameters if p.dtype == dtype], group, device, uploads) for dtype in types]
 
 
 def _users(module: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
