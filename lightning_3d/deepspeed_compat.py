@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from lightning_3d.errors import ConfigError
 
@@ -110,9 +109,8 @@ def deepspeed_engine(
     attributes = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
     local_rank = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    alone = patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda engine: None) if on_host else nullcontext()
     try:
-        with alone:
+        with _without_broadcast(deepspeed.DeepSpeedEngine) if on_host else nullcontext():
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, mpu=groups, config=config)
     finally:
         if local_rank is None:
@@ -128,6 +126,17 @@ def deepspeed_engine(
     if on_host:
         _keep_parameters_on_host(engine.optimizer)
     return engine
+
+
+@contextmanager
+def _without_broadcast(engine: Any) -> Iterator[None]:
+    """Engines of this class do not send their parameters to other ranks when they begin."""
+    broadcast = engine._broadcast_model
+    engine._broadcast_model = lambda self: None
+    try:
+        yield
+    finally:
+        engine._broadcast_model = broadcast
 
 
 def _drop_own_reduction(zero: Any) -> None:

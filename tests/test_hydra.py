@@ -120,6 +120,13 @@ def test_recipe_overrides_groups_and_values_and_the_command_line_overrides_it() 
     assert (config.model.name, config.optimizer.lr, config.parallelism.layout) == ("llama3_70b", 1e-5, "tp8_pp8_dp4")
 
 
+def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
+    overrides = ["recipe=llama3_70b_256xa100", "trainer.dry=true", "optimizer.name=cpu_adamw"]
+    with pytest.raises(ConfigError, match="cpu_adamw steps weights in host memory.* parallelism.zero_offload=optimizer"):
+        planned(*overrides)
+    assert planned(*overrides, "parallelism.zero_offload=optimizer").zero.offload == "optimizer"
+
+
 @pytest.mark.parametrize("name", sorted(DATA_MODULES))
 def test_data_files_have_the_options_of_their_modules(name: str) -> None:
     """`data_keys` reads the options from the file, because the modules import torch."""

@@ -220,6 +220,22 @@ def test_the_optimizer_files_work(name: str) -> None:
     assert bool((parameter < 1).all())
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_optimizer_of_deepspeed_is_adamw() -> None:
+    """It is compiled first, which takes minutes."""
+    ours, theirs = nn.Parameter(torch.linspace(-0.02, 0.02, 101)), nn.Parameter(torch.linspace(-0.02, 0.02, 101))
+    optimizer = make_optimizer({**OPTIMIZER, "name": "cpu_adamw"}, {"weight": ours}, frozenset())
+    expected = make_optimizer(OPTIMIZER, {"weight": theirs}, frozenset())
+    assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
+    for step in range(20):
+        for parameter in (ours, theirs):
+            parameter.grad = torch.sin(torch.arange(101.0) * (step + 1))
+        optimizer.step()
+        expected.step()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_decay_groups_of_a_tied_model() -> None:
     config = {**MODEL["config"], "model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4}  # type: ignore[dict-item]
     with torch.device("meta"):
@@ -273,7 +289,8 @@ def test_the_decay_may_end_before_the_run() -> None:
         ({"betas": [0.9]}, "optimizer.betas has 1 numbers"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1"),
         ({"no_decay": ["norms"]}, "no_decay names 'norms'.* Did you mean \"norm\""),
-        ({"name": "adam"}, "optimizer.name is 'adam'; it must be adamw or sgd"),
+        ({"name": "adam"}, "optimizer.name is 'adam'; it must be adamw, cpu_adamw or sgd"),
+        ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is of adamw; cpu_adamw always is one kernel"),
         ({"wieght_decay": 0.1}, "no option 'wieght_decay'.* Did you mean \"weight_decay\""),
         ({"momentum": 0.9}, "no option 'momentum'"),
         ({"scheduler": {"name": "cosin"}}, "optimizer.scheduler.name is 'cosin'"),

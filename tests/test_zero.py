@@ -374,6 +374,34 @@ def test_options(mode: str, change: dict[str, Any]) -> None:
     check(Run("pp2_dp2", mode=mode, **change), weights=5e-5, norm=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["0", "1", "1 offloaded"])
+def test_bf16_with_a_stage_that_trains_nothing(mode: str) -> None:
+    """Nobody waits for its ranks in the step."""
+    run = Run("pp2_dp2", mode=mode, precision="bf16", frozen=("embed", "layers.0", "layers.1"))
+    check(run, weights=2e-2, norm=1e-5)
+
+
+def not_a_number(mode: str) -> bool:
+    """Whether a gradient that is not a number reaches the weights."""
+    mesh = Mesh(Layout.parse("dp2"))
+    module = nn.Linear(4, 4, dtype=torch.bfloat16)
+    specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
+    backend = make_backend(MODES[mode], mesh, specs, precision="bf16")
+    backend.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    with backend.gradient_scope():
+        module(torch.full((1, 4), float("nan"), dtype=torch.bfloat16)).sum().backward()
+        backend.after_backward(module.parameters())
+        backend.reduce(1.0)
+    backend.step()
+    backend.teardown()
+    return bool(module.weight.isnan().all()) and not bool(module.bias.isnan().any())
+
+
+@pytest.mark.parametrize("mode", ["0", "1", "2 eager", "1 offloaded"])
+def test_what_is_not_a_number_is_not_hidden(mode: str) -> None:
+    assert all(run_ranks(not_a_number, 2, mode))
+
+
 def count_collectives(mode: str, micro_batches: int, bucket_bytes: int) -> dict[str, Counter[tuple[str, int]]]:
     """What a step of two ranks sends, by its parts: calls by name and number of elements."""
     mesh = Mesh(Layout.parse("dp2"))
