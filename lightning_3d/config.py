@@ -198,7 +198,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     _check_targets(run)
     micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule)
     check_optimizer(run.optimizer)
-    if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE and accelerator == "gpu":
+    if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
             "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
             " use optimizer.name=adamw."

@@ -196,6 +196,18 @@ def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
     engine.optimizer.averaged_gradients = {index: [gradient] for index, gradient in enumerate(gradients)}
 
 
+def revive_cpu_adam(optimizer: Any) -> None:
+    """Make the C++ object of a DeepSpeedCPUAdam (0.19) again, which may be gone; without it the step ends the process (SIGSEGV).
+
+    `DeepSpeedCPUAdam.__del__` destroys it under its number `opt_id`. Lightning (2.6) wraps optimizers in objects of a class that inherits
+    from theirs, with a copy of their attributes; when one of them is let go, it destroys the C++ object of the optimizer that lives on.
+    It holds no state: moments and step count are in Python.
+    """
+    group = optimizer.param_groups[0]
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *numbers, optimizer.adam_w_mode, False)
+
+
 def release_deepspeed(engine: Any) -> None:
     """Make DeepSpeed (0.19) forget an engine and its process groups.
 

@@ -1,12 +1,14 @@
 """Contracts of what `deepspeed_compat` touches inside DeepSpeed, and inside gloo: a new version that changes one fails
 here."""
 
+import gc
 import inspect
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from lightning_3d.deepspeed_compat import (
     deepspeed_groups,
     import_deepspeed,
     release_deepspeed,
+    revive_cpu_adam,
     set_deepspeed_gradients,
 )
 from lightning_3d.errors import ConfigError
@@ -200,6 +203,31 @@ def test_what_stays_is_not_moved() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     assert next(_Holder(parameters, stays=True).to("meta").parameters()).device == CPU
     assert next(_Holder(parameters).to(torch.float64).parameters()).dtype == torch.float64
+
+
+def lost_with_a_copy() -> None:
+    """When no copy takes the C++ object with it any more, `revive_cpu_adam` can go."""
+    import_deepspeed(CPU)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    assert "self.ds_opt_adam.destroy_adam(self.opt_id)" in inspect.getsource(DeepSpeedCPUAdam.__del__)
+    assert "self.ds_opt_adam.create_adam(self.opt_id, lr, betas[0]," in inspect.getsource(DeepSpeedCPUAdam.__init__)
+    optimizer = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
+    torch.optim.Optimizer.__init__(optimizer, [nn.Parameter(torch.zeros(1))], {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1, "weight_decay": 2})
+    calls: list[tuple[Any, ...]] = []
+    optimizer.ds_opt_adam = SimpleNamespace(create_adam=lambda *given: calls.append(given), destroy_adam=lambda *given: calls.append(given))
+    optimizer.opt_id, optimizer.adam_w_mode = 7, True
+    wrapper = LightningOptimizer(optimizer)
+    del wrapper
+    gc.collect()
+    assert calls == [(7,)]
+    revive_cpu_adam(optimizer)
+    assert calls[1] == (7, 0.1, 0.9, 0.99, 1, 2, True, False)
+
+
+def test_a_copy_of_deepspeeds_optimizer_takes_its_kernel_with_it() -> None:
+    run_ranks(lost_with_a_copy, 1)
 
 
 def released() -> None:

@@ -168,6 +168,29 @@ def test_what_is_saved_is_restored_elsewhere(precision: str, first: dict[str, An
         assert losses == pytest.approx(expected[test_checkpoint.STEPS_PER_EPOCH :], rel=1e-5)
 
 
+def fit_with_cpu_adam(*args: Any, **more: Any) -> list[float]:
+    def configure(module: nn.Module) -> torch.optim.Optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(module.parameters(), lr=3e-4)
+
+    with patch.object(test_checkpoint.TiedModel, "configure_optimizers", configure):
+        return test_checkpoint.fit(*args, **more)
+
+
+@full
+@pytest.mark.timeout(1200)
+def test_deepspeeds_optimizer_is_restored(tmp_path: Any) -> None:
+    """It keeps the number of its steps as a number. It is compiled first, which takes minutes."""
+    saved, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")
+    mode: dict[str, Any] = {"zero_stage": 3, "zero_offload": "parameters"}
+    [whole, *_] = run_ranks(fit_with_cpu_adam, 4, "tp2_dp2", 2, zero_stage=1, zero_offload="optimizer", timeout=1000)
+    run_ranks(fit_with_cpu_adam, 4, "pp2_dp2", 1, at_end=saved, **mode)
+    [losses, *_] = run_ranks(fit_with_cpu_adam, 4, "tp2_dp2", 2, resume=saved, at_start=again, **mode)
+    test_checkpoint.assert_equal(test_checkpoint.all_tensors(tmp_path / "again.ckpt"), test_checkpoint.all_tensors(tmp_path / "saved.ckpt"))
+    assert losses == pytest.approx(whole[test_checkpoint.STEPS_PER_EPOCH :], rel=1e-5)
+
+
 def test_master_weights_may_be_elsewhere() -> None:
     """Parameters on one device, here meta, and master weights on the host: each tensor is made where it belongs."""
     flat = torch.zeros(8, dtype=torch.bfloat16, device="meta")
@@ -234,12 +257,18 @@ class DeepSpeedCPUAdam(torch.optim.SGD):
     """Called as that of DeepSpeed."""
 
 
+class DeepSpeedCPULion(torch.optim.SGD):
+    """Likewise."""
+
+
 def test_what_steps_in_host_memory_needs_offloading() -> None:
-    optimizer = DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ConfigError, match="DeepSpeedCPUAdam steps weights in host memory.*they are on cuda:0. Use zero_offload=optimizer"):
-        check_place(optimizer, torch.device("cuda", 0), offloaded=False)
-    check_place(optimizer, torch.device("cuda", 0), offloaded=True)
-    check_place(optimizer, torch.device("cpu"), offloaded=False)
+    adam, lion = (kind([nn.Parameter(torch.zeros(1))]) for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion))
+    with pytest.raises(ConfigError, match="DeepSpeedCPUAdam steps weights in host memory.* zero_offload=optimizer"):
+        check_place(adam, offloaded=False)
+    check_place(adam, offloaded=True)
+    for offloaded in (True, False):
+        with pytest.raises(ConfigError, match="DeepSpeedCPULion is not supported"):
+            check_place(lion, offloaded=offloaded)
 
 
 def without_compiler(kind: type[OneKernel]) -> str:

@@ -317,7 +317,7 @@ class DataParallelBackend(ABC):
     def _check(self, optimizer: Optimizer) -> None:
         check_dtypes(self._trained, self._precision)
         check_optimizer(optimizer, cut=any(entry.spec.is_cut for entry in self._trained))
-        check_place(optimizer, self._device, offloaded=self._zero.offload != NONE)
+        check_place(optimizer, offloaded=self._zero.offload != NONE)
 
     @abstractmethod
     def _install(self, optimizer: Optimizer) -> None:

@@ -35,6 +35,7 @@ from lightning_3d.deepspeed_compat import (
     deepspeed_groups,
     import_deepspeed,
     release_deepspeed,
+    revive_cpu_adam,
     set_deepspeed_gradients,
 )
 from lightning_3d.errors import ConfigError
@@ -44,7 +45,7 @@ from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParal
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
-from lightning_3d.zero.offload import VECTOR, rounds_by_place
+from lightning_3d.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
 from lightning_3d.zero_options import MICRO_BATCH, NONE, PARAMETERS, STEP
 
 
@@ -276,6 +277,8 @@ class DeepSpeedBackend(DataParallelBackend):
     def step(self) -> None:
         if self._engine is None or self._optimizer is None:
             return
+        if type(self._optimizer).__name__ == CPU_ADAM:
+            revive_cpu_adam(self._optimizer)
         with _without_empty_groups(self._optimizer), self._kept(self._untouched):
             set_deepspeed_gradients(self._engine, list(self._gradients()))
             self._engine.step()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError
 
-HOST_ONLY = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
-"""Optimizers that step nothing but weights in host memory."""
+CPU_ADAM = "DeepSpeedCPUAdam"
+"""Steps nothing but weights in host memory."""
 
 GPU_ONLY = ("apex", "bitsandbytes", "transformer_engine")
 """Packages whose optimizers are GPU kernels."""
@@ -16,18 +15,20 @@ GPU_ONLY = ("apex", "bitsandbytes", "transformer_engine")
 WORKS = "torch.optim.AdamW, best with fused=True, or deepspeed.ops.adam.DeepSpeedCPUAdam"
 
 
-def check_place(optimizer: Optimizer, device: torch.device, *, offloaded: bool) -> None:
+def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
     """Refuse an optimizer that cannot step weights where they are.
 
     Args:
-        device: of the parameters. offloaded: the weights that the optimizer steps are in host memory whatever that is.
+        offloaded: the weights that it steps are in host memory, whatever device the parameters are on.
     """
     name = type(optimizer).__name__
+    if name in ("DeepSpeedCPULion", "DeepSpeedCPUAdagrad"):
+        raise ConfigError(f"{name} is not supported. Use {WORKS}.")
     if not offloaded:
-        if name in HOST_ONLY and device.type != "cpu":
+        if name == CPU_ADAM:
             raise ConfigError(
-                f"{name} steps weights in host memory, but without zero_offload they are on {device}. Use zero_offload=optimizer with a"
-                " zero_stage above 0, or torch.optim.AdamW."
+                f"{name} steps weights in host memory, where they are with zero_offload=optimizer and a zero_stage above 0. Set these,"
+                " or use torch.optim.AdamW."
             )
         return
     package = type(optimizer).__module__.partition(".")[0]
@@ -48,7 +49,7 @@ def rounds_by_place(optimizer: Optimizer) -> bool:
     Kernels for the whole update compute the last elements of a tensor, too few for a vector instruction, with other roundings than all
     others (DeepSpeed 0.19, torch 2.13: 6e-8 after 30 steps). Copies that several ranks step, tied ones for example, would drift apart.
     """
-    return type(optimizer).__name__ in HOST_ONLY or any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer).__name__ == CPU_ADAM or any(group.get("fused") for group in optimizer.param_groups)
 
 
 VECTOR = 16
