@@ -214,7 +214,8 @@ def lost_with_a_copy() -> None:
     assert "self.ds_opt_adam.destroy_adam(self.opt_id)" in inspect.getsource(DeepSpeedCPUAdam.__del__)
     assert "self.ds_opt_adam.create_adam(self.opt_id, lr, betas[0]," in inspect.getsource(DeepSpeedCPUAdam.__init__)
     optimizer = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
-    torch.optim.Optimizer.__init__(optimizer, [nn.Parameter(torch.zeros(1))], {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1, "weight_decay": 2})
+    defaults = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1, "weight_decay": 2, "amsgrad": False}
+    torch.optim.Optimizer.__init__(optimizer, [nn.Parameter(torch.zeros(1))], defaults)
     calls: list[tuple[Any, ...]] = []
     optimizer.ds_opt_adam = SimpleNamespace(create_adam=lambda *given: calls.append(given), destroy_adam=lambda *given: calls.append(given))
     optimizer.opt_id, optimizer.adam_w_mode = 7, True
