@@ -67,7 +67,7 @@ from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.trainer_collectives import TrainerCollectives
-from lightning_3d.unsupported import explained_optimizers, refuse_unsupported
+from lightning_3d.unsupported import optimizers_of_a_stage, refuse_unsupported, require_trained
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
 
@@ -339,7 +339,7 @@ class Lightning3DStrategy(TrainerCollectives):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with explained_optimizers(self._require_mesh().index("pp")):
+        with optimizers_of_a_stage(self._require_mesh().index("pp")):
             super().setup_optimizers(trainer)
         module = self.lightning_module
         assert module is not None and self._backend is not None
@@ -348,6 +348,7 @@ class Lightning3DStrategy(TrainerCollectives):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; Lightning3DStrategy drives exactly one. Use"
                 " parameter groups of one optimizer instead."
             )
+        require_trained(self.optimizers[0], self.root_device)
         self.optimizers = [self._backend.prepare(module, self.optimizers[0])]
         # Gradients are made inside training_step, after this strategy zeroed them; Lightning would wipe them between it and the step.
         module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]

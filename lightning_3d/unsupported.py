@@ -1,13 +1,19 @@
-"""What a fit under `Lightning3DStrategy` cannot do, refused in one line each."""
+"""What a fit under `Lightning3DStrategy` cannot do, refused in one line each; and what looks like it on one rank and is not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError
 
@@ -35,10 +41,15 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def explained_optimizers(pp_rank: int) -> Iterator[None]:
-    """Say what is wrong with `configure_optimizers` where torch and Lightning know nothing of stages or advise what is refused."""
+def optimizers_of_a_stage(pp_rank: int) -> Iterator[None]:
+    """Holds `configure_optimizers`, where torch and Lightning know nothing of stages or advise what is refused.
+
+    An optimizer that gets no parameters at all (`filter(lambda p: p.requires_grad, ...)` on a stage that is frozen) is made with one
+    group without parameters. Other errors are explained.
+    """
     try:
-        yield
+        with patch.object(Optimizer, "__init__", _initialized_without_parameters):
+            yield
     except Exception as error:
         reason = next((text for sign, text in _OPTIMIZER_REFUSALS.items() if sign in str(error)), None)
         if reason is None:
@@ -53,9 +64,28 @@ def _cause(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
+_initialize = Optimizer.__init__
+
+
+def _initialized_without_parameters(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+    """In the place of `Optimizer.__init__`, which refuses an empty list but not a group without parameters."""
+    given = params if isinstance(params, Tensor) else list(params)
+    _initialize(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+
+
+def require_trained(optimizer: Optimizer, device: torch.device) -> None:
+    """Refuse a fit that trains nothing on any rank. One all-reduce of a number over all ranks. Raises ConfigError on all of them."""
+    trained = sum(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])
+    total = torch.tensor(trained, device=device)
+    dist.all_reduce(total)
+    if not total.item():
+        raise ConfigError(
+            "The optimizer of configure_optimizers trains nothing: on no rank was it given a parameter with requires_grad=True. Unfreeze"
+            " what is to be trained before trainer.fit, and give it self.parameters(): frozen ones are left out."
+        )
+
+
 _OPTIMIZER_REFUSALS = {
-    "empty parameter list": "found nothing to train {where}. Give the optimizer self.parameters(), frozen ones included: they are"
-    " left out where they are frozen.",
     "one of the params is NoneType": "named a parameter that does not exist {where}: parameters beside the pipelined model are on"
     " the last stage only. Take what is there from self.named_parameters().",
     "multiple optimizers is only supported": "returned several optimizers; Lightning3DStrategy drives exactly one. Use parameter"

@@ -32,6 +32,7 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 0.3
     seed: int = 0
+    trained: tuple[str, ...] = ("",)  # parts of the names of the parameters that are trained; the others are frozen
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -59,7 +60,14 @@ def initial_model(recipe: Recipe) -> nn.Module:
     with torch.device("meta"), default_dtype(recipe.torch_dtype):
         module = nn.ModuleDict({"model": models.build(recipe.model, recipe.layers)})
     initialize(module, recipe.seed)
+    freeze(module["model"], recipe)
     return module["model"]
+
+
+def freeze(model: nn.Module, recipe: Recipe) -> None:
+    """Freeze what the recipe does not train."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in recipe.trained))
 
 
 @contextlib.contextmanager
@@ -99,7 +107,8 @@ def train_on(recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], s
     """
     model = initial_model(recipe)
     task = models.task(recipe.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     losses, norms = [], []
     for micro_batches in global_batches:
         count = row_count if step is not None else functools.partial(target_count, recipe.model)
