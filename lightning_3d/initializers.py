@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.adapters import adapters_of, is_lora, lora_initializations, own
 from lightning_3d.errors import ConfigError
 from lightning_3d.lightning_compat import storage_key, watch_operations
 from lightning_3d.sharding import ShardSpec
@@ -110,6 +112,7 @@ class Blueprint:
         self._parameters_of: dict[int, list[Target]] = {}  # id of a copied module -> parameters that it owns
         self._read: set[str] = set()  # targets that some initializer reads
         self._overwritten: dict[str, int] = {}  # target -> the last call known to begin by overwriting all of it
+        self._lora = lora_initializations(root)
         self._copy(root, "", None)
 
     def prepare(self, names: Iterable[str]) -> None:
@@ -120,7 +123,7 @@ class Blueprint:
             ConfigError: an initializer cannot run on a model whose tensors are on meta.
         """
         needed = _with_ancestors(self.targets[name].name for name in names if name in self.targets)
-        for step in (_construction, _model_wide):
+        for step in (_construction, _model_wide, self._adapters):
             for name, copy, initializer in self._modules:
                 for call in step(name, copy, initializer) if name in needed else ():
                     self._calls_of.setdefault(name, []).append(len(self._calls))
@@ -132,6 +135,17 @@ class Blueprint:
                 _run(call)
             self._overwritten.update(dict.fromkeys(notes.overwritten(), index))
             self._read |= notes.read
+
+    def _adapters(self, name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
+        """What PEFT does to a LoRA layer. The adapters themselves were made as any `nn.Linear`."""
+        for adapter in adapters_of(module) if is_lora(module) else ():
+            how = self._lora.get(adapter, True)
+            if how is not True and how is not False and how != "gaussian":
+                raise ConfigError(
+                    f"init_lora_weights={how!r} computes the adapters of '{name}' from weights that are on the meta device. Use True, False"
+                    f" or 'gaussian', {BUILD_IN_MEMORY}"
+                )
+            yield Call(f"LoRA of '{name}'", partial(cast(Any, module).reset_lora_parameters, adapter, how))
 
     def siblings(self, target: Target) -> list[Target]:
         """All parameters that the same module owns, `target` among them."""
@@ -193,7 +207,9 @@ class Blueprint:
         self._copy_parameters(module, copy, prefix)
         self._copy_others(module, copy, prefix)
         for key, child in module._modules.items():
-            copy._modules[key] = None if child is None else self._copy(child, f"{prefix}{key}", initializer)
+            # A model's own initializers ran before PEFT put adapters into it.
+            around = initializer if key == "base_layer" or not is_lora(module) else None
+            copy._modules[key] = None if child is None else self._copy(child, f"{prefix}{key}", around)
         self._modules.append((name, copy, initializer))
         return copy
 
@@ -278,7 +294,7 @@ def _run(call: Call) -> None:
 def _construction(name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
     """What the constructor of a module would have done to its own tensors."""
     for hook in CONSTRUCTION_HOOKS:
-        function: Any = getattr(module, hook, None)
+        function: Any = own(module, hook)
         if _required_arguments(function) == 0:
             yield Call(f"{type(module).__name__}.{hook}() of '{name}'", function)
 
@@ -289,7 +305,7 @@ def _model_wide(name: str, module: nn.Module, initializer: nn.Module | None) -> 
     if hook is not None:
         label = f"{type(initializer).__name__}.{hook.__name__}({type(module).__name__}) of '{name}'"
         yield Call(label, lambda: hook(module))
-    function: Any = getattr(module, "init_weights", None)
+    function: Any = own(module, "init_weights")
     if _required_arguments(function) == 0 and not _is_transformers_model(module):
         yield Call(f"{type(module).__name__}.init_weights() of '{name}'", function)
 
@@ -302,7 +318,7 @@ def _is_transformers_model(module: nn.Module) -> bool:
 def _module_hook(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     """The method of `module` that initializes any module it is given, as `self.apply(self._init_weights)` uses it."""
     for hook in ("_init_weights", "init_weights"):
-        function = getattr(module, hook, None)
+        function = own(module, hook)
         if _required_arguments(function) == 1:
             return function
     return None

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from lightning_3d.adapters import own
 from lightning_3d.errors import PlanError, did_you_mean
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
@@ -167,10 +168,12 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether `module` is a `PreTrainedModel`, told by its interface so that Transformers need not be installed."""
-    return (
-        hasattr(module, "get_input_embeddings") and hasattr(module, "base_model_prefix") and hasattr(module, "config")
-    )
+    """Whether `module` is a `PreTrainedModel`, told by its interface so that Transformers need not be installed.
+
+    By that of its class: PEFT's models hand on the attributes of the model inside.
+    """
+    kind = type(module)
+    return hasattr(kind, "get_input_embeddings") and hasattr(kind, "base_model_prefix") and hasattr(module, "config")
 
 
 def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,7 +183,7 @@ def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     here.
     """
     if not is_transformers_model(module):
-        return _as_dict(getattr(module, "_tp_plan", None)), _as_dict(getattr(module, "_pp_plan", None))
+        return _as_dict(own(module, "_tp_plan")), _as_dict(own(module, "_pp_plan"))
     tp: dict[str, Any] = {}
     pp: dict[str, Any] = {}
     if getattr(module, "base_model", module) is module:

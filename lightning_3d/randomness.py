@@ -126,8 +126,8 @@ def _has_probability(values: dict[str, Any]) -> bool:
 
 
 def _mentions_dropout(kind: type[nn.Module]) -> bool:
-    """PyTorch's and Transformers' modules keep probabilities in attributes; other code may have numbers of its own."""
-    if kind.__module__.startswith(("torch.", "transformers.", "lightning_3d.")):
+    """PyTorch's, Transformers' and PEFT's modules keep probabilities in attributes; other code may have numbers of its own."""
+    if kind.__module__.startswith(("torch.", "transformers.", "peft.", "lightning_3d.")):
         return False
     code = getattr(kind.forward, "__code__", None)
     if code is None:

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import models
 import torch
 from ranks import run_ranks
-from reference import Noise, Recipe, Run, compare, data, freeze, initial_model, reference
+from reference import Noise, Recipe, Run, compare, data, initial_model, reference, tuned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -247,8 +247,7 @@ class Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = models.build(self.recipe.model, self.recipe.layers)
-            freeze(self.model, self.recipe)
+            self.model = tuned(models.build(self.recipe.model, self.recipe.layers), self.recipe)
 
     def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:
         assert self.model is not None

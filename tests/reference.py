@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import models
 import torch
@@ -33,6 +34,7 @@ class Recipe:
     clip: float = 0.3
     seed: int = 0
     trained: tuple[str, ...] = ("",)  # parts of the names of the parameters that are trained; the others are frozen
+    lora: tuple[tuple[str, Any], ...] = ()  # arguments of LoraConfig; PEFT decides what is trained then
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -58,16 +60,20 @@ def data(recipe: Recipe) -> models.Batch:
 def initial_model(recipe: Recipe) -> nn.Module:
     """The model in memory with the weights that every layout gets: a function of the seed and the parameters' names."""
     with torch.device("meta"), default_dtype(recipe.torch_dtype):
-        module = nn.ModuleDict({"model": models.build(recipe.model, recipe.layers)})
+        module = nn.ModuleDict({"model": tuned(models.build(recipe.model, recipe.layers), recipe)})
     initialize(module, recipe.seed)
-    freeze(module["model"], recipe)
     return module["model"]
 
 
-def freeze(model: nn.Module, recipe: Recipe) -> None:
-    """Freeze what the recipe does not train."""
+def tuned(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """The model with what the recipe does not train frozen, or with adapters."""
+    if recipe.lora:
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(**dict(recipe.lora)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in recipe.trained))
+    return model
 
 
 @contextlib.contextmanager

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from lightning_3d.adapters import base_layer, is_adapter, is_lora_linear, lora_variant
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, EXPERT_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.sharding import even_range
@@ -114,13 +115,38 @@ def _named(module: nn.Module, plan: ParallelPlan) -> Iterable[tuple[str, Cut]]:
     for name, child in module.named_modules():
         cut = plan.cut_of(name)
         # Modules of other stages are stubs without parameters.
-        if cut is not None and next(child.parameters(), None) is not None:
-            _check_kind(name, child, cut.style)
+        if cut is not None and next(child.parameters(), None) is not None and not _stays_whole(child, cut.style):
+            _check_adapter(name, child, cut.style)
+            _check_kind(name, cast(nn.Module, base_layer(child)), cut.style)
             yield name, cut
         for parameter_name, _ in child.named_parameters(recurse=False):
             full_name = f"{name}.{parameter_name}" if name else parameter_name
             if (cut := plan.cut_of(full_name)) is not None:
                 yield full_name, cut
+
+
+def _stays_whole(child: nn.Module, style: str) -> bool:
+    """An adapter that cannot be cut, in a place where the code around it sees whole tensors anyway: a head, an embedding."""
+    closed = style in EMBEDDING_STYLES | {"colwise_gather_output", "rowwise_split_input"}
+    return closed and is_adapter(child) and (not is_lora_linear(child) or lora_variant(child) is not None)
+
+
+def _check_adapter(name: str, child: nn.Module, style: str) -> None:
+    """Refuse what PEFT computes on a cut layer, except for plain LoRA."""
+    if not is_adapter(child) or style not in COLUMN_STYLES | ROW_STYLES | {"mla_kv_a_proj"}:
+        return
+    if not is_lora_linear(child):
+        what = f"PEFT's {type(child).__module__.removeprefix('peft.')}.{type(child).__name__}"
+    elif (variant := lora_variant(child)) is not None:
+        what = f"LoRA with {variant}"
+    elif style == "mla_kv_a_proj":
+        what = "a LoRA layer, but its output is half replicated"
+    else:
+        return
+    raise PlanError(
+        f"'{name}' is cut over the tensor-parallel ranks ('{style}') and is {what}. Cut layers take plain LoRA on nn.Linear: use that,"
+        " leave this layer out of target_modules and modules_to_save, or use tp=1 with pp and dp."
+    )
 
 
 def _by_parent(cuts: Iterable[str]) -> dict[str, list[str]]:

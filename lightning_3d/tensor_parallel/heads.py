@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_3d.adapters import base_layer
 from lightning_3d.plans import COLUMN_STYLES, Cut
 
 _KEY_OR_VALUE = re.compile(
@@ -47,7 +48,7 @@ def heads_of(module: nn.Module, parent_name: str, cuts: Mapping[str, Cut]) -> He
     rows = {
         name: layer.out_features
         for name, cut in cuts.items()
-        if cut.style in COLUMN_STYLES and isinstance(layer := _layer(module, name), nn.Linear)
+        if cut.style in COLUMN_STYLES and isinstance(layer := base_layer(_layer(module, name)), nn.Linear)
     }
     sizes = [value for name in ("head_dim", "head_size") if isinstance(value := getattr(parent, name, None), int)]
     sizes += [size // queries for name, size in rows.items() if not is_key_or_value(name) and size % queries == 0]

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.adapters import is_adapter
 from lightning_3d.classes import combined
 from lightning_3d.errors import PlanError
 from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
@@ -29,6 +30,7 @@ from lightning_3d.tensor_parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from lightning_3d.tensor_parallel.lora import become_lora
 
 
 def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: int) -> dict[str, ShardSpec]:
@@ -51,10 +53,13 @@ def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: in
     specs: dict[str, ShardSpec] = {}
     canonical_names = tied_names(module)
     modules = dict(module.named_modules(remove_duplicate=False))
+    adapted = {name for name in cuts if is_adapter(modules.get(name))}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shape = tuple(parameter.shape)
         if f"{name}.".startswith(partial):
             specs[name] = replicated(name, shape, tp_size, grad_sum=True)
+        elif layer := next((layer for layer in adapted if name.startswith(f"{layer}.")), None):
+            specs[name] = _adapted_spec(name, layer, shape, cuts[layer], tp_size, tp_rank)
         else:
             specs[name] = _spec(name, shape, cuts, tp_size, tp_rank)
         canonical = canonical_names[name]
@@ -91,8 +96,12 @@ def rewrite(module: nn.Module, plan: ParallelPlan, specs: dict[str, ShardSpec], 
         layer = module.get_submodule(name)
         if cuts[name].style == "mla_kv_a_proj":
             _become(layer, LatentKeyValueLinear, {"tp_context": context, "tp_rotary": _rotary_size(module, name)})
+            continue
+        kind, attributes = _sharded_kind(name, cuts[name], widths[name], plan, regions, context)
+        if is_adapter(layer):
+            become_lora(layer, name, kind, attributes)
         else:
-            _become(layer, *_sharded_kind(name, cuts[name], widths[name], plan, regions, context))
+            _become(layer, kind, attributes)
 
 
 def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int, tp_rank: int) -> ShardSpec:
@@ -102,6 +111,26 @@ def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int,
     dim = _cut_dim(cut.style, len(shape), is_bias=last == "bias" and cut_name != name)
     if dim is None:
         return replicated(name, shape, tp_size)
+    return _cut_spec(name, cut_name, shape, dim, cut, tp_size, tp_rank)
+
+
+def _adapted_spec(name: str, layer: str, shape: tuple[int, ...], cut: Cut, tp_size: int, tp_rank: int) -> ShardSpec:
+    """A parameter of the LoRA layer called `layer`: its base layer is cut as the plan says, A and B where they touch what is cut.
+
+    The other one of the two is whole, and each rank sees a part of its gradient: a column-parallel layer sees the gradient of its own
+    outputs, and a row-parallel one feeds B with the product of its own inputs.
+    """
+    part = name.removeprefix(f"{layer}.")
+    column = cut.style in COLUMN_STYLES
+    dim = _cut_dim(cut.style, len(shape), is_bias=part.endswith(".bias"))
+    if part.startswith("lora_A." if column else "lora_B.") and dim is not None:
+        return replicated(name, shape, tp_size, grad_sum=True)
+    return replicated(name, shape, tp_size) if dim is None else _cut_spec(name, layer, shape, dim, cut, tp_size, tp_rank)
+
+
+def _cut_spec(
+    name: str, cut_name: str, shape: tuple[int, ...], dim: int, cut: Cut, tp_size: int, tp_rank: int
+) -> ShardSpec:
     part = share(cut_name, cut, shape[dim], tp_size, tp_rank)
     shared = part.replicas if len(part.replicas) > 1 else ()
     return cut_along(name, shape, dim, part.pieces, tp_replicas=part.replicas, tp_grad_sum=shared)

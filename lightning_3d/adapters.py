@@ -1,0 +1,61 @@
+"""What PEFT puts in the place of a model's layers, told by its interface, so that PEFT need not be installed.
+
+A LoRA layer (Hu et al. 2021, arXiv:2106.09685) computes `base_layer(x) + scaling * lora_B(lora_A(x))`; it stands under the name of the
+layer that it wraps, so a model's parallel plan names it as before. A wrapper of `modules_to_save` holds a module and a trained copy of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def own(module: object, name: str) -> Any:
+    """An attribute of a module or its class, None without one. PEFT's models also hand on those of the model inside: not these."""
+    return getattr(module, name) if inspect.getattr_static(module, name, None) is not None else None
+
+
+def is_adapter(module: object) -> bool:
+    """Whether `module` is a layer of some PEFT tuner, or a wrapper of a module that is trained beside it."""
+    return any(kind.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper") for kind in type(module).__mro__)
+
+
+def is_lora(module: object) -> bool:
+    """Whether `module` is a LoRA layer of any kind."""
+    return any(kind.__name__ == "LoraLayer" for kind in type(module).__mro__)
+
+
+def is_lora_linear(module: object) -> bool:
+    """Whether `module` is a LoRA layer around an `nn.Linear`."""
+    lora = any(kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer" for kind in type(module).__mro__)
+    return lora and isinstance(base_layer(module), nn.Linear)
+
+
+def base_layer(module: Any) -> object:
+    """The layer that an adapter wraps; `module` itself where it is none."""
+    return module.base_layer if is_adapter(module) and "base_layer" in module._modules else module
+
+
+def lora_variant(layer: Any) -> str | None:
+    """What a LoRA layer computes beside the two products, in the words of `LoraConfig`; None for plain LoRA."""
+    for adapter, variant in layer.lora_variant.items():
+        return "use_dora=True" if layer.use_dora.get(adapter) else type(variant).__name__
+    return "lora_bias=True" if any(layer.lora_bias.values()) else None
+
+
+def lora_initializations(root: nn.Module) -> dict[str, Any]:
+    """`init_lora_weights` of every adapter in `root`, by its name."""
+    found: dict[str, Any] = {}
+    for module in root.modules():
+        configs = vars(module).get("peft_config")
+        for adapter, config in configs.items() if isinstance(configs, dict) else ():
+            found[adapter] = getattr(config, "init_lora_weights", True)
+    return found
+
+
+def adapters_of(layer: Any) -> Iterator[str]:
+    """Names of the adapters that a LoRA layer has."""
+    yield from dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A])
