@@ -7,6 +7,7 @@ layer that it wraps, so a model's parallel plan names it as before. A wrapper of
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,10 +41,10 @@ def base_layer(module: Any) -> object:
 
 
 def lora_variant(layer: Any) -> str | None:
-    """What a LoRA layer computes beside the two products, in the words of `LoraConfig`; None for plain LoRA."""
+    """What a LoRA layer computes beside the two products, None for plain LoRA."""
     for adapter, variant in layer.lora_variant.items():
         return "use_dora=True" if layer.use_dora.get(adapter) else type(variant).__name__
-    return "lora_bias=True" if any(layer.lora_bias.values()) else None
+    return None
 
 
 def lora_initializations(root: nn.Module) -> dict[str, Any]:
@@ -54,6 +55,11 @@ def lora_initializations(root: nn.Module) -> dict[str, Any]:
         for adapter, config in configs.items() if isinstance(configs, dict) else ():
             found[adapter] = getattr(config, "init_lora_weights", True)
     return found
+
+
+def origin(name: str) -> str:
+    """The name of the parameter whose value another one begins with: that of the original, for a copy in `modules_to_save`."""
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
 def adapters_of(layer: Any) -> Iterator[str]:

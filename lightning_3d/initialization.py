@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.adapters import origin
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.initializers import (
     BUILD_IN_MEMORY,
@@ -133,11 +134,11 @@ def _draw_alone_or_with_siblings(
     siblings = blueprint.siblings(target)
     if not blueprint.depends_on_siblings(target):
         try:
-            return blueprint.draw([target], [dtype], seed_of(seed, prefix + target.name))[0]
+            return blueprint.draw([target], [dtype], seed_of(seed, prefix + origin(target.name)))[0]
         except ConfigError:
             if len(siblings) == 1:
                 raise
-    values = blueprint.draw(siblings, [dtype] * len(siblings), seed_of(seed, prefix + siblings[0].name))
+    values = blueprint.draw(siblings, [dtype] * len(siblings), seed_of(seed, prefix + origin(siblings[0].name)))
     return values[siblings.index(target)]
 
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.adapters import adapters_of, is_lora, lora_initializations, own
+from lightning_3d.adapters import adapters_of, is_lora, lora_initializations, lora_variant, own
 from lightning_3d.errors import ConfigError
 from lightning_3d.lightning_compat import storage_key, watch_operations
 from lightning_3d.sharding import ShardSpec
@@ -140,6 +140,11 @@ class Blueprint:
         """What PEFT does to a LoRA layer. The adapters themselves were made as any `nn.Linear`."""
         for adapter in adapters_of(module) if is_lora(module) else ():
             how = self._lora.get(adapter, True)
+            if (variant := lora_variant(module)) is not None:
+                raise ConfigError(
+                    f"LoRA with {variant} computes adapters of '{name}' from weights that are on the meta device. Use plain LoRA,"
+                    f" {BUILD_IN_MEMORY}"
+                )
             if how is not True and how is not False and how != "gaussian":
                 raise ConfigError(
                     f"init_lora_weights={how!r} computes the adapters of '{name}' from weights that are on the meta device. Use True, False"

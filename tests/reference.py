@@ -8,7 +8,7 @@ Of the package it uses only ``initialize``, for the same initial weights.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import models
@@ -35,6 +35,7 @@ class Recipe:
     seed: int = 0
     trained: tuple[str, ...] = ("",)  # parts of the names of the parameters that are trained; the others are frozen
     lora: tuple[tuple[str, Any], ...] = ()  # arguments of LoraConfig; PEFT decides what is trained then
+    adapted_in_memory: bool = False  # PEFT finds the weights of the model; else adapters are made with the model
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -59,6 +60,11 @@ def data(recipe: Recipe) -> models.Batch:
 
 def initial_model(recipe: Recipe) -> nn.Module:
     """The model in memory with the weights that every layout gets: a function of the seed and the parameters' names."""
+    if recipe.adapted_in_memory:
+        plain = initial_model(replace(recipe, lora=(), adapted_in_memory=False))
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(recipe.seed)
+            return tuned(plain, recipe)
     with torch.device("meta"), default_dtype(recipe.torch_dtype):
         module = nn.ModuleDict({"model": tuned(models.build(recipe.model, recipe.layers), recipe)})
     initialize(module, recipe.seed)

@@ -128,20 +128,24 @@ def _named(module: nn.Module, plan: ParallelPlan) -> Iterable[tuple[str, Cut]]:
 def _stays_whole(child: nn.Module, style: str) -> bool:
     """An adapter that cannot be cut, in a place where the code around it sees whole tensors anyway: a head, an embedding."""
     closed = style in EMBEDDING_STYLES | {"colwise_gather_output", "rowwise_split_input"}
-    return closed and is_adapter(child) and (not is_lora_linear(child) or lora_variant(child) is not None)
+    return closed and is_adapter(child) and _uncuttable(child) is not None
+
+
+def _uncuttable(child: nn.Module) -> str | None:
+    """What an adapter is that cannot be cut; None for plain LoRA on `nn.Linear`."""
+    if not is_lora_linear(child):
+        return f"PEFT's {type(child).__module__.removeprefix('peft.')}.{type(child).__name__}"
+    variant = lora_variant(child)
+    biased = any(layer.bias is not None for layer in cast(Any, child).lora_B.values())
+    return f"LoRA with {variant}" if variant is not None else "LoRA with lora_bias=True" if biased else None
 
 
 def _check_adapter(name: str, child: nn.Module, style: str) -> None:
     """Refuse what PEFT computes on a cut layer, except for plain LoRA."""
     if not is_adapter(child) or style not in COLUMN_STYLES | ROW_STYLES | {"mla_kv_a_proj"}:
         return
-    if not is_lora_linear(child):
-        what = f"PEFT's {type(child).__module__.removeprefix('peft.')}.{type(child).__name__}"
-    elif (variant := lora_variant(child)) is not None:
-        what = f"LoRA with {variant}"
-    elif style == "mla_kv_a_proj":
-        what = "a LoRA layer, but its output is half replicated"
-    else:
+    what = "LoRA on a projection whose output is replicated in part" if style == "mla_kv_a_proj" else _uncuttable(child)
+    if what is None:
         return
     raise PlanError(
         f"'{name}' is cut over the tensor-parallel ranks ('{style}') and is {what}. Cut layers take plain LoRA on nn.Linear: use that,"

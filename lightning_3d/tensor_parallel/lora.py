@@ -99,6 +99,7 @@ def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[s
     base = layer.base_layer
     if issubclass(kind, RowParallelLinear):
         plain = type(base)
-        base.__class__ = UnbiasedLinear if plain is nn.Linear else type(plain.__name__, (plain, UnbiasedLinear), {"__module__": plain.__module__})
+        bases = (UnbiasedLinear,) if plain is nn.Linear else (plain, UnbiasedLinear)
+        base.__class__ = type(plain.__name__, bases, {"__module__": plain.__module__})
     for linear in (base, *layer.lora_A.values(), *layer.lora_B.values()):
         linear.out_features, linear.in_features = linear.weight.shape
