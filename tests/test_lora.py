@@ -102,8 +102,9 @@ def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, m
         (QUERIES | {"use_dora": True}, "pp2_dp2"),
         (QUERIES | {"init_lora_weights": "olora"}, "tp2"),
         (QUERIES | {"lora_bias": True}, "pp2"),
+        (QUERIES | {"modules_to_save": ["k_proj", "embed_tokens"], "target_parameters": ["mlp.down_proj.weight"]}, "pp2_dp2"),
     ],
-    ids=["plain", "dora", "olora", "bias"],
+    ids=["plain", "dora", "olora", "bias", "others"],
 )
 def test_models_in_memory(lora: dict[str, Any], layout: str) -> None:
     """Adapters that are computed from the weights need these; PEFT made them when the model was built."""
