@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -48,7 +47,7 @@ def optimizers_of_a_stage(pp_rank: int) -> Iterator[None]:
     group without parameters. Other errors are explained.
     """
     try:
-        with patch.object(Optimizer, "__init__", _initialized_without_parameters):
+        with _empty_lists_allowed():
             yield
     except Exception as error:
         reason = next((text for sign, text in _OPTIMIZER_REFUSALS.items() if sign in str(error)), None)
@@ -64,13 +63,20 @@ def _cause(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
-_initialize = Optimizer.__init__
+@contextmanager
+def _empty_lists_allowed() -> Iterator[None]:
+    """Optimizers that are made meanwhile take an empty list, which torch refuses, as a group without parameters, which it takes."""
+    original = Optimizer.__init__
 
+    def initialize(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        given = params if isinstance(params, Tensor) else list(params)
+        original(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
 
-def _initialized_without_parameters(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-    """In the place of `Optimizer.__init__`, which refuses an empty list but not a group without parameters."""
-    given = params if isinstance(params, Tensor) else list(params)
-    _initialize(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+    Optimizer.__init__ = initialize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
 def require_trained(optimizer: Optimizer, device: torch.device) -> None:

@@ -85,6 +85,7 @@ CHOSEN = [
     ("middle", "pp2_dp2", "InterleavedZeroBubble", "zero3", "llama"),
     ("ends", "pp4_dp2", "1F1B", "zero3 by block, eager", "llama"),
     ("biases", "tp2_dp2", "1F1B", "zero1 scattered", "qwen2"),
+    ("biases", "pp4_dp2", "1F1B", "zero3 by block, eager", "qwen2"),  # embedding and head are tied over stages, and frozen
     ("one matrix", "dp4", "1F1B", "zero2 eager", "llama"),
     ("one matrix", "pp4_dp2", "1F1B", "zero3 eager", "llama"),
 ]
@@ -93,6 +94,32 @@ CHOSEN = [
 @pytest.mark.parametrize(("trained", "layout", "schedule", "mode", "model"), CHOSEN, ids=lambda word: str(word).replace(" ", "_"))
 def test_parts(trained: str, layout: str, schedule: str, mode: str, model: str) -> None:
     check(SETS[trained], layout, schedule, mode, model)
+
+
+class ChosenByOptimizer(parity.Module):
+    """Freezes nothing: the optimizer is given a part of the parameters."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        recipe = self.recipe
+        chosen = [p for name, p in self.named_parameters() if any(part in name for part in recipe.trained)]
+        return torch.optim.AdamW(chosen, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+
+
+def choose_on_rank(recipe: Recipe, **strategy: Any) -> Part:
+    return fit_on_rank(recipe, Rows(data(recipe)), ChosenByOptimizer(recipe), **strategy)
+
+
+@pytest.mark.parametrize("mode", ["zero0", "zero2 eager", "zero3 by block, eager"])
+def test_parts_that_only_the_optimizer_chooses(mode: str) -> None:
+    """What it was not given has gradients, which count nowhere."""
+    stage, options = MODES[mode]
+    recipe = Recipe(trained=SETS["last block"], steps=6)
+    parts = run_ranks(choose_on_rank, 4, recipe, layout="pp2_dp2", micro_batch_size=2, zero_stage=stage, **options)
+    assert_same_run(parts, train(recipe))
 
 
 def random_case(seed: int) -> tuple[tuple[str, ...], str, str, str, str]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from counting import Recorder, recording
 from parity import SCHEDULES, Cell, Part, Rows, assert_same_run, fit_on_rank
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
 from ranks import run_ranks
-from reference import Recipe, data, initial_model, train
+from reference import Recipe, Run, data, initial_model, train
 from test_finetuning import MODES, Finetuned
 from torch.utils.data import DataLoader
 
@@ -79,6 +79,27 @@ def test_layouts(lora: dict[str, Any], layout: str, schedule: str, mode: str, mo
     check(lora, layout, schedule, mode, model)
 
 
+class Injected(Finetuned):
+    """The adapters are put into the model by Transformers itself: no PeftModel is around it."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = models.build(self.recipe.model, self.recipe.layers)
+            self.model.add_adapter(LoraConfig(**dict(self.recipe.lora)))  # type: ignore[operator]
+
+
+def train_injected(recipe: Recipe, **strategy: Any) -> Part:
+    return fit_on_rank(recipe, Rows(data(recipe)), Injected(recipe), **strategy)
+
+
+def test_adapters_in_a_bare_model() -> None:
+    """The names are others and so are the values; on one rank PEFT's code runs as it is."""
+    recipe = recipe_of(Cell(), EVERYWHERE | {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}, 4)
+    [alone] = run_ranks(train_injected, 1, recipe, layout="dp1", micro_batch_size=4)
+    parts = run_ranks(train_injected, 4, recipe, layout="tp2_pp2", micro_batch_size=4)
+    assert_same_run(parts, Run(alone.losses, alone.grad_norms, alone.weights))
+
+
 FAMILIES = [
     (EVERYWHERE, "tp4", "1F1B", "zero0", "llama"),  # fewer key heads than ranks
     (EVERYWHERE, "tp2_dp2", "1F1B", "zero1 scattered", "phi3"),  # packed matrices
@@ -109,6 +130,20 @@ def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, m
 def test_models_in_memory(lora: dict[str, Any], layout: str) -> None:
     """Adapters that are computed from the weights need these; PEFT made them when the model was built."""
     check(lora, layout, steps=6, in_memory=True)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_bf16(zero: int) -> None:
+    """Near the run in float32; what is frozen stays, rounded once."""
+    recipe = recipe_of(Cell(), EVERYWHERE, 6)
+    coarse = replace(recipe, dtype="bfloat16")
+    parts = run_ranks(train_on_rank, 4, coarse, layout="tp2_dp2", micro_batch_size=4, zero_stage=zero)
+    whole, drift = parity.assemble(parts)
+    assert drift == 0.0
+    expected = train(recipe)
+    assert torch.allclose(torch.tensor(parts[0].losses), torch.tensor(expected.losses), rtol=1e-2, atol=0)
+    for name, parameter in initial_model(coarse).named_parameters():
+        assert torch.equal(whole[f"model.{name}"], parameter) != parameter.requires_grad, name
 
 
 REFUSED = [
