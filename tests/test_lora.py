@@ -11,7 +11,7 @@ import pytest
 import torch
 from counting import Recorder, recording
 from parity import SCHEDULES, Cell, Part, Rows, assert_same_run, fit_on_rank
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from ranks import run_ranks
 from reference import Recipe, Run, data, initial_model, train
 from test_finetuning import MODES, Finetuned
@@ -161,6 +161,22 @@ def test_what_is_refused_by_name(lora: dict[str, Any], layout: str, in_memory: b
     recipe = recipe_of(Cell(), lora, 1, in_memory)
     with pytest.raises(Lightning3DError, match=message):
         run_ranks(train_on_rank, 2, recipe, layout=layout)
+
+
+def train_scaled(recipe: Recipe, **strategy: Any) -> Part:
+    """Another tuner: learned factors of keys, values and the MLP."""
+    config = IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = get_peft_model(initial_model(recipe), config)
+    return fit_on_rank(recipe, Rows(data(recipe)), Finetuned(recipe, model), micro_batch_size=4, **strategy)
+
+
+def test_another_tuner() -> None:
+    recipe = Recipe(steps=4)
+    [alone] = run_ranks(train_scaled, 1, recipe, layout="dp1")
+    parts = run_ranks(train_scaled, 2, recipe, layout="pp2")
+    assert_same_run(parts, Run(alone.losses, alone.grad_norms, alone.weights))
+    with pytest.raises(Lightning3DError, match=r"k_proj' .*PEFT's tuners\.ia3\.layer\.Linear"):
+        run_ranks(train_scaled, 2, recipe, layout="tp2")
 
 
 def count_on_rank(recipe: Recipe) -> Counter[int]:
