@@ -180,9 +180,9 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
 def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
     """Call `callback(operator, tensors read, tensors written)` before every ATen operation of this thread.
 
-    Initialization has to know which tensors a model's own initializers write. `TorchDispatchMode` is documented
-    ("Extending PyTorch") but lives in `torch.utils._python_dispatch`, and what an operator writes stands in its `_schema`
-    only (torch 2.11 to 2.13). The operator is named like "normal_.default". Views count as neither read nor written.
+    Initialization has to know which tensors a model's own initializers write. `TorchDispatchMode` is documented ("Extending PyTorch")
+    but lives in `torch.utils._python_dispatch`, and what an operator writes stands in its `_schema` only (torch 2.11 to 2.13). The
+    operator is named like "normal_.default". Views count as neither read nor written.
     """
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -245,12 +245,11 @@ def settle_gloo_at_exit() -> None:
 
     To be called as early as possible: what is registered at exit first runs last, after others that may communicate.
 
-    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has
-    told the caller that it is done. If one of them has a Python object, that takes the interpreter's lock. When the
-    main thread has begun to finalize the interpreter meanwhile, Python ends the thread, which unwinds through a C++
-    destructor: "terminate called without an active exception", and a run that succeeded ends with SIGABRT. That is
-    about one in ten short runs which end soon after a collective, with DeepSpeed or without. Here the main thread
-    waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
+    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has told the caller that
+    it is done. If one of them has a Python object, that takes the interpreter's lock. When the main thread has begun to finalize the
+    interpreter meanwhile, Python ends the thread, which unwinds through a C++ destructor: "terminate called without an active exception",
+    and a run that succeeded ends with SIGABRT. That is about one in ten short runs which end soon after a collective, with DeepSpeed or
+    without. Here the main thread waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
     """
     atexit.register(_settle_gloo)
 
@@ -409,6 +408,11 @@ def end_together_on_sigterm(trainer: Any) -> None:
 
     trainer._signal_connector._sigterm_notifier_fn = note
     loop._broadcast_sigterm_tensor = end_if_noted
+
+
+def throughputs_of(monitor: Any) -> list[Any]:
+    """The counters of a `ThroughputMonitor`, which it keeps in `_throughputs` (Lightning 2.6) by stage."""
+    return list(monitor._throughputs.values())
 
 
 def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:

@@ -31,12 +31,14 @@ from typing_extensions import override
 from lightning_3d.assembly import LocalModel, Partition, assemble
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
+from lightning_3d.callbacks import averages, defer_averaging, restore_average, set_up_callbacks, without_average
 from lightning_3d.checkpoint import (
     LocalState,
     describe_optimizer,
     load_checkpoint,
     load_optimizer,
     load_weights,
+    local_states,
     remove_checkpoint,
     save_checkpoint,
     share_pipeline_state,
@@ -67,7 +69,7 @@ from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.trainer_collectives import TrainerCollectives
-from lightning_3d.unsupported import optimizers_of_a_stage, refuse_unsupported, require_trained
+from lightning_3d.unsupported import optimizers_of_a_stage, refuse_callbacks, refuse_unsupported, require_trained
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
 
@@ -242,6 +244,9 @@ class Lightning3DStrategy(TrainerCollectives):
             else:
                 self.mesh = Mesh(self.layout, timeout=self._timeout)
                 self.mesh.warm_up()
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_callbacks(self.lightning_module.trainer, self.zero_stage)
+            defer_averaging(self.lightning_module.trainer)
 
     def _require_mesh(self) -> Mesh:
         assert self.mesh is not None, "the process groups are created in setup_environment"
@@ -268,6 +273,7 @@ class Lightning3DStrategy(TrainerCollectives):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        set_up_callbacks(trainer, self._require_mesh().layout)
 
     def _build(self) -> None:
         """Partition, rewrite and materialize the model, once per module."""
@@ -492,6 +498,8 @@ class Lightning3DStrategy(TrainerCollectives):
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
         }
+        if self.lightning_module is not None:
+            checkpoint = without_average(self.lightning_module.trainer, checkpoint)
         checkpoint = share_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
         save_checkpoint(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about)
 
@@ -513,11 +521,15 @@ class Lightning3DStrategy(TrainerCollectives):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
         checkpoint = load_checkpoint(self.broadcast(str(checkpoint_path)))
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            restore_average(self.lightning_module.trainer, checkpoint)
         return take_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load_weights(checkpoint, self._local_state(), strict=strict)
+        if self.lightning_module is not None and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
+            checkpoint.update(local_states(checkpoint, self._local_state()))
         if self.optimizers and self._backend is not None:
             self._backend.refresh_master_weights()
 

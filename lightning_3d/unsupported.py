@@ -9,7 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,13 +36,39 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
             "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
             " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
         )
+    if _has_batch_norm(module) and any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            "StochasticWeightAveraging ends with a pass over the data that computes the statistics of batch norms anew: here each"
+            " rank would take those of its own micro-batches. Use WeightAveraging or EMAWeightAveraging, which average the statistics."
+        )
+
+
+def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:
+    """Name in one line the callback that a fit of this strategy cannot have, before any callback is set up."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        for kind, reason in _CALLBACK_REFUSALS.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"{type(callback).__name__} {reason}")
+        if zero_stage == 3 and isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ConfigError(
-                f"{type(callback).__name__} copies the module before it is cut for this layout, and would average other parameters than"
-                " those that are trained. Average the parameters of each rank in a callback of your own: they are all there with"
-                " zero_stage 0 to 2."
+                f"{type(callback).__name__} averages parameters between batches, where zero_stage=3 keeps only a part of them on each"
+                " rank. Use zero_stage=2."
             )
+
+
+def _has_batch_norm(module: pl.LightningModule) -> bool:
+    return StochasticWeightAveraging.pl_module_contains_batch_norm(module)
+
+
+_CALLBACK_REFUSALS: dict[type, str] = {
+    BaseFinetuning: "unfreezes parameters during a fit, which is not supported: their gradients would not be reduced, and the optimizer"
+    " has no state for them. Train in two fits: unfreeze between them.",
+    ModelPruning: "replaces parameters by masked ones before the model is cut, and the layout's plan no longer names them. Prune after"
+    " the fit.",
+    BatchSizeFinder: "searches until one rank runs out of memory, where the others would wait for it. Choose the batch size, and"
+    " micro_batch_size for what fits in memory.",
+}
+"""What follows the name of a callback of this kind."""
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Steps as people write them: other argument names, outputs beside the loss, metrics, a second Trainer, frozen parts."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,12 +8,7 @@ import models
 import parity
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
@@ -224,14 +218,9 @@ class ComputesInside(Module):
 def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any) -> int:
     """Steps taken."""
     kinds: dict[str, type[Module]] = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates}
-    kinds |= {"backward": OwnBackward, "tempered": Tempered, "two": TwoOptimizers}
+    kinds |= {"backward": OwnBackward, "tempered": Tempered, "two": TwoOptimizers, "manual": Manual}
     module = kinds.get(kind, Steps)(RECIPE, **arguments)
-    special: dict[str, Callable[[], pl.Callback]] = {
-        "accumulates": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
-        "swa": lambda: StochasticWeightAveraging(1e-2),
-        "ema": EMAWeightAveraging,
-    }
-    callbacks = [special[kind]()] if kind in special else []
+    callbacks: list[pl.Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
     trainer = strategy_trainer(layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2)
     trainer.fit(module, DataLoader(rows(), batch_size=BATCH))
     return trainer.global_step
@@ -276,13 +265,18 @@ class OwnBackward(Module):
         loss.backward()
 
 
+class Manual(Module):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
         ("backward", "overrides backward"),
         ("two", "several optimizers"),
-        ("swa", "StochasticWeightAveraging copies the module"),
-        ("ema", "EMAWeightAveraging copies the module"),
+        ("manual", "automatic_optimization=False.*Return the loss"),
     ],
 )
 def test_what_would_be_ignored_is_refused(kind: str, says: str) -> None:

@@ -19,6 +19,8 @@ from lightning_3d.checkpoint.folder import local_path, on_rank_zero, read_manife
 from lightning_3d.checkpoint.pipeline_state import share_pipeline_state, take_pipeline_state
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import (
+    CURRENT,
+    CURRENT_STATE,
     MODEL,
     LocalState,
     OptimizerOwner,
@@ -35,6 +37,7 @@ __all__ = [
     "load_full_state_dict",
     "load_optimizer",
     "load_weights",
+    "local_states",
     "read_manifest",
     "remove_checkpoint",
     "save_checkpoint",
@@ -45,7 +48,7 @@ __all__ = [
 PATH = "lightning_3d_path"
 """Where in Lightning's checkpoint dict the folder stands from which its tensors are to be read."""
 
-_NOT_TRAINER_STATE = ("state_dict", "hparams_type")
+_NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
 """Tensors are written by the ranks that hold them; the other entry is the class of omegaconf containers: dicts here."""
 
 
@@ -76,6 +79,7 @@ def save_checkpoint(
         shards = owner.optimizer_shards() if owner is not None and with_optimizer else []
         state, numbers = local.optimizer(shards, offered=True)
         held = local.weights(checkpoint["state_dict"], offered=True) | state
+        held |= local.weights(checkpoint.get(CURRENT_STATE, {}), offered=True, prefix=CURRENT)
         return held, {"aliases": local.aliases, "numbers": dict.fromkeys(numbers, "")}
 
     facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
@@ -103,6 +107,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bool = True) -> None:
     """Fill the module's parameters and buffers. See `LocalState.load_weights`."""
     local.load_weights(TensorFolder(local_path(checkpoint[PATH])), strict=strict)
+
+
+def local_states(checkpoint: Mapping[str, Any], local: LocalState) -> dict[str, dict[str, Any]]:
+    """This rank's part of "state_dict" and "current_model_state", for callbacks that read them. After `load_weights`."""
+    return local.states(TensorFolder(local_path(checkpoint[PATH])))
 
 
 def load_optimizer(

@@ -6,6 +6,7 @@ torch.distributed.checkpoint's own helpers call them.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -22,6 +23,10 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard, ShardSpec
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
+CURRENT = "current_model."
+"""Prefix of the weights in training, where those called `model.` are an average of them."""
+CURRENT_STATE = "current_model_state"
+"""Where `WeightAveraging` puts them in Lightning's checkpoint dict."""
 MASTER = "master"
 """State key of float32 master weights, where parameters are narrower."""
 
@@ -65,12 +70,13 @@ class LocalState:
             self._parameters[name] = (specs[here].tied_to or here, specs[here])
         self.aliases = {name: canonical for name, (canonical, _) in self._parameters.items() if name != canonical}
 
-    def weights(self, state: Mapping[str, Any], *, offered: bool) -> dict[str, Slices]:
+    def weights(self, state: Mapping[str, Any], *, offered: bool, prefix: str = MODEL) -> dict[str, Slices]:
         """Slices of the tensors in a state dict of the module, by their names in the checkpoint.
 
         Args:
             offered: only what this rank may write. Buffers are whole on every rank that has them, but differ between
                 data-parallel ranks (running means), so those of the first are taken.
+            prefix: of those names.
         """
         slices = {}
         dealt = self._dealt(state)
@@ -83,12 +89,12 @@ class LocalState:
                 canonical, spec = self._parameters[name]
                 value, start = dealt[name]
                 if not offered or spec.counts_in_norm(self._mesh.index("tp"), self._mesh.index("pp")):
-                    slices[MODEL + canonical] = flat_range(value, start, spec)
+                    slices[prefix + canonical] = flat_range(value, start, spec)
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
-                slices[MODEL + canonical] = shard(tensor, spec)
+                slices[prefix + canonical] = shard(tensor, spec)
             elif not offered or self._mesh.index("dp") == 0:
-                slices[MODEL + name] = whole(tensor)
+                slices[prefix + name] = whole(tensor)
         return slices
 
     def _dealt(self, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
@@ -144,7 +150,7 @@ class LocalState:
         own_shapes = {name.removeprefix(MODEL): slices.shape for name, slices in targets.items()}
         dist.all_gather_object(gathered, own_shapes, group=self._mesh.control)
         _compare({name: shape for part in gathered for name, shape in part.items()}, saved, strict=strict)
-        masters = folder.names(OPTIMIZER)
+        masters = folder.names(OPTIMIZER) if not folder.names(CURRENT) else {}  # those of an average are other weights
         sources = {}
         for name, slices in targets.items():
             short = name.removeprefix(MODEL)
@@ -153,6 +159,16 @@ class LocalState:
                 wider = f"{short}.{MASTER}" in masters and width > folder.dtype(name).itemsize
                 sources[f"{OPTIMIZER}{short}.{MASTER}" if wider else name] = slices
         folder.read_into(sources)
+
+    def states(self, folder: TensorFolder) -> dict[str, dict[str, Any]]:
+        """Copies of what `load_weights` has read and, if that is an average, what this rank holds of the weights in training."""
+        states = {"state_dict": copy.deepcopy(self._module.state_dict())}
+        saved = folder.names(CURRENT)
+        if saved:
+            current = states[CURRENT_STATE] = copy.deepcopy(states["state_dict"])
+            targets = self.weights(current, offered=False, prefix=CURRENT)
+            folder.read_into({name: slices for name, slices in targets.items() if name.removeprefix(CURRENT) in saved})
+        return states
 
     def load_optimizer(self, folder: TensorFolder, owner: OptimizerOwner) -> None:
         """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Reads slices; no communication."""
@@ -163,7 +179,8 @@ class LocalState:
         for name, part in slices.items():
             parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
             if key == MASTER and name not in saved:
-                name = MODEL + parameter  # what the master weights of a run without any are
+                # what the master weights of a run without any are
+                name = CURRENT + parameter if CURRENT + parameter in saved else MODEL + parameter
             if name in saved and part.shape:
                 targets[name] = part
         folder.read_into(targets)

@@ -80,7 +80,6 @@ class DataParallelBackend(ABC):
         self._precision = precision
         self._stages: Sequence[Sequence[nn.Parameter]] = ()
         self._trained: list[Trained] = []
-        self._versions: list[int] = []
         self._ended: list[OptimizerShard] | None = None
         self._others: list[nn.Parameter] = []
         self._frozen: set[int] = set()
@@ -145,7 +144,6 @@ class DataParallelBackend(ABC):
         self._waves = self._complete_in()
         self._partial = PartialSums(self._mesh, [(entry.parameter, entry.spec) for entry in self._trained], self._waves)
         self._install(optimizer)
-        self._remember()
         return optimizer
 
     @contextmanager
@@ -288,7 +286,7 @@ class DataParallelBackend(ABC):
             self._ended = [shard.to_host() for shard in self._shards()]
         self._sums.clear()
         self._release()
-        self._trained, self._versions, self._others, self._stages, self._waves = [], [], [], (), {}
+        self._trained, self._others, self._stages, self._waves = [], [], (), {}
         self._sums, self._partial = GradientSums(()), PartialSums(self._mesh, ())
 
     @property
@@ -327,17 +325,6 @@ class DataParallelBackend(ABC):
         """Forget all gradients."""
         self._sums.clear()
 
-    def _remember(self) -> None:
-        """Take note that the parameters are what the optimizer made them."""
-        self._versions = [entry.parameter._version for entry in self._trained]
-
-    def _changed(self) -> set[int]:
-        """Ids of the parameters that something else has written to since."""
-        pairs = zip(self._trained, self._versions, strict=True)
-        changed = {id(entry.parameter) for entry, version in pairs if entry.parameter._version != version}
-        self._remember()
-        return changed
-
     @abstractmethod
     def _shards(self) -> list[OptimizerShard]:
         """See `optimizer_shards`; empty before `prepare`."""
@@ -357,6 +344,15 @@ class DataParallelBackend(ABC):
     @abstractmethod
     def _gradients(self) -> Iterator[Tensor]:
         """The reduced gradients that this rank's optimizer steps with."""
+
+
+def follow_writes(master: Tensor, written: Tensor) -> None:
+    """Take over the elements of a parameter that are not what its float32 master weights round to: something else wrote them.
+
+    Values are compared, as writes through `parameter.data`, which copies of weights use, leave no other trace.
+    """
+    here = written.detach().to(master.device)
+    master.copy_(here if here.dtype == master.dtype else torch.where(master.to(here.dtype) == here, master, here.to(master.dtype)))
 
 
 def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DataParallelBackend, new_state, scale_
+from lightning_3d.zero.base import DataParallelBackend, follow_writes, new_state, scale_
 from lightning_3d.zero.gradients import LOW_PRECISION, FlatGradients, end_to_end, sum_dtype
 from lightning_3d.zero.norm import global_norm
 
@@ -50,10 +50,8 @@ class BucketedBackend(DataParallelBackend):
         super()._begin_step()
         for flat in self._flats:
             flat.forget()
-        changed = self._changed() if self._masters else set()  # by a callback that clips weights, for example
         for parameter, master in self._masters.items():
-            if id(parameter) in changed:
-                master.copy_(parameter)
+            follow_writes(master, parameter)  # by a callback that clips weights, for example
 
     def _start_reducing(self, wave: int) -> None:
         for flat in self._flats:
@@ -83,13 +81,11 @@ class BucketedBackend(DataParallelBackend):
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.copy_(master)
-        self._remember()
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
         for parameter, master in self._masters.items():
             master.copy_(parameter)
-        self._remember()
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         assert self._optimizer is not None

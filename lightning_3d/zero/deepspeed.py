@@ -41,7 +41,7 @@ from lightning_3d.deepspeed_compat import (
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, new_state
+from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, follow_writes, new_state
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
@@ -198,11 +198,9 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        changed = self._changed()  # by a callback that clips weights, for example
-        for partition in self._partitions if changed else ():
+        for partition in self._partitions:
             for slot in partition.owned_slots:
-                if id(slot.parameter) in changed:
-                    partition.refresh_master(slot)
+                partition.follow_writes(slot)  # by a callback that clips weights, for example
         if self._flat is not None:
             self._flat.forget()
         if self._eager is not None:
@@ -285,7 +283,6 @@ class DeepSpeedBackend(DataParallelBackend):
         for partition in self._partitions:
             partition.gradient = None
         self._sums.clear()
-        self._remember()
 
     @contextmanager
     def _kept(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -304,7 +301,6 @@ class DeepSpeedBackend(DataParallelBackend):
     def refresh_master_weights(self) -> None:
         for partition in self._partitions:
             partition.group.master.copy_(partition.group.owned)
-        self._remember()
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         assert self._optimizer is not None
@@ -392,9 +388,9 @@ class Partition:
         return flat[self.base + self._start : self.base + self._stop]
 
     @torch.no_grad()
-    def refresh_master(self, slot: Slot) -> None:
-        """Take over one piece of what is in the parameters."""
-        self.group.master[slot.start : slot.stop] = self.group.owned[slot.start : slot.stop]
+    def follow_writes(self, slot: Slot) -> None:
+        """Take over from one piece what is no longer what the optimizer made it: `follow_writes` of this module's base."""
+        follow_writes(self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop])
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
         """Master weights and optimizer state of one piece."""
