@@ -254,6 +254,40 @@ def test_averaging_may_begin_at_a_resume(tmp_path: Path) -> None:
     assert_same(found, expected)
 
 
+def on_and_on(folder: str, layout: str | None, **options: Any) -> tuple[list[float], Part]:
+    """One Trainer: a fit with an average, a validation with its best checkpoint, and a fit that goes on."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=2, **options) if layout else "auto"
+    history = History()
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=world_size(layout) if layout else 1,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        callbacks=[history, ModelCheckpoint(folder, monitor="val_loss"), EMAWeightAveraging(decay=0.8)],
+        enable_checkpointing=True,
+    )
+    module = Task() if layout else task()
+    rows = TextData(GLOBAL_BATCH // (trainer.strategy.layout.dp if layout else 1))  # type: ignore[attr-defined]
+    trainer.fit(module, datamodule=rows)
+    best = trainer.validate(module, datamodule=rows, ckpt_path="best", verbose=False)[0]["val_loss"]
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, datamodule=rows)
+    last = trainer.validate(module, datamodule=rows, verbose=False)[0]["val_loss"]
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return [best, last, *history.losses], Part([], [], weights, dict(strategy.specs) if layout else {})
+
+
+@pytest.mark.parametrize(("layout", "options"), [("pp2", {"zero_stage": 2}), ("tp2_dp2", {"zero_stage": 1})], ids=str)
+def test_one_trainer_averages_validates_and_goes_on(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
+    [(losses, part)] = run_ranks(on_and_on, 1, str(tmp_path / "one"), None)
+    found = run_ranks(on_and_on, world_size(layout), str(tmp_path / "ours"), layout, **options)
+    for own, _ in found:
+        assert own == pytest.approx(losses, rel=RELATIVE)
+    assert_same([Outcome(part, [], [], "") for _, part in found], Outcome(part, [], [], ""))
+
+
 def test_master_weights_of_bf16_survive_a_resume(tmp_path: Path) -> None:
     """Not rounded to the parameters' type where the callback puts these back."""
     straight = run_ranks(fit, 2, str(tmp_path / "straight"), "dp2", "ema", epochs=2, precision="bf16-true", zero_stage=1)
@@ -263,6 +297,29 @@ def test_master_weights_of_bf16_survive_a_resume(tmp_path: Path) -> None:
     for one, other in zip(straight, found, strict=True):
         for name, value in one.part.weights.items():
             assert torch.equal(value, other.part.weights[name]), name
+
+
+class Begin(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def halved(zero_stage: int, precision: Any) -> bool:
+    """Whether weights that are written through `.data` once in each of two epochs, and not trained, end as a quarter."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    strategy = Lightning3DStrategy("dp2", micro_batch_size=4, zero_stage=zero_stage)
+    begin = Begin()
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, precision=precision, callbacks=[begin, GoesBack()])
+    module = LanguageModel(learning_rate=0.0)
+    trainer.fit(module, datamodule=TextData(GLOBAL_BATCH // 2))
+    pairs = zip(module.parameters(), begin.weights, strict=True)
+    return all(torch.equal(parameter, weights / 4) and weights.any() for parameter, weights in pairs)
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")])
+def test_what_is_written_through_data_stays(zero_stage: int, precision: str) -> None:
+    assert run_ranks(halved, 2, zero_stage, precision) == [True, True]
 
 
 def test_swa_goes_on_from_before_its_average_only(one_process: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BasePredictionWriter,
     BatchSizeFinder,
     Callback,
     DeviceStatsMonitor,
@@ -457,3 +458,45 @@ def test_spikes_of_the_loss_are_seen_on_all_ranks(layout: str) -> None:
     assert 0 < len(expected) < 4 * STEPS_PER_EPOCH
     for found in run_ranks(spikes, world_size(layout), layout):
         assert found == expected
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[tuple[list[int], Tensor]] = []
+        self.epoch: list[int] = []
+
+    def write_on_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, prediction: Any, indices: Any, *args: Any
+    ) -> None:
+        self.batches.append((list(indices), prediction))
+
+    def write_on_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule, predictions: Any, indices: Any) -> None:
+        self.epoch = [index for batches in indices for batch in batches for index in batch]
+
+
+class Predicts(LanguageModel):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert self.model is not None
+        return self.model(**batch).logits.argmax(-1)
+
+
+def written(layout: str) -> dict[int, Tensor]:
+    trainer, _, data = make(layout, [writer := Writer()])
+    trainer.predict(Predicts(), data.val_dataloader())
+    found = {index: row for indices, rows in writer.batches for index, row in zip(indices, rows, strict=True)}
+    assert sorted(found) == sorted(writer.epoch)
+    return found
+
+
+def test_predictions_are_written_with_their_rows() -> None:
+    rows = TextData(GLOBAL_BATCH).val_dataloader().dataset
+    found = run_ranks(written, 4, "pp2_dp2")
+    assert sorted(index for rank in (0, 2) for index in found[rank]) == list(range(len(rows)))  # type: ignore[arg-type]
+    assert found[0].keys() == found[1].keys() and found[2].keys() == found[3].keys()
+    alone = model(None)
+    assert alone.model is not None
+    for rank in found:
+        for index, prediction in rank.items():
+            batch = {key: value[None] for key, value in rows[index].items()}
+            assert torch.equal(alone.model(**batch).logits.argmax(-1)[0], prediction)
