@@ -498,8 +498,8 @@ class Lightning3DStrategy(TrainerCollectives):
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
         }
-        if self.lightning_module is not None:
-            checkpoint = without_average(self.lightning_module.trainer, checkpoint)
+        assert self.lightning_module is not None
+        checkpoint = without_average(self.lightning_module.trainer, checkpoint)
         checkpoint = share_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
         save_checkpoint(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about)
 
@@ -528,7 +528,8 @@ class Lightning3DStrategy(TrainerCollectives):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load_weights(checkpoint, self._local_state(), strict=strict)
-        if self.lightning_module is not None and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
+        assert self.lightning_module is not None
+        if self.zero_stage < 3 and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
             checkpoint.update(local_states(checkpoint, self._local_state()))
         if self.optimizers and self._backend is not None:
             self._backend.refresh_master_weights()

@@ -36,7 +36,8 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
             "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
             " Put what it does into training_step, on_before_optimizer_step or configure_gradient_clipping."
         )
-    if _has_batch_norm(module) and any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if averaged and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
         raise ConfigError(
             "StochasticWeightAveraging ends with a pass over the data that computes the statistics of batch norms anew: here each"
             " rank would take those of its own micro-batches. Use WeightAveraging or EMAWeightAveraging, which average the statistics."
@@ -54,10 +55,6 @@ def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:
                 f"{type(callback).__name__} averages parameters between batches, where zero_stage=3 keeps only a part of them on each"
                 " rank. Use zero_stage=2."
             )
-
-
-def _has_batch_norm(module: pl.LightningModule) -> bool:
-    return StochasticWeightAveraging.pl_module_contains_batch_norm(module)
 
 
 _CALLBACK_REFUSALS: dict[type, str] = {

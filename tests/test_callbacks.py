@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.tuner import Tuner
 from parity import Part, quiet_trainer
 from plain_module import SEQUENCE, LanguageModel, TextData
 from ranks import run_ranks
@@ -416,19 +417,24 @@ def test_callbacks_that_cannot_work_are_refused_by_name(kind: str) -> None:
         run_ranks(refused, 2, "pp2", kind, timeout=60)
 
 
-def found_rate(layout: str | None, folder: str, **options: Any) -> tuple[list[float], float, Part]:
-    finder = LearningRateFinder(min_lr=1e-5, max_lr=1e-1, num_training_steps=12, early_stop_threshold=None)
-    trainer, module, data = make(layout, [finder], max_epochs=1, default_root_dir=folder, **options)
+def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> tuple[list[float], float, Part]:
+    """The finder as a callback of the fit, or before it with a Tuner."""
+    search: dict[str, Any] = {"min_lr": 1e-5, "max_lr": 1e-1, "early_stop_threshold": None}
+    finder = LearningRateFinder(num_training_steps=12, **search)
+    trainer, module, data = make(layout, [] if tuned else [finder], max_epochs=1, default_root_dir=folder, **options)
+    found = Tuner(trainer).lr_find(module, datamodule=data, num_training=12, **search) if tuned else None
     trainer.fit(module, datamodule=data)
-    assert finder.optimal_lr is not None
-    return finder.optimal_lr.results["loss"], module.learning_rate, part_of(trainer, module)
+    found = found or finder.optimal_lr
+    assert found is not None
+    return found.results["loss"], module.learning_rate, part_of(trainer, module)
 
 
+@pytest.mark.parametrize("tuned", [False, True], ids=["callback", "tuner"])
 @pytest.mark.parametrize(("layout", "options"), [("pp2", {"zero_stage": 1}), ("dp2", {"zero_stage": 3})], ids=str)
-def test_the_learning_rate_finder_finds_the_same(layout: str, options: dict, tmp_path: Path) -> None:
-    """It trains on batches at rising rates, reads its own checkpoint back and goes on with the rate it found."""
-    [(losses, rate, expected)] = run_ranks(found_rate, 1, None, str(tmp_path))
-    found = run_ranks(found_rate, world_size(layout), layout, str(tmp_path), **options)
+def test_the_learning_rate_finder_finds_the_same(layout: str, options: dict, tuned: bool, tmp_path: Path) -> None:
+    """It trains on batches at rising rates, reads its own checkpoint back, and the fit takes the rate that it found."""
+    [(losses, rate, expected)] = run_ranks(found_rate, 1, None, str(tmp_path), tuned)
+    found = run_ranks(found_rate, world_size(layout), layout, str(tmp_path), tuned, **options)
     for own, other, _ in found:
         assert own == pytest.approx(losses, rel=1e-3) and other == rate
     assert_same_weights([part for _, _, part in found], expected)

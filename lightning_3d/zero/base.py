@@ -349,10 +349,17 @@ class DataParallelBackend(ABC):
 def follow_writes(master: Tensor, written: Tensor) -> None:
     """Take over the elements of a parameter that are not what its float32 master weights round to: something else wrote them.
 
-    Values are compared, as writes through `parameter.data`, which copies of weights use, leave no other trace.
+    Values are compared, piece by piece, as writes through `parameter.data`, which averages of weights use, leave no other trace.
     """
-    here = written.detach().to(master.device)
-    master.copy_(here if here.dtype == master.dtype else torch.where(master.to(here.dtype) == here, master, here.to(master.dtype)))
+    flat = (master, written.detach()) if master.ndim else (master.view(1), written.detach().view(1))
+    rows = max(1, _PIECE * len(flat[0]) // max(1, master.numel()))
+    for kept, value in zip(*(tensor.split(rows) for tensor in flat), strict=True):
+        here = value.to(kept.device)
+        kept.copy_(here if here.dtype == kept.dtype else torch.where(kept.to(here.dtype) == here, kept, here.to(kept.dtype)))
+
+
+_PIECE = 2**24
+"""Elements that are compared at a time, which bounds the memory for it."""
 
 
 def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:

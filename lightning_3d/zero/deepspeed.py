@@ -389,7 +389,7 @@ class Partition:
 
     @torch.no_grad()
     def follow_writes(self, slot: Slot) -> None:
-        """Take over from one piece what is no longer what the optimizer made it: `follow_writes` of this module's base."""
+        """Take over what something else than the optimizer wrote into one piece."""
         follow_writes(self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop])
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
