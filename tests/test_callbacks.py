@@ -331,8 +331,8 @@ def test_accumulation_changes_from_epoch_to_epoch(layout: str, options: dict) ->
     assert_same_weights([part for _, part in found], expected)
 
 
-class Slow(Callback):
-    """Rank 1 alone is slow: only its own clock would run out."""
+class RunsOut(Callback):
+    """The time of rank 0 is over after two steps; the others have an hour."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 0:
@@ -341,13 +341,12 @@ class Slow(Callback):
 
 
 def timed(layout: str) -> int:
-    trainer, module, data = make(layout, [Timer("00:01:00:00", interval="step"), Slow()], max_epochs=50)
+    trainer, module, data = make(layout, [Timer("00:01:00:00", interval="step"), RunsOut()], max_epochs=50)
     trainer.fit(module, datamodule=data)
     return trainer.global_step
 
 
 def test_a_timer_ends_the_fit_on_all_ranks_together() -> None:
-    """Rank 0's clock decides; the others' have not run out."""
     assert run_ranks(timed, 4, "tp2_pp2", timeout=90) == [3] * 4
 
 
