@@ -68,7 +68,7 @@ class EagerReduction:
     """
 
     _IN_FLIGHT = 2
-    """Buckets that may be on their way at a time."""
+    """Buckets that may be on their way at a time, where a rank must not hold more gradients than that."""
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class EagerReduction:
         self._pending: deque[tuple[_Bucket, Tensor, list[Any]]] = deque()
         self._sums: list[Tensor] = []
         self._active = False
+        self._most = self._IN_FLIGHT
         self._seen: set[int] = set()
         self._take: Callable[[nn.Parameter], Tensor | None] = _take_grad
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters if at_once]
@@ -115,9 +116,11 @@ class EagerReduction:
 
         Args:
             sums: for each share of this rank zeros that gradients are added to.
-            take: a parameter -> its gradient, which is removed; `.grad` by default.
+            take: a parameter -> its gradient of the whole step, which is removed. By default what a micro-batch left in `.grad`.
         """
         self._active = True
+        # A whole gradient only changes its place. To wait for other ranks would hold up the stages that still compute.
+        self._most = self._IN_FLIGHT if take is None else len(self._parameters)
         self._sums, self._take = list(sums), take or _take_grad
         self._pending.clear()
         self._seen.clear()
@@ -166,7 +169,7 @@ class EagerReduction:
                 target.copy_(gradient.detach().reshape(-1))
                 self._seen.add(id(slot.parameter))
         self._pending.append((bucket, buffer, self._reduce(bucket, buffer)))
-        while len(self._pending) > self._IN_FLIGHT:
+        while len(self._pending) > self._most:
             self._receive()
 
     def _reduce(self, bucket: _Bucket, buffer: Tensor) -> list[Any]:
