@@ -141,7 +141,7 @@ def test_random_parts(seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(2, 120))
+@pytest.mark.parametrize("seed", range(2, 30))
 def test_more_random_parts(seed: int) -> None:
     check(*random_case(seed))
 
@@ -157,9 +157,9 @@ def test_every_set_under_every_schedule(trained: str, schedule: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", ["pp4_dp2", "tp2_pp2_dp2"])
 @pytest.mark.parametrize("trained", SETS)
-def test_every_set_in_every_mode(trained: str, layout: str, mode: str) -> None:
+def test_every_set_in_every_mode(trained: str, mode: str) -> None:
+    layout = ("pp4_dp2", "tp2_pp2_dp2")[(list(SETS).index(trained) + list(MODES).index(mode)) % 2]
     check(SETS[trained], layout, "1F1B", mode, "qwen2" if trained == "biases" else "llama")
 
 
