@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.classes import combined
 from lightning_3d.tensor_parallel.collectives import gather_from_region, split_to_region
 from lightning_3d.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -93,13 +94,13 @@ _LORA = {
 def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
     """Turn a LoRA layer, whose parameters are shards already, into the counterpart of `kind`, in place."""
     own = type(layer)
-    layer.__class__ = type(own.__name__, (_LORA[cast(Any, kind)], own), {"__module__": own.__module__})
+    layer.__class__ = combined(own.__name__, _LORA[cast(Any, kind)], own)
     for key, value in {**attributes, "tp_layer": name}.items():
         object.__setattr__(layer, key, value)
     base = layer.base_layer
     if issubclass(kind, RowParallelLinear):
         plain = type(base)
         bases = (UnbiasedLinear,) if plain is nn.Linear else (plain, UnbiasedLinear)
-        base.__class__ = type(plain.__name__, bases, {"__module__": plain.__module__})
+        base.__class__ = combined(plain.__name__, *bases)
     for linear in (base, *layer.lora_A.values(), *layer.lora_B.values()):
         linear.out_features, linear.in_features = linear.weight.shape
