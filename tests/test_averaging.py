@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Sto
 from parity import Part, quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
+from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint import load_full_state_dict
@@ -202,7 +203,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "options"), RUNS, ids=str)
+@pytest.mark.parametrize(("kind", "layout", "options"), by_default(RUNS, 0, 4, 5), ids=str)
 def test_an_average_equals_that_of_one_process(
     kind: str, layout: str, options: dict[str, Any], one_process: Any, tmp_path: Path
 ) -> None:
@@ -279,7 +280,7 @@ def on_and_on(folder: str, layout: str | None, **options: Any) -> tuple[list[flo
     return [best, last, *history.losses], Part([], [], weights, dict(strategy.specs) if layout else {})
 
 
-@pytest.mark.parametrize(("layout", "options"), [("pp2", {"zero_stage": 2}), ("tp2_dp2", {"zero_stage": 1})], ids=str)
+@pytest.mark.parametrize(("layout", "options"), by_default([("pp2", {"zero_stage": 2}), ("tp2_dp2", {"zero_stage": 1})], 1), ids=str)
 def test_one_trainer_averages_validates_and_goes_on(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     [(losses, part)] = run_ranks(on_and_on, 1, str(tmp_path / "one"), None)
     found = run_ranks(on_and_on, world_size(layout), str(tmp_path / "ours"), layout, **options)
@@ -317,7 +318,7 @@ def halved(zero_stage: int, precision: Any) -> bool:
     return all(torch.equal(parameter, weights / 4) and weights.any() for parameter, weights in pairs)
 
 
-@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")])
+@pytest.mark.parametrize(("zero_stage", "precision"), by_default([(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")], 0, 1))
 def test_what_is_written_through_data_stays(zero_stage: int, precision: str) -> None:
     assert run_ranks(halved, 2, zero_stage, precision) == [True, True]
 

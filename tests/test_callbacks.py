@@ -35,6 +35,7 @@ from parity import Part, quiet_trainer
 from plain_module import SEQUENCE, LanguageModel, TextData
 from ranks import run_ranks
 from reference import one_thread
+from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
@@ -140,7 +141,7 @@ def throughput(layout: str) -> tuple[list[dict[str, float]], list[dict[str, floa
 
 
 @pytest.mark.parametrize(
-    ("layout", "share"), [("tp2_pp2", 4), ("pp2_dp2", 2), ("dp2", 1), pytest.param("tp2_pp2_dp2", 4, marks=full)]
+    ("layout", "share"), by_default([("tp2_pp2", 4), ("pp2_dp2", 2), ("dp2", 1), ("tp2_pp2_dp2", 4)], 1)
 )
 def test_throughput_counts_a_batch_once(layout: str, share: int) -> None:
     """Two batches over the same seconds: rows, tokens and FLOPs of the global batch, and each device's part of them."""
@@ -214,7 +215,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     ("layout", "options"),
     [
         ("tp2_pp2", {"zero_stage": 1}),
-        ("pp2_dp2", {"zero_stage": 2, "schedule": "Interleaved1F1B"}),
+        pytest.param("pp2_dp2", {"zero_stage": 2, "schedule": "Interleaved1F1B"}, marks=full),
         ("dp2", {"zero_stage": 3}),
         *(
             pytest.param(layout, {"zero_stage": stage}, marks=full)
@@ -268,7 +269,7 @@ def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> t
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("tp2_pp2", {"zero_stage": 1}),
+        pytest.param("tp2_pp2", {"zero_stage": 1}, marks=full),
         ("pp2_dp2", {"zero_stage": 3}),
         *(pytest.param("dp2", {"zero_stage": stage}, marks=full) for stage in range(4)),
     ],
@@ -303,7 +304,7 @@ CLIPPED = [
 
 
 @pytest.mark.parametrize(("algorithm", "value"), [("value", 1e-3), ("norm", 0.05)])
-@pytest.mark.parametrize(("layout", "options"), CLIPPED, ids=str)
+@pytest.mark.parametrize(("layout", "options"), by_default(CLIPPED, 1), ids=str)
 def test_gradients_are_clipped_as_on_one_process(layout: str, options: dict, algorithm: str, value: float) -> None:
     expected, other = alone(clipped, algorithm, value), alone(clipped, algorithm, 100.0)
     assert max((expected.weights[name] - value).abs().max().item() for name, value in other.weights.items()) > 2 * ABSOLUTE
@@ -398,7 +399,7 @@ def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list
 
 
 @pytest.mark.parametrize("example", [False, True], ids=["no example", "example"])
-@pytest.mark.parametrize(("layout", "options"), [("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], ids=str)
+@pytest.mark.parametrize(("layout", "options"), by_default([("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], 0), ids=str)
 def test_a_summary_shows_the_part_of_rank_0(layout: str, options: dict, example: bool) -> None:
     """With an example it calls the model, on all ranks; with a pipeline it does not."""
     [first, *others] = run_ranks(summary, world_size(layout), layout, "plain", example, **options)

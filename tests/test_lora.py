@@ -14,6 +14,7 @@ from parity import SCHEDULES, Cell, Part, Rows, assert_same_run, fit_on_rank
 from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from ranks import run_ranks
 from reference import Recipe, Run, data, initial_model, train
+from sweeps import by_default
 from test_finetuning import MODES, Finetuned
 from torch.utils.data import DataLoader
 
@@ -74,7 +75,7 @@ def names(values: Any) -> str | None:
     return "all-linear" if values is EVERYWHERE else "queries" if values is QUERIES else None
 
 
-@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), CHOSEN, ids=names)
+@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 0, 3, 5), ids=names)
 def test_layouts(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model)
 
@@ -111,7 +112,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), FAMILIES, ids=names)
+@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(FAMILIES, 1, 2, 3, 5), ids=names)
 def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model, steps=6)
 
@@ -132,7 +133,7 @@ def test_models_in_memory(lora: dict[str, Any], layout: str) -> None:
     check(lora, layout, steps=6, in_memory=True)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", by_default([0, 3], 1))
 def test_bf16(zero: int) -> None:
     """Near the run in float32; what is frozen stays, rounded once."""
     recipe = recipe_of(Cell(), EVERYWHERE, 6)

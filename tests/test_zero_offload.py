@@ -15,6 +15,7 @@ import torch.distributed as dist
 from parity import Module, Part, Rows, assert_same_run, assert_same_training, fit_on_rank
 from ranks import run_ranks
 from reference import Recipe, data, reference
+from sweeps import by_default
 from torch import nn
 
 from lightning_3d.deepspeed_compat import DeepSpeedGroup
@@ -59,7 +60,7 @@ def test_as_on_one_process(layout: str, schedule: str, mode: str) -> None:
     assert_same_training("qwen2", layout, schedule, **MODES[mode])
 
 
-@pytest.mark.parametrize("mode", ["2 eager offloaded", "3 eager on host"])
+@pytest.mark.parametrize("mode", by_default(["2 eager offloaded", "3 eager on host"], 1))
 @pytest.mark.parametrize("change", [{"precision": "bf16", "late": True}, {"frozen": ("layers.0", "layers.1"), "clip_value": 0.1}], ids=str)
 def test_every_kind_of_parameter(mode: str, change: dict[str, Any]) -> None:
     """All of `test_zero.py` runs in the long sweeps. bf16 weights are as close as one of their steps."""
