@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.errors import PlanError
+
 
 def own(module: object, name: str) -> Any:
     """An attribute of a module or its class, None without one. PEFT's models also hand on those of the model inside: not these."""
@@ -55,6 +57,24 @@ def lora_initializations(root: nn.Module) -> dict[str, Any]:
         for adapter, config in configs.items() if isinstance(configs, dict) else ():
             found[adapter] = getattr(config, "init_lora_weights", True)
     return found
+
+
+def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
+    """Refuse tuners of PEFT that work on the whole model at once, where no rank has it.
+
+    Raises:
+        PlanError: prompts and prefixes with pp (prefixes with tp too), AdaLoRA with pp, whose loss has a term of all layers.
+    """
+    for module in root.modules():
+        configs = vars(module).get("peft_config")
+        for config in configs.values() if isinstance(configs, dict) else ():
+            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            prompts = bool(getattr(config, "is_prompt_learning", False))
+            if (pp > 1 and (prompts or kind == "ADALORA")) or (tp > 1 and kind == "PREFIX_TUNING"):
+                axis = "pp" if pp > 1 else "tp"
+                raise PlanError(
+                    f"{kind} of PEFT works on the whole model at once, which no rank has with {axis} > 1. Use LoRA, or {axis}=1."
+                )
 
 
 def origin(name: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_3d.adapters import refuse_tuners
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
@@ -72,28 +73,40 @@ class Partition:
 
     Attributes:
         parts: of this rank. mesh: whose groups its layers use. schedule: what the stages were dealt for. blocks: what happens around
-            the forward of its blocks.
+            the forward of its blocks. layers: those that communicate, by name in the pipelined module.
     """
 
     parts: LocalModel
     mesh: Mesh
     schedule: str
     blocks: BlockOptions
+    layers: tuple[tuple[str, nn.Module], ...]
 
     @classmethod
     def of(cls, root: nn.Module) -> Partition | None:
         """The partition of `root`; None when it is whole, or was built anew since."""
         found = vars(root).get(_PARTITION)
-        return found if found is not None and root.get_submodule(found.parts.name) is found.parts.module else None
+        return found if found is not None and _submodule(root, found.parts.name) is found.parts.module else None
 
     @staticmethod
     def require_kept(root: nn.Module) -> None:
-        """Refuse a module that was partitioned once and whose pipelined module has been replaced since."""
+        """Refuse a module that was partitioned once, and in which the pipelined module or a cut layer has been replaced since."""
         if _PARTITION in vars(root) and Partition.of(root) is None:
             raise ConfigError(
-                "configure_model built the model a second time, which would throw away its trained weights. Begin it with"
-                " `if self.model is not None: return`."
+                "The model was replaced after it was cut for this layout. If configure_model built it a second time, which would throw away"
+                " its trained weights, begin it with `if self.model is not None: return`. To change it after a fit (merge_and_unload),"
+                " save a checkpoint and do so on one process with load_full_state_dict."
             )
+        found = Partition.of(root)
+        if found is None:
+            return
+        for name, layer in found.layers:
+            if _submodule(found.parts.module, name) is not layer:
+                raise ConfigError(
+                    f"The layer '{name}' was replaced after it was cut for {found.mesh.layout}; the new one knows nothing of other ranks."
+                    " To change a model after a fit (merge_and_unload), save a checkpoint and do so on one process with"
+                    " load_full_state_dict."
+                )
 
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
@@ -128,6 +141,13 @@ class Partition:
 
 
 _PARTITION = "_lightning_3d_partition"
+
+
+def _submodule(root: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return root.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def assemble(
@@ -165,7 +185,7 @@ def assemble(
     blueprint = Blueprint(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
-    process_blocks(find_blocks(module, plan), block_options, draws=random.enabled)
+    process_blocks(find_blocks(module, plan), block_options)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
     if layout.tp > 1:
@@ -174,7 +194,8 @@ def assemble(
         rewrite(module, plan, inner, context)
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
-    object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options))
+    cut = tuple((found, layer) for found, layer in module.named_modules() if {"tp_region", "tp_context"} & vars(layer).keys())
+    object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
     return parts
 
 
@@ -195,6 +216,7 @@ def _find_plan(
     try:
         name, module = find_pipeline_module(root, pipeline_module, user_plan)
         plan = read_plan(module, user_plan)
+        refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
         if layout.tp * layout.pp > 1 or user_plan is not None or pipeline_module is not None:
             raise

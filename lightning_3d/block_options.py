@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean
@@ -30,7 +31,7 @@ class BlockOptions:
 
     recompute: str = "none"
     recompute_every: int = 1
-    recompute_keep: tuple[str, ...] | None = None
+    recompute_keep: Sequence[str] | None = None
     offload_activations: bool = False
     compile: bool = False
 
@@ -42,6 +43,10 @@ class BlockOptions:
             raise ConfigError(f"recompute_every is {self.recompute_every}; of at least 1 block one is recomputed.")
         if self.recompute_every > 1 and self.recompute == "none":
             raise ConfigError(f"recompute_every={self.recompute_every} needs recompute=full or recompute=selective.")
+        if isinstance(self.recompute_keep, str):
+            raise ConfigError(f'recompute_keep is a list of names: ["{self.recompute_keep}"].')
+        if self.recompute_keep is not None:
+            object.__setattr__(self, "recompute_keep", tuple(self.recompute_keep))
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep is for recompute=selective; recompute is {self.recompute}.")
 
@@ -68,7 +73,7 @@ class BlockOptions:
 
     def describe(self) -> str:
         """In a few words; empty when nothing is asked for."""
-        often = f" of every {self.recompute_every}th block" if self.recompute_every > 1 else ""
+        often = f" of one block in {self.recompute_every}" if self.recompute_every > 1 else ""
         words = [f"{self.recompute} recomputation{often}"] if self.recompute != "none" else []
         words += ["activations offloaded"] * self.offload_activations + ["compiled"] * self.compile
         return ", ".join(words)

@@ -42,6 +42,12 @@ def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
             callback.on_fit_start = partial(_without_example, callback.on_fit_start)  # type: ignore[method-assign]
 
 
+def forget_deferred(trainer: pl.Trainer) -> None:
+    """When a fit ended before `set_up_callbacks`: the callbacks are what they were."""
+    for callback in _averaging(trainer):
+        vars(callback).pop("setup", None)
+
+
 def _averaging(trainer: pl.Trainer) -> list[Any]:
     return [callback for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
 

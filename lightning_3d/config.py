@@ -188,9 +188,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     if outside is not None:
         layout.require_world_size(outside.world_size)
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
-    keep = tuple(parallelism.recompute_keep) if parallelism.recompute_keep is not None else None
-    asked = {option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)}
-    blocks = BlockOptions(**asked | {"recompute_keep": keep})
+    blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, layout.pp)
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)

@@ -26,6 +26,7 @@ from lightning_3d.tensor_parallel.layers import (
     RowParallelLinear,
     SplitRowLinear,
 )
+from lightning_3d.tensor_parallel.lora import UnbiasedLinear
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -33,7 +34,15 @@ if TYPE_CHECKING:
 MULTIPLE = 16
 """Dimensions of float8 matrix products are multiples of this (`torch._scaled_mm`)."""
 
-KNOWN_FORWARDS = (nn.Linear, ColumnParallelLinear, GatheredColumnLinear, RowParallelLinear, SplitRowLinear, LatentKeyValueLinear)
+KNOWN_FORWARDS = (
+    nn.Linear,
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    RowParallelLinear,
+    SplitRowLinear,
+    LatentKeyValueLinear,
+    UnbiasedLinear,
+)
 ROUTERS = ("gate", "router")
 
 
@@ -106,7 +115,7 @@ class _Float8(nn.Linear):
 
 
 class _Float8Row(_Float8):
-    """Mixin in front of a row-parallel layer, which adds its bias after the sum over the ranks."""
+    """Mixin in front of a row-parallel layer, or of one inside an adapted one: the bias is added after the sum over the ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super(_Float8, self).forward(input)
@@ -122,7 +131,7 @@ def _divides(input: Tensor) -> bool:
 
 def _convert(layer: Any) -> None:
     own = type(layer)
-    bases = (_Float8Row, own) if isinstance(layer, RowParallelLinear) else (own, _Float8)
+    bases = (_Float8Row, own) if isinstance(layer, (RowParallelLinear, UnbiasedLinear)) else (own, _Float8)
     layer.__class__ = _Float8 if own is nn.Linear else combined(own.__name__, *bases)
     object.__setattr__(layer, "float8_product", _product(layer.weight))
     object.__setattr__(layer, "float8_before", own)

@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_3d.assembly import LocalModel, Partition, assemble
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
-from lightning_3d.callbacks import averages, defer_averaging, restore_average, set_up_callbacks, without_average
+from lightning_3d.callbacks import averages, defer_averaging, forget_deferred, restore_average, set_up_callbacks, without_average
 from lightning_3d.checkpoint import (
     LocalState,
     describe_optimizer,
@@ -139,8 +139,7 @@ class Lightning3DStrategy(TrainerCollectives):
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
-        keep = tuple(recompute_keep) if recompute_keep is not None else None
-        self.blocks = BlockOptions(recompute, recompute_every, keep, offload_activations, compile)
+        self.blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile)
         self.blocks.require_suits(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8 = fp8
@@ -159,7 +158,7 @@ class Lightning3DStrategy(TrainerCollectives):
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
         self.compilation: Compilation | None = None
-        self._advised = False
+        self._advised = self._told = False
         self._failed = False
         self._batches_of_step = 0
 
@@ -279,13 +278,11 @@ class Lightning3DStrategy(TrainerCollectives):
         """Partition, rewrite and materialize the model, once per module."""
         module = self.lightning_module
         assert module is not None
+        Partition.require_kept(module)
         earlier = Partition.of(module)
         if earlier is not None and earlier.parts is self.model_parts:
             self.model_to_device()
             return
-        Partition.require_kept(module)
-        if self.blocks.compile:
-            self.compilation = Compilation(self.root_device, self.schedule)
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
             self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks)
@@ -301,6 +298,8 @@ class Lightning3DStrategy(TrainerCollectives):
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
+        if self.blocks.compile:
+            self.compilation = Compilation(self.root_device, self.schedule, len(self.model_parts.blocks))
         multiply_in_float8(self.model_parts.blocks, on=self.fp8)
         self._connect(self.model_parts, self._require_mesh())
         self.model_to_device()
@@ -382,7 +381,8 @@ class Lightning3DStrategy(TrainerCollectives):
         self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, step, place=place, ends=ends)
         if ends:
             self.last_step.grad_norm = self._backend.grad_norm()
-        if step == 0 and ends and self.compilation is not None:
+        if ends and self.compilation is not None and not self._told:
+            self._told = True
             self.compilation.warn()
         return outputs
 
@@ -568,6 +568,8 @@ class Lightning3DStrategy(TrainerCollectives):
                 self.model_parts.lost = self._backend.abandon()
             self._backend.teardown()
         module = self.lightning_module
+        if module is not None:
+            forget_deferred(module.trainer)
         if module is not None and "optimizer_zero_grad" in module.__dict__:
             del module.optimizer_zero_grad
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):

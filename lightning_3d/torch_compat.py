@@ -19,6 +19,20 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def uncompiled_frames() -> int:
+    """How many functions Dynamo was asked to compile and did not: beyond its limit of variants, for example."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["frames"]["total"] - counters["frames"]["ok"])
+
+
+def allow_graphs(variants: int) -> None:
+    """Let one function be compiled for so many kinds of arguments (`torch._dynamo.config.recompile_limit`, 8 by default)."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, variants)
+
+
 def allow_second_backward() -> None:
     """Let the backward of a compiled function run twice, as schedules with a split backward do.
 

@@ -58,8 +58,8 @@ def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:
 
 
 _CALLBACK_REFUSALS: dict[type, str] = {
-    BaseFinetuning: "unfreezes parameters during a fit, which is not supported: their gradients would not be reduced, and the optimizer"
-    " has no state for them. Train in two fits: unfreeze between them.",
+    BaseFinetuning: "is there to unfreeze parameters during a fit, which is not supported: their gradients would not be reduced, and the"
+    " optimizer has no state for them. Train in two fits: unfreeze between them.",
     ModelPruning: "replaces parameters by masked ones before the model is cut, and the layout's plan no longer names them. Prune after"
     " the fit.",
     BatchSizeFinder: "searches until one rank runs out of memory, where the others would wait for it. Choose the batch size, and"

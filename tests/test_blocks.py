@@ -168,9 +168,13 @@ def test_the_same_dropout_is_drawn_again(options: dict[str, Any]) -> None:
 
 
 def cached_run(**strategy: Any) -> Part:
-    """A user who left the key-value cache on."""
+    """A user who left the key-value cache on, with attention that notices keys too many."""
 
     class Caching(Module):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.config._attn_implementation = "eager"  # type: ignore[union-attr]
+
         def training_step(self, batch: Any, index: int) -> Tensor:
             assert self.model is not None
             return self.model(**batch, use_cache=True).loss
@@ -186,6 +190,55 @@ def test_a_cache_is_not_filled_twice() -> None:
     assert_same_run(parts, reference(Recipe())[0])
 
 
+def test_a_cache_by_position_is_not_filled_twice() -> None:
+    """GPT-2 hands it to its blocks as their second argument."""
+    import transformers
+
+    from lightning_3d.blocks import find_blocks, process_blocks
+    from lightning_3d.plans import ParallelPlan
+
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, attn_implementation="eager")
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.arange(16).view(2, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+    model(input_ids=ids, labels=ids).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Drawing(nn.Module):
+    """Draws in a way that nobody would take for dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _jittered(self.inner(x))
+
+
+def _jittered(x: Tensor) -> Tensor:
+    return x * torch.empty_like(x).uniform_(0.5, 1.5)
+
+
+def test_whatever_is_drawn_is_drawn_again() -> None:
+    from lightning_3d.blocks import process_blocks
+
+    block, x = Drawing(), torch.randn(3, 4)
+    gradients = []
+    for recompute in ("none", "full"):
+        block.zero_grad()
+        torch.manual_seed(1)
+        process_blocks([block], BlockOptions(recompute))
+        block(x).square().sum().backward()
+        gradients.append(block.inner.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_a_filled_cache_is_refused() -> None:
     import transformers
 
@@ -197,7 +250,7 @@ def test_a_filled_cache_is_refused() -> None:
     filled = transformers.DynamicCache()
     with torch.no_grad():
         model(input_ids=ids, past_key_values=filled)
-    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"), draws=False)
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
     with pytest.raises(ConfigError, match="cache that holds something"):
         model(input_ids=ids, past_key_values=filled)
 
@@ -255,10 +308,10 @@ class Broken(nn.Module):
 def test_graph_breaks_are_counted(recwarn: pytest.WarningsRecorder) -> None:
     from lightning_3d.blocks import Compilation, process_blocks
 
-    compilation = Compilation(torch.device("cpu"), "1F1B")
+    compilation = Compilation(torch.device("cpu"), "1F1B", 1)
     block = Broken()
     expected = block(torch.ones(2, 4))
-    process_blocks([block], BlockOptions(compile=True), draws=False)
+    process_blocks([block], BlockOptions(compile=True))
     assert torch.allclose(block(torch.ones(2, 4)), expected)
     assert sum(compilation.graph_breaks.values()) >= 1  # Dynamo counts it in every frame around it
     compilation.warn()
@@ -272,6 +325,7 @@ def test_graph_breaks_are_counted(recwarn: pytest.WarningsRecorder) -> None:
         ({"recompute": "full", "recompute_every": 0}, "at least 1"),
         ({"recompute_every": 2}, "needs recompute=full"),
         ({"recompute": "full", "recompute_keep": ("mm",)}, "is for recompute=selective"),
+        ({"recompute": "selective", "recompute_keep": "mm"}, "is a list of names"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -286,11 +340,14 @@ def test_f18_what_cannot_work_is_refused() -> None:
     with pytest.raises(LayoutError, match="recompute=selective keeps results for one backward.*Use recompute=full, or 1F1B"):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
     with pytest.raises(ConfigError, match="found no attention"):
-        process_blocks([nn.Sequential(nn.Linear(2, 2))], BlockOptions(recompute="selective"), draws=False)
+        process_blocks([nn.Sequential(nn.Linear(2, 2))], BlockOptions(recompute="selective"))
     with pytest.raises(ConfigError, match="no list of blocks"):
-        process_blocks([], BlockOptions(compile=True), draws=False)
-    with pytest.raises(ConfigError, match='operator "softmaxx", which ATen does not have'):
-        process_blocks([nn.Linear(2, 2)], BlockOptions("selective", recompute_keep=("softmaxx",)), draws=False)
+        process_blocks([], BlockOptions(compile=True))
+    for name in ("softmaxx", "name"):
+        with pytest.raises(ConfigError, match=f'operator "{name}", which ATen does not have'):
+            process_blocks([nn.Linear(2, 2)], BlockOptions("selective", recompute_keep=(name,)))
+    with pytest.raises(ConfigError, match="updates its running statistics"):
+        process_blocks([nn.Sequential(nn.BatchNorm1d(2))], BlockOptions("full"))
 
 
 def test_offload_leaves_parameters_and_small_tensors() -> None:

@@ -33,7 +33,7 @@ def _pack(tensor: Tensor, kept: set[int]) -> Any:
         return tensor
     if tensor.device.type != "cuda":
         return tensor.device, tensor.to("cpu", copy=True), None
-    host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # with the same strides, which compiled backwards rely on
     stream = _side_stream(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):

@@ -37,12 +37,11 @@ def _called(modules: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def process_blocks(blocks: list[nn.Module], options: BlockOptions, *, draws: bool) -> None:
+def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
     """Make the forward of each block what the options ask for, in place. Names, hooks and parameters stay.
 
     Args:
         blocks: of the whole model.
-        draws: blocks may draw random numbers, which a recomputation must draw again.
 
     Raises:
         ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
@@ -61,9 +60,11 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions, *, draws: boo
         chosen = options.recomputes(index)
         if chosen and of_attention:
             for attention in attention_of(block):
-                specialize(attention, ProcessedBlock, block_process=_Process(Recompute(operators(ATTENTION_KEEPS), draws)))
+                specialize(attention, ProcessedBlock, block_process=_Process(Recompute(operators(ATTENTION_KEEPS))))
                 found = True
-        recompute = Recompute(keeps if options.recompute == "selective" else None, draws) if chosen and not of_attention else None
+        if chosen:
+            _require_no_statistics(block)
+        recompute = Recompute(keeps if options.recompute == "selective" else None) if chosen and not of_attention else None
         if recompute or options.offload_activations or options.compile:
             process = _Process(recompute, offload=options.offload_activations, compile=options.compile)
             specialize(block, ProcessedBlock, block_process=process)
@@ -74,13 +75,26 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions, *, draws: boo
         )
 
 
+def _require_no_statistics(block: nn.Module) -> None:
+    """Refuse running means, which a second forward would update a second time."""
+    for name, module in block.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ConfigError(
+                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block has"
+                " two. Leave recompute out, or use a norm without running statistics."
+            )
+
+
 class ProcessedBlock:
     """Mixin between a block's own forward and the gate of the pipeline: runs the forward as `block_process` says."""
 
     block_process: _Process
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.block_process(super().forward, args, _without_cache(kwargs))  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = _without_cache(args, kwargs)
+        return self.block_process(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 class _Process:
@@ -93,7 +107,7 @@ class _Process:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        saved = SavedOnHost(forward.__self__) if self._offload and torch.is_grad_enabled() else nullcontext()  # type: ignore[attr-defined]
+        saved = SavedOnHost(forward.__self__) if self._offload else nullcontext()  # type: ignore[attr-defined]
         if not self._compile:
             with saved:
                 return self._run(forward, args, kwargs)
@@ -103,7 +117,7 @@ class _Process:
             return self._compiled(*args, **kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._recompute is None or not torch.is_grad_enabled():
+        if self._recompute is None:
             return forward(*args, **kwargs)
         return self._recompute(forward, args, kwargs)
 
@@ -115,21 +129,24 @@ class _Process:
         return {**self.__dict__, "_compiled": None}
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-
-
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Training needs no key-value cache, which a second forward would fill twice.
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Training needs no key-value cache of Transformers, which a second forward would fill twice.
 
     Raises:
         ConfigError: it holds something.
     """
-    if not torch.is_grad_enabled():
-        return kwargs
-    caches = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
-    if any(cache.get_seq_length() > 0 for cache in caches.values() if hasattr(cache, "get_seq_length")):
+    named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if named.get("use_cache"):
+        named["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), named
+
+
+def _is_cache(value: Any) -> bool:
+    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return False
+    if value.get_seq_length() > 0:
         raise ConfigError(
             "The model was called with a key-value cache that holds something (a prefix?), which recomputed or compiled blocks cannot"
             " train with. Leave recompute, offload_activations and compile out."
         )
-    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if kwargs.get("use_cache") else {})}
+    return True

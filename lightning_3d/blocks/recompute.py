@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.tensor_parallel.collectives import KEPT_COLLECTIVES, functional_collectives
 
-ATTENTION_KEEPS = ("mm", "addmm")
+ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
 """Of an attention the projections are kept. What is between them is large where scores are kept, and cheap."""
 
 
@@ -26,19 +26,17 @@ class Recompute:
 
     Args:
         keep: overloads of operators whose results are kept all the same; None: none at all.
-        draws: the forward may draw random numbers.
     """
 
-    def __init__(self, keep: frozenset[Any] | None, draws: bool) -> None:
+    def __init__(self, keep: frozenset[Any] | None) -> None:
         self._keep = keep
-        self._draws = draws
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._keep is None:
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=self._draws, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self._draws, context_fn=context, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
 
 
 def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,12 +61,12 @@ def operators(names: Iterable[str]) -> frozenset[Any]:
     found: set[Any] = set()
     for name in names:
         short = str(name).removeprefix("aten.").split(".")[0]
-        packet = getattr(torch.ops.aten, short, None) if short in dir(torch.ops.aten) or _exists(short) else None
-        if packet is None:
+        if not _exists(short):
             raise ConfigError(
                 f'recompute_keep names the operator "{name}", which ATen does not have.{did_you_mean(short, _COMMON)} Examples:'
                 f" {', '.join(_COMMON)}."
             )
+        packet = getattr(torch.ops.aten, short)
         found |= {getattr(packet, overload) for overload in packet.overloads()}
     return frozenset(found)
 

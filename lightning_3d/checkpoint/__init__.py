@@ -76,7 +76,7 @@ def save_checkpoint(
     with_optimizer = owner is not None and bool(checkpoint.get("optimizer_states"))
 
     def collect() -> tuple[dict[str, Slices], Notes]:
-        shards = owner.optimizer_shards() if owner is not None and with_optimizer else []
+        shards = owner.optimizer_shards(to_save=True) if owner is not None and with_optimizer else []
         state, numbers = local.optimizer(shards, offered=True)
         held = local.weights(checkpoint["state_dict"], offered=True) | state
         held |= local.weights(checkpoint.get(CURRENT_STATE, {}), offered=True, prefix=CURRENT)

@@ -80,6 +80,10 @@ class UnbiasedLinear(nn.Linear):
     """The base layer of a row-parallel one: its bias is added by the layer around it."""
 
     def forward(self, input: Tensor) -> Tensor:
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum."""
         return F.linear(input, self.weight)
 
 

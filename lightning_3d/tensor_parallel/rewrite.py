@@ -66,9 +66,9 @@ def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: in
         if canonical != name:
             same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
             if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
-                raise PlanError(
-                    f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently."
-                )
+                adapter = any(word in f"{name} {canonical}" for word in ("base_layer", "original_module"))
+                advice = " An adapter on one of the two keeps that one whole: adapt both, or use tp=1." if adapter else ""
+                raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently.{advice}")
             specs[name] = specs[canonical].renamed(name, tied_to=canonical)
     return specs
 

@@ -266,10 +266,15 @@ class DataParallelBackend(ABC):
     def refresh_master_weights(self) -> None:
         """Take over values that were written into the module's parameters from outside, as by a checkpoint. Local."""
 
-    def optimizer_shards(self) -> list[OptimizerShard]:
+    def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]:
         """What this rank's optimizer keeps of each trained parameter, for checkpoints: views; after `teardown` copies
-        in host memory. Local."""
-        return self._shards() if self._ended is None else self._ended
+        in host memory. Local.
+
+        Args:
+            to_save: master weights are what the next step will go on from, also where a callback has written into parameters since the
+                last one; these are copies then.
+        """
+        return self._shards(to_save) if self._ended is None else self._ended
 
     @abstractmethod
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
@@ -283,7 +288,7 @@ class DataParallelBackend(ABC):
     def teardown(self) -> None:
         """Let go of the module, the optimizer and all process groups. Local; may be called twice."""
         if self._ended is None:
-            self._ended = [shard.to_host() for shard in self._shards()]
+            self._ended = [shard.to_host() for shard in self._shards(to_save=True)]
         self._sums.clear()
         self._release()
         self._trained, self._others, self._stages, self._waves = [], [], (), {}
@@ -326,7 +331,7 @@ class DataParallelBackend(ABC):
         self._sums.clear()
 
     @abstractmethod
-    def _shards(self) -> list[OptimizerShard]:
+    def _shards(self, to_save: bool = False) -> list[OptimizerShard]:
         """See `optimizer_shards`; empty before `prepare`."""
 
     @abstractmethod
@@ -352,14 +357,24 @@ def follow_writes(master: Tensor, written: Tensor) -> None:
     Values are compared, piece by piece, as writes through `parameter.data`, which averages of weights use, leave no other trace.
     """
     flat = (master, written.detach()) if master.ndim else (master.view(1), written.detach().view(1))
-    rows = max(1, _PIECE * len(flat[0]) // max(1, master.numel()))
+    piece = _PIECE if master.device == written.device else _PIECE_FROM_DEVICE
+    rows = max(1, piece * len(flat[0]) // max(1, master.numel()))
     for kept, value in zip(*(tensor.split(rows) for tensor in flat), strict=True):
         here = value.to(kept.device)
-        kept.copy_(here if here.dtype == kept.dtype else torch.where(kept.to(here.dtype) == here, kept, here.to(kept.dtype)))
+        followed = with_writes(kept, here)
+        if followed is not kept:
+            kept.copy_(followed)
 
 
-_PIECE = 2**24
-"""Elements that are compared at a time, which bounds the memory for it."""
+def with_writes(master: Tensor, written: Tensor) -> Tensor:
+    """What `follow_writes` would make of the master weights: these themselves where nothing else wrote."""
+    here = written.detach().to(master.device)
+    rounded = master.to(here.dtype)
+    return master if torch.equal(rounded, here) else torch.where(rounded == here, master, here.to(master.dtype))
+
+
+_PIECE, _PIECE_FROM_DEVICE = 2**18, 2**24
+"""Elements that are compared at a time: few enough for a processor's cache, or for the memory of the host."""
 
 
 def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
@@ -401,7 +416,10 @@ def _trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardS
                     " Build it from the module's own parameters, in configure_optimizers."
                 )
             if name not in specs:
-                raise KeyError(f"no specification says how the parameter '{name}' is sharded")
+                raise ConfigError(
+                    f"The parameter '{name}' was added to the module after it was cut for this layout. Add everything that is trained, all"
+                    " adapters too, before the first fit, or save a checkpoint, build the module anew and load it with ckpt_path=."
+                )
             trained.append(Trained(name, parameter, specs[name]))
     return sorted(trained, key=lambda entry: entry.name)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DataParallelBackend, follow_writes, new_state, scale_
+from lightning_3d.zero.base import DataParallelBackend, follow_writes, new_state, scale_, with_writes
 from lightning_3d.zero.gradients import LOW_PRECISION, FlatGradients, end_to_end, sum_dtype
 from lightning_3d.zero.norm import global_norm
 
@@ -98,7 +98,7 @@ class BucketedBackend(DataParallelBackend):
                 made = {key: new_state(template, trained, whole, group) for key, template in state[entry.name].items()}
                 self._optimizer.state[trained] = made
 
-    def _shards(self) -> list[OptimizerShard]:
+    def _shards(self, to_save: bool = False) -> list[OptimizerShard]:
         if self._optimizer is None:
             return []
         shards = []
@@ -106,7 +106,9 @@ class BucketedBackend(DataParallelBackend):
             master = self._masters.get(entry.parameter)
             state = self._optimizer.state.get(entry.parameter if master is None else master, {})
             values = {key: value for key, value in state.items() if value is not None}
-            shards.append(OptimizerShard(entry.name, None, values if master is None else {**values, "master": master}))
+            if master is not None:
+                values["master"] = with_writes(master, entry.parameter) if to_save else master
+            shards.append(OptimizerShard(entry.name, None, values))
         return shards
 
     def _release(self) -> None:

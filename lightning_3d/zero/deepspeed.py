@@ -41,7 +41,7 @@ from lightning_3d.deepspeed_compat import (
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, follow_writes, new_state
+from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, follow_writes, new_state, with_writes
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
@@ -314,9 +314,9 @@ class DeepSpeedBackend(DataParallelBackend):
                         made[key] = new_state(template, master, entry.spec.global_shape, groups[id(master)])
             self._optimizer.state[master] = made
 
-    def _shards(self) -> list[OptimizerShard]:
+    def _shards(self, to_save: bool = False) -> list[OptimizerShard]:
         return [
-            OptimizerShard(self._entry(slot.parameter).name, self._start(partition, slot), partition.values_of(slot))
+            OptimizerShard(self._entry(slot.parameter).name, self._start(partition, slot), partition.values_of(slot, to_save))
             for partition in self._partitions
             for slot in partition.owned_slots
         ]
@@ -407,11 +407,17 @@ class Partition:
         [whole] = [slot for slot in self.slots if slot.parameter is owned.parameter]
         return owned.start + self._start - whole.start
 
-    def values_of(self, owned: Slot) -> dict[str, Tensor | float]:
-        """The optimizer's state of one piece, views where it is per element, and its master weights if they differ."""
+    def values_of(self, owned: Slot, to_save: bool) -> dict[str, Tensor | float]:
+        """The optimizer's state of one piece, views where it is per element, and its master weights if they differ.
+
+        Args:
+            to_save: see `optimizer_shards`.
+        """
         per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self._tensors().items()}
         if self.group.owned.dtype == self.group.master.dtype:
             del per_element["master"]
+        elif to_save:
+            per_element["master"] = with_writes(per_element["master"], self.group.owned[owned.start : owned.stop])
         state = self._optimizer.state.get(self.group.master, {})
         return {**{key: value for key, value in state.items() if value is not None}, **per_element}
 
