@@ -16,7 +16,7 @@ from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint import load_full_state_dict
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.initialization import initialize
 
 GLOBAL_BATCH, STEPS_PER_EPOCH = 16, 4
@@ -343,3 +343,52 @@ def test_swa_goes_on_from_before_its_average_only(one_process: Any, tmp_path: Pa
 def test_averages_that_would_be_wrong_are_refused(kind: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         run_ranks(fit, 2, str(tmp_path), "pp2", kind, timeout=60, **options)
+
+
+class HalvesLast(pl.Callback):
+    """Writes into the parameters when the last step is done, as averages that are swapped in at the end do."""
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+
+
+def saved_and_read(path: str, zero_stage: int) -> bool:
+    """Whether a module in float32 reads what a bf16 one held when it was saved."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    def trainer(precision: Any, *callbacks: pl.Callback) -> pl.Trainer:
+        strategy = Lightning3DStrategy("dp2", micro_batch_size=4, zero_stage=zero_stage)
+        return quiet_trainer(strategy=strategy, devices=2, max_epochs=1, precision=precision, callbacks=[*callbacks])
+
+    written = LanguageModel(learning_rate=1e-3)
+    first = trainer("bf16-true", HalvesLast())
+    first.fit(written, datamodule=TextData(GLOBAL_BATCH // 2))
+    first.save_checkpoint(path)
+    read = LanguageModel(learning_rate=1e-3)
+    trainer("32-true").validate(read, datamodule=TextData(GLOBAL_BATCH // 2), ckpt_path=path, verbose=False)
+    pairs = zip(written.parameters(), read.parameters(), strict=True)
+    return all(torch.equal(was, now.to(torch.bfloat16)) for was, now in pairs)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_what_is_written_last_is_saved(zero_stage: int, tmp_path: Path) -> None:
+    """Not the master weights of before, which a wider type would read."""
+    assert run_ranks(saved_and_read, 2, str(tmp_path / "last.ckpt"), zero_stage) == [True, True]
+
+
+def refused() -> bool:
+    """A fit that is refused when the model is to be cut. Whether the callback is what it was."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    callback = EMAWeightAveraging(decay=0.8)
+    strategy = Lightning3DStrategy("tp2", plan={"tp": {"nobody.*": "colwise"}})
+    with pytest.raises(PlanError):
+        trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=[callback])
+        trainer.fit(LanguageModel(), datamodule=TextData(GLOBAL_BATCH))
+    return "setup" not in vars(callback)
+
+
+def test_a_refused_fit_leaves_callbacks_as_they_were() -> None:
+    assert run_ranks(refused, 2) == [True, True]

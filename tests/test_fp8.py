@@ -29,6 +29,7 @@ from lightning_3d import config, fp8, precision
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.tensor_parallel.lora import UnbiasedLinear
 from lightning_3d.training.run import make_strategy
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra fp8)")
@@ -113,6 +114,19 @@ def test_a_layer_multiplies_in_float8(emulation: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(results(ours, odd), results(plain, odd), strict=True))
     fp8.multiply_in_float8([nn.Sequential(ours)], on=False)
     assert type(ours) is nn.Linear and torch.equal(ours(x), plain(x))
+
+
+@needs_torchao
+def test_the_layer_inside_a_row_parallel_adapted_one(emulation: None) -> None:
+    """It adds no bias, in bf16 or float8: that comes after the sum over the ranks."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 48, dtype=torch.bfloat16)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    exact = F.linear(x, layer.weight)
+    layer.__class__ = UnbiasedLinear
+    assert torch.equal(layer(x), exact)
+    fp8.multiply_in_float8([nn.Sequential(layer)], on=True)
+    assert 0 < error(layer(x), exact) < 0.1
 
 
 @needs_torchao

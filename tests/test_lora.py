@@ -289,3 +289,61 @@ def test_every_schedule(schedule: str, mode: str) -> None:
 @pytest.mark.parametrize("model", models.FAMILIES)
 def test_every_family(model: str, layout: str) -> None:
     check(EVERYWHERE, layout, "1F1B", "zero0", model, dtype="float64")
+
+
+def change_after_fit(recipe: Recipe, change: str, layout: str) -> None:
+    """Fit, change the model as PEFT's users do, and go on with the same Trainer."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    module = Finetuned(recipe, initial_model(recipe))
+    strategy = Lightning3DStrategy(layout, micro_batch_size=4)
+    trainer = parity.quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=1)  # type: ignore[union-attr]
+    loader = DataLoader(Rows(data(recipe)), batch_size=recipe.global_batch // strategy.data_parallel_size)
+    trainer.fit(module, loader)
+    model: Any = module.model
+    if change == "merged in place":
+        model.merge_and_unload()
+    elif change == "merged":
+        module.model = model.merge_and_unload()
+    else:
+        model.add_adapter("second", LoraConfig(**QUERIES))
+        model.set_adapter("second")
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, loader)
+
+
+CHANGES = [
+    ("merged in place", "tp2", r"The layer '.*q_proj' was replaced after it was cut for tp2.*load_full_state_dict"),
+    ("merged", "dp2", "The model was replaced after it was cut.*merge_and_unload"),
+    ("second adapter", "dp2", r"lora_A.second.weight' was added to the module after it was cut.*before the first fit"),
+]
+
+
+@pytest.mark.parametrize(("change", "layout", "message"), CHANGES, ids=lambda value: str(value)[:16])
+def test_changes_after_a_fit_are_refused_by_name(change: str, layout: str, message: str) -> None:
+    recipe = recipe_of(Cell(), QUERIES, 2, in_memory=True)
+    with pytest.raises(Lightning3DError, match=message):
+        run_ranks(change_after_fit, 2, recipe, change, layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp", "message"),
+    [
+        ("PREFIX_TUNING", 2, 1, "tp > 1. Use LoRA, or tp=1"),
+        ("P_TUNING", 1, 2, "pp > 1"),
+        ("ADALORA", 1, 2, "ADALORA of PEFT"),
+        ("LORA", 2, 2, None),
+    ],
+)
+def test_tuners_of_the_whole_model(kind: str, tp: int, pp: int, message: str | None) -> None:
+    from types import SimpleNamespace
+
+    from lightning_3d.adapters import refuse_tuners
+
+    root = torch.nn.Module()
+    root.peft_config = {"default": SimpleNamespace(peft_type=kind, is_prompt_learning=kind.endswith("TUNING"))}
+    refuse_tuners(root, 1, 1)
+    if message is None:
+        return refuse_tuners(root, tp, pp)
+    with pytest.raises(Lightning3DError, match=message):
+        refuse_tuners(root, tp, pp)
