@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_3d.block_options import BlockOptions
+from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.launch import OutsideRank
@@ -33,7 +34,7 @@ from lightning_3d.layout_rules import (
     resolve_layout,
 )
 from lightning_3d.model_spec import ModelSpec
-from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, listed_capability, unknown_precision
+from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
 from lightning_3d.zero_options import NONE, ZeroOptions
@@ -63,16 +64,6 @@ class ParallelismConfig:
     compile: bool = False
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
-
-
-@dataclass
-class ClusterConfig:
-    """Group `cluster`: the machines."""
-
-    name: str = "local"
-    nodes: int = 1
-    gpus_per_node: int | None = None
-    accelerator: str = "auto"
 
 
 @dataclass
@@ -287,12 +278,10 @@ def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | No
 
     Raises:
         LayoutError: the layout does not fill the cluster, or the GPUs of this machine are fewer than its ranks.
-        ConfigError: an unknown accelerator, or several nodes without a launcher that reaches them.
+        ConfigError: an impossible number of the cluster, or several nodes without a launcher that reaches them.
     """
     cluster = run.cluster
-    if cluster.accelerator not in ("auto", "cpu", "gpu"):
-        raise ConfigError(f"cluster.accelerator is {cluster.accelerator!r}; it must be auto, cpu or gpu.")
-    check_sizes(**{"cluster.nodes": cluster.nodes})
+    cluster.check()
     _require_cluster(cluster, layout)
     if run.trainer.dry and cluster.accelerator != "auto":
         return cluster.accelerator, ()
@@ -320,7 +309,6 @@ def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
     """A cluster of known size is used as a whole."""
     if not cluster.gpus_per_node:
         return
-    check_sizes(**{"cluster.gpus_per_node": cluster.gpus_per_node})
     size = cluster.nodes * cluster.gpus_per_node
     if layout.world_size != size:
         near = listed((other.name for other in nearest_layouts(layout, size)), last="or")
@@ -365,6 +353,8 @@ def _choose_precision(run: RunConfig, accelerator: str) -> str:
             " parallelism.zero_stage=0."
         )
     if name == "fp8":
+        if run.cluster.lacks_fp8:
+            raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; those of the cluster {run.cluster.name} have none")
         planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
         check_fp8_device(accelerator, None if planned else listed_capability())
         if not planned:

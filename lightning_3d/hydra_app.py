@@ -21,7 +21,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hydra_plugins.lightning_3d_configs.search_path import Lightning3DSearchPath
-from hydra_plugins.lightning_3d_configs.sources import LayoutSource, RecipeSource
+from hydra_plugins.lightning_3d_configs.sources import ClusterSource, LayoutSource, RecipeSource
 from lightning_3d.config import RunPlan, plan_run
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
@@ -68,7 +68,7 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     raising.
     """
     # Hydra finds plugins by walking their folders, which it cannot in an editable install (setuptools maps names there).
-    for plugin in (LayoutSource, RecipeSource, Lightning3DSearchPath):
+    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath):
         Plugins.instance().register(plugin)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["train.py", *arguments]

@@ -10,6 +10,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config import explain_value
+from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.layout import Layout
 from lightning_3d.precision import unknown_precision
@@ -56,5 +57,9 @@ def _no_such_option(error: MissingConfigException) -> Lightning3DError:
     if group == "precision":
         return unknown_precision(name)
     near = did_you_mean(name, options)
+    by_number = ""
+    if group == "cluster":
+        options = options or [file.stem for file in (conf_folder() / group).glob("*.yaml")]  # Hydra has none for a default of a default
+        by_number = " Kinds of nodes take numbers of nodes and of GPUs in each: h100_32x8."
     what = f'There is no {group} "{name}".' if group else f'There is no configuration "{name}".'
-    return ConfigError(f"{what}{near}" + (f" There are: {', '.join(sorted(options))}." if options else ""))
+    return ConfigError(f"{what}{near}" + (f" There are: {', '.join(sorted(options))}." if options else "") + by_number)

@@ -61,7 +61,7 @@ from hydra.core.plugins import Plugins
 scan = Plugins._scan_all_plugins
 Plugins._scan_all_plugins = staticmethod(lambda modules: scan([m for m in modules if m.__name__ != "hydra_plugins"]))
 from lightning_3d.cli import main
-sys.exit(main(["train", "recipe=llama_tiny_8xcpu", "parallelism=tp2_pp4", "trainer.dry=true"]))
+sys.exit(main(["train", "recipe=llama_tiny_8xcpu", "cluster=h100_2x4", "parallelism=tp2_pp4", "trainer.dry=true"]))
 """
 
 

@@ -98,6 +98,9 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "callback_without_class": (["+callbacks.mine.every=3"], ["callbacks.mine has no _target_"]),
     "data_without_path": (["data=tokens"], ["data.train_path must be given"]),
     "cluster_size": (["cluster=a100_32x8"], ["8 ranks", "256 GPUs", "Layouts for 256 ranks"]),
+    "cluster_numbers": (["cluster=h100_0x8"], ["cluster.nodes is 0", "at least 1"]),
+    "cluster_kind": (["cluster=v100_4x8"], ['no cluster "v100"', "h100", "local_cpu", "h100_32x8"]),
+    "cluster_key": (["+cluster.memroy=4"], ['Did you mean "cluster.memory"']),
     "cluster_out_of_reach": (
         ["recipe=llama3_70b_256xa100", "data.train_path=corpus.bin"],
         ["32 nodes", "torchrun --nnodes 32 --nproc-per-node 8"],

@@ -10,13 +10,14 @@ from lightning_3d.config_files import conf_folder
 
 
 class Lightning3DSearchPath(SearchPathPlugin):
-    """Groups as files, layouts by name, recipes. Found by Hydra and registered by hand, it adds them once."""
+    """Groups as files, layouts and clusters by name, recipes. Found by Hydra and registered by hand, it adds them once."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         there = {element.provider for element in search_path.get_path()}
         for provider, path in (
             ("lightning_3d", f"file://{conf_folder()}"),
             ("lightning_3d-layouts", "layout://"),
+            ("lightning_3d-clusters", "cluster://"),
             ("lightning_3d-recipes", "recipe://"),
         ):
             if provider not in there:

@@ -1,5 +1,5 @@
-"""Config sources: `layout://` makes a configuration of every layout name, `recipe://` shows the recipes as group
-`recipe`.
+"""Config sources: `layout://` makes a configuration of every layout name, `cluster://` of every number of nodes,
+`recipe://` shows the recipes as group `recipe`.
 
 Hydra calls the methods with keywords, so parameters keep the names of its base class.
 """
@@ -16,8 +16,10 @@ from lightning_3d.config_files import recipes_folder
 from lightning_3d.layout import DEGREES
 
 LAYOUT_GROUP = "parallelism"
+CLUSTER_GROUP = "cluster"
 RECIPE_GROUP = "recipe"
 EXAMPLES = ["dp8", "pp4_dp2", "tp2_pp2_dp2", "tp8_pp4_dp8"]
+CLUSTER_EXAMPLES = ["a100_80gb_32x8", "gb200_18x4", "h100_32x8", "h200_16x8"]
 
 
 def looks_like_layout(name: str) -> bool:
@@ -65,6 +67,46 @@ class LayoutSource(ConfigSource):
         if _bare(config_path) == LAYOUT_GROUP:
             return EXAMPLES if results_filter != ObjectType.GROUP else []
         return [LAYOUT_GROUP] if results_filter != ObjectType.CONFIG else []
+
+
+class ClusterSource(ConfigSource):
+    """`cluster=h100_32x8`: 32 nodes with 8 GPUs each, of the kind in the file `cluster/h100`, which may be another app's.
+
+    Numbers that no cluster has (`h100_0x8`) compose too, and the check after composition refuses them.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "cluster"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        found = self._counted(config_path)
+        if found is None:
+            raise ConfigLoadError(f"{config_path} is no kind of node with numbers")
+        numbers = {"nodes": int(found["nodes"]), "gpus_per_node": int(found["gpus"])}
+        name = f"{found['kind']}_${{.nodes}}x${{.gpus_per_node}}"
+        config = OmegaConf.create({"defaults": [found["kind"], "_self_"], "name": name, **numbers})
+        return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header={"package": None})
+
+    def _counted(self, config_path: str) -> re.Match[str] | None:
+        group, _, name = _bare(config_path).rpartition("/")
+        found = re.fullmatch(r"(?P<kind>[A-Za-z]\w*)_(?P<nodes>[0-9]{1,12})x(?P<gpus>[0-9]{1,12})", name)
+        # This machine is one node, of as many GPUs as there are.
+        return found if group == CLUSTER_GROUP and found and not found["kind"].startswith("local") else None
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return _bare(config_path) in ("", CLUSTER_GROUP)
+
+    def is_config(self, config_path: str) -> bool:
+        return self._counted(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if _bare(config_path) == CLUSTER_GROUP:
+            return CLUSTER_EXAMPLES if results_filter != ObjectType.GROUP else []
+        return [CLUSTER_GROUP] if results_filter != ObjectType.CONFIG else []
 
 
 class RecipeSource(ConfigSource):
