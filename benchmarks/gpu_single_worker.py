@@ -285,6 +285,7 @@ CONTENDERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "ours full": partial(ours, recompute="full"),
     "ours full every 2nd": partial(ours, recompute="full", recompute_every=2),
     "ours offload": partial(ours, offload_activations=True),
+    "ours compile offload": partial(ours, compile=True, offload_activations=True),
     "ours compile selective": partial(ours, compile=True, recompute="selective"),
     "ours compile full": partial(ours, compile=True, recompute="full"),
     "ours fp8": partial(ours, fp8=True),

@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import socket
 import time
 from statistics import median
 
@@ -49,23 +50,20 @@ def main() -> None:
 
 def gather_and_update(parameters: int) -> tuple[float, float]:
     """Median seconds of an all-gather of float32 parameters over `RANKS` processes, and of AdamW on one rank's part."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=_measure, args=(rank, parameters, answers)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    measured = [answers.get() for _ in ranks]
-    for process in ranks:
-        process.join()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("spawn").Pool(RANKS) as ranks:
+        measured = ranks.starmap_async(_measure, [(rank, parameters, port) for rank in range(RANKS)], chunksize=1).get(timeout=300)
     return max(gather for gather, _ in measured), max(update for _, update in measured)
 
 
-def _measure(rank: int, parameters: int, answers: multiprocessing.SimpleQueue) -> None:
+def _measure(rank: int, parameters: int, port: int) -> tuple[float, float]:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     part = torch.nn.Parameter(torch.zeros(parameters // RANKS))
     part.grad = torch.ones_like(part)
@@ -80,8 +78,8 @@ def _measure(rank: int, parameters: int, answers: multiprocessing.SimpleQueue) -
         optimizer.step()
         gathers.append(between - started)
         updates.append(time.perf_counter() - between)
-    answers.put((median(gathers), median(updates)))
     dist.destroy_process_group()
+    return median(gathers), median(updates)
 
 
 if __name__ == "__main__":
