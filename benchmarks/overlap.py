@@ -62,6 +62,8 @@ def _measure(rank: int, parameters: int, port: int) -> tuple[float, float]:
     import torch
     import torch.distributed as dist
 
+    from lightning_3d.zero.collectives import all_gather_flat
+
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
@@ -73,7 +75,7 @@ def _measure(rank: int, parameters: int, port: int) -> tuple[float, float]:
     for _ in range(REPEATS):
         dist.barrier()
         started = time.perf_counter()
-        dist.all_gather_into_tensor(whole, part.detach())
+        all_gather_flat(whole, part.detach(), dist.group.WORLD).wait()
         between = time.perf_counter()
         optimizer.step()
         gathers.append(between - started)
