@@ -407,7 +407,7 @@ class Partition:
         [whole] = [slot for slot in self.slots if slot.parameter is owned.parameter]
         return owned.start + self._start - whole.start
 
-    def values_of(self, owned: Slot, to_save: bool) -> dict[str, Tensor | float]:
+    def values_of(self, owned: Slot, to_save: bool = False) -> dict[str, Tensor | float]:
         """The optimizer's state of one piece, views where it is per element, and its master weights if they differ.
 
         Args:
