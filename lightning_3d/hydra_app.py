@@ -7,6 +7,7 @@ imported after that.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -208,6 +209,7 @@ class TrainJob:
             threads = int(os.environ["OMP_NUM_THREADS"])
         fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
         if fork:
+            _quiet_imports()
             from lightning_3d.training.run import preload
 
             preload(frozen)
@@ -230,9 +232,16 @@ class TrainJob:
 
 def run_rank(frozen: dict[str, Any]) -> None:
     """The job of every rank."""
+    _quiet_imports()
     from lightning_3d.training.run import train
 
     train(frozen)
+
+
+def _quiet_imports() -> None:
+    """Transformers imports torchao where it is installed, which warns of extensions that do not load (0.18), itself and through torch."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _may_fork(start_method: str, accelerator: str) -> bool:
