@@ -50,12 +50,18 @@ class BlockOptions:
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep is for recompute=selective; recompute is {self.recompute}.")
 
-    def require_suits(self, schedule: str, pp: int) -> None:
-        """Refuse what a schedule cannot run.
+    def require_suits(self, schedule: str, *, tp: int, pp: int) -> None:
+        """Refuse what a layout and schedule cannot run.
 
         Raises:
-            LayoutError: a selective recomputation, which runs once, where the backward of a block runs twice.
+            LayoutError: a selective recomputation, which runs once, where the backward of a block runs twice; a compiled one between
+                tensor-parallel ranks.
         """
+        if self.recompute == "selective" and self.compile and tp > 1:
+            raise LayoutError(
+                "recompute=selective with compile=true cannot be traced through layers that are cut, and tp is above 1. Use recompute=full,"
+                " or leave one of the two out."
+            )
         if self.recompute == "selective" and pp > 1 and find_schedule(schedule).split_backward:
             raise LayoutError(
                 f"recompute=selective keeps results for one backward of a block, but {schedule} computes gradients of inputs and of weights"

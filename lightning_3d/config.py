@@ -180,7 +180,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
         layout.require_world_size(outside.world_size)
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
-    blocks.require_suits(schedule, layout.pp)
+    blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp)
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)

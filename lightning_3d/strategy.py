@@ -140,7 +140,8 @@ class Lightning3DStrategy(TrainerCollectives):
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         self.blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile)
-        self.blocks.require_suits(self.schedule, self.layout.pp if self.layout is not None else 1)
+        degrees = self.layout or Layout()
+        self.blocks.require_suits(self.schedule, tp=degrees.tp, pp=degrees.pp)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8 = fp8
         self.micro_batch_size = micro_batch_size

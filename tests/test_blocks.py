@@ -267,7 +267,7 @@ def compiled_run(**strategy: Any) -> tuple[Part, dict[str, int], int]:
 
 
 COMPILED: list[dict[str, Any]] = [
-    {"layout": "tp2", "recompute": "selective"},
+    {"layout": "dp2", "recompute": "selective", "recompute_keep": ["mm"]},
     {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
     {"layout": "tp2_pp2", "zero_stage": 3, "recompute": "full"},
     {"layout": "pp2_dp2", "zero_stage": 3, "offload_activations": True},
@@ -339,6 +339,8 @@ def test_f18_what_cannot_work_is_refused() -> None:
 
     with pytest.raises(LayoutError, match="recompute=selective keeps results for one backward.*Use recompute=full, or 1F1B"):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
+    with pytest.raises(LayoutError, match="selective with compile=true cannot be traced.*Use recompute=full"):
+        Lightning3DStrategy("tp2", recompute="selective", compile=True)
     with pytest.raises(ConfigError, match="found no attention"):
         process_blocks([nn.Sequential(nn.Linear(2, 2))], BlockOptions(recompute="selective"))
     with pytest.raises(ConfigError, match="no list of blocks"):

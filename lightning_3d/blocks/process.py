@@ -98,7 +98,7 @@ class ProcessedBlock:
 
 
 class _Process:
-    """Runs a forward, from the inside out: recomputed, compiled, what it saves on the host."""
+    """Runs a forward compiled, recomputed, and with what it saves on the host."""
 
     def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False) -> None:
         self._recompute = recompute
@@ -111,10 +111,13 @@ class _Process:
         if not self._compile:
             with saved:
                 return self._run(forward, args, kwargs)
+        within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
         if self._compiled is None:
-            self._compiled = torch.compile(lambda *given, **named: self._run(forward, given, named))
+            self._compiled = torch.compile((lambda *given, **named: self._run(forward, given, named)) if within else forward)
         with saved:
-            return self._compiled(*args, **kwargs)
+            if self._recompute is None or within:
+                return self._compiled(*args, **kwargs)
+            return self._recompute(self._compiled, args, kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recompute is None:

@@ -31,12 +31,19 @@ class Recompute:
     def __init__(self, keep: frozenset[Any] | None) -> None:
         self._keep = keep
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it is selective."""
+        return self._keep is not None
+
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A compiler keeps what was drawn; to let it save random states would end its graph.
+        eager = not torch.compiler.is_compiling()
         if self._keep is None:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)
         context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=eager, context_fn=context, **kwargs)
 
 
 def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
