@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _MADE: dict[tuple[type, ...], type] = {}
 
 
@@ -11,3 +13,11 @@ def combined(name: str, *bases: type) -> type:
     if made is None:
         made = _MADE[bases] = type(name, bases, {"__module__": bases[-1].__module__})
     return made
+
+
+def specialize(module: Any, mixin: type, **attributes: Any) -> None:
+    """Make `module` an instance of a subclass of its own class with `mixin` in front; names, hooks and isinstance stay."""
+    kind = type(module)
+    module.__class__ = combined(kind.__name__, mixin, kind)
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)

@@ -3,6 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+_functional: ContextVar[bool] = ContextVar("functional", default=False)
+
+
+@contextmanager
+def functional_collectives() -> Iterator[None]:
+    """Within it, tensor-parallel sums are operators that return new tensors: a selective recomputation sees and keeps what they return."""
+    token = _functional.set(True)
+    try:
+        yield
+    finally:
+        _functional.reset(token)
+
+
+def collectives_are_functional() -> bool:
+    """Whether `functional_collectives` holds."""
+    return _functional.get()
+
+
+def functional_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `x`, contiguous, over a group in new memory, as an operator that compilers and checkpoints see (`_c10d_functional`)."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(x, "sum", group.group_name))
+
+
+def kept_collectives() -> frozenset[Any]:
+    """The operators of `functional_sum`, whose results a selective recomputation keeps instead of communicating again."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return frozenset({operators.all_reduce.default, operators.wait_tensor.default})
 
 
 def graph_breaks() -> Counter[str]:

@@ -12,6 +12,7 @@ from parity import Module, Part, Rows, assert_same_run, assert_same_training, fi
 from ranks import run_ranks
 from reference import Recipe, data
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_3d.block_options import BlockOptions
@@ -137,6 +138,30 @@ def test_what_is_communicated_again() -> None:
     after the attention; that at the end of a block it does not need."""
     plain, full = (run_ranks(count_sums, 2, layout="tp2", **options)[0] for options in ({}, {"recompute": "full"}))
     assert full - plain == 4
+
+
+class FunctionalSums(TorchDispatchMode):
+    """Counts the sums that are really sent, not those whose kept result is taken."""
+
+    sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.sent += func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **(kwargs or {}))
+
+
+def count_kept_sums(**strategy: Any) -> int:
+    recipe = Recipe(steps=1)
+    with FunctionalSums() as counted:
+        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), micro_batch_size=recipe.global_batch, **strategy)
+    return counted.sent
+
+
+@pytest.mark.parametrize(("keep", "sums"), [(None, 4), (["mm"], 8)], ids=["attention", "mm"])
+def test_what_was_communicated_is_kept(keep: list[str] | None, sums: int) -> None:
+    """One sum after each of four attentions, or two in each of four blocks, once."""
+    counts = run_ranks(count_kept_sums, 2, layout="tp2", recompute="selective", recompute_keep=keep)
+    assert counts == [sums, sums]
 
 
 def dropped_run(**strategy: Any) -> Part:
@@ -267,6 +292,7 @@ def compiled_run(**strategy: Any) -> tuple[Part, dict[str, int], int]:
 
 
 COMPILED: list[dict[str, Any]] = [
+    {"layout": "dp2", "recompute": "selective"},
     {"layout": "dp2", "recompute": "selective", "recompute_keep": ["mm"]},
     {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
     {"layout": "tp2_pp2", "zero_stage": 3, "recompute": "full"},

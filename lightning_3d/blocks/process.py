@@ -12,8 +12,8 @@ from torch import nn
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks.offload import SavedOnHost
 from lightning_3d.blocks.recompute import ATTENTION_KEEPS, Recompute, attention_of, operators
+from lightning_3d.classes import specialize
 from lightning_3d.errors import ConfigError
-from lightning_3d.pipeline.stubs import specialize
 from lightning_3d.plans import ParallelPlan
 
 
@@ -78,7 +78,7 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
 def _require_no_statistics(block: nn.Module) -> None:
     """Refuse running means, which a second forward would update a second time."""
     for name, module in block.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+        if getattr(module, "track_running_stats", False):
             raise ConfigError(
                 f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block has"
                 " two. Leave recompute out, or use a norm without running statistics."
@@ -127,9 +127,6 @@ class _Process:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
         return _Process(self._recompute, offload=self._offload, compile=self._compile)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

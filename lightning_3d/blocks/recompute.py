@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_3d.errors import ConfigError, did_you_mean
-from lightning_3d.tensor_parallel.collectives import KEPT_COLLECTIVES, functional_collectives
+from lightning_3d.torch_compat import functional_collectives, kept_collectives
 
 ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
 """Of an attention the projections are kept. What is between them is large where scores are kept, and cheap."""
@@ -29,7 +29,7 @@ class Recompute:
     """
 
     def __init__(self, keep: frozenset[Any] | None) -> None:
-        self._keep = keep
+        self._keep = keep | kept_collectives() if keep is not None else None
 
     @property
     def keeps(self) -> bool:
@@ -55,7 +55,7 @@ def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwar
 
 def _policy(keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Random numbers are all drawn again, in their order: otherwise those that follow a kept one would differ."""
-    kept = (operator in keep or operator in KEPT_COLLECTIVES) and torch.Tag.nondeterministic_seeded not in operator.tags
+    kept = operator in keep and torch.Tag.nondeterministic_seeded not in operator.tags
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

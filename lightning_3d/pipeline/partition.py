@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_3d.balance import split_layers
+from lightning_3d.classes import specialize
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline.state import Chunk, PipelineState
-from lightning_3d.pipeline.stubs import Absent, AbsentInput, AbsentLayer, CountedModel, GatedInput, GatedLayer, specialize
+from lightning_3d.pipeline.stubs import Absent, AbsentInput, AbsentLayer, CountedModel, GatedInput, GatedLayer
 from lightning_3d.plans import ParallelPlan
 from lightning_3d.schedules import find_schedule, stages_of_rank
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.classes import combined
 from lightning_3d.errors import PlanError
 from lightning_3d.pipeline.state import PipelineState, StageBoundary
 
@@ -107,14 +106,6 @@ class CountedModel:
         self.pipeline_state.require_chunk()
         self.pipeline_state.count_call()
         return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def specialize(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Make `module` an instance of a subclass of its own class with `mixin` in front; names, hooks and isinstance stay."""
-    kind = type(module)
-    module.__class__ = combined(kind.__name__, mixin, kind)
-    for name, value in attributes.items():
-        object.__setattr__(module, name, value)
 
 
 def _zeros(state: PipelineState) -> Tensor:

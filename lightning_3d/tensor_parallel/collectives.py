@@ -13,30 +13,14 @@ All ranks call the same functions in the same order, with the same shapes. The f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_operators = torch.ops._c10d_functional
-KEPT_COLLECTIVES = frozenset({_operators.all_reduce.default, _operators.wait_tensor.default})
-"""Operators whose results a selective recomputation keeps instead of communicating again."""
-
-_functional: ContextVar[bool] = ContextVar("functional", default=False)
-
-
-@contextmanager
-def functional_collectives() -> Iterator[None]:
-    """Within it, sums are operators that return new tensors: a selective recomputation sees them and keeps what they return."""
-    token = _functional.set(True)
-    try:
-        yield
-    finally:
-        _functional.reset(token)
+from lightning_3d.torch_compat import collectives_are_functional, functional_sum
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = False) -> Tensor:
@@ -59,7 +43,7 @@ def reduce_from_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = Fal
         x, owned = x.contiguous(), True
     # Autograd keeps track of overwritten views at the price of copies, so a view gains nothing; a compiler removes
     # copies by itself, and cannot follow an overwritten input.
-    if owned and not torch.compiler.is_compiling() and not _functional.get() and not x._is_view():
+    if owned and not torch.compiler.is_compiling() and not collectives_are_functional() and not x._is_view():
         return _ReduceInPlace.apply(x, group)
     return _Reduce.apply(x, group)
 
@@ -84,8 +68,8 @@ def split_to_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes
 
 def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the group, in new memory."""
-    if torch.compiler.is_compiling() or _functional.get():
-        return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), "sum", group.group_name))
+    if torch.compiler.is_compiling() or collectives_are_functional():
+        return functional_sum(x.contiguous(), group)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
