@@ -82,6 +82,21 @@ def origin(name: str) -> str:
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
+def plain_name(root: nn.Module, name: str) -> str | None:
+    """The name that a parameter of `root` had before PEFT: that of the original too for a copy of it; None for an adapter's own."""
+    words, module, path = [], root, name.split(".")
+    while path:
+        key = path.pop(0)
+        if not is_adapter(module):
+            words.append(key)
+        elif key == "modules_to_save":
+            key = f"{key}.{path.pop(0)}"
+        elif key not in ("base_layer", "original_module"):
+            return None
+        module = module.get_submodule(key) if path else module
+    return ".".join(words)
+
+
 def adapters_of(layer: Any) -> Iterator[str]:
     """Names of the adapters that a LoRA layer has."""
     yield from dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A])

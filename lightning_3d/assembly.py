@@ -25,6 +25,7 @@ from lightning_3d.layout_rules import check_model
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.plans import ParallelPlan, find_pipeline_module, read_plan
+from lightning_3d.pretrained import stored_values
 from lightning_3d.randomness import RandomState
 from lightning_3d.sharding import ShardSpec, reduction_groups, replicated
 from lightning_3d.tensor_parallel import TensorParallel, rewrite, shard_specs
@@ -172,6 +173,7 @@ def assemble(
 
     Raises:
         PlanError: no plan, or parameters that no part of the plan covers. LayoutError: heads, layers, ... do not fit the layout.
+        CheckpointError: pretrained weights that cannot be read or are not the model's.
     """
     layout = mesh.layout
     name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
@@ -182,7 +184,7 @@ def assemble(
     specs = _all_specs(root, name, module, plan, mesh, owners)
     _create_groups(specs.values(), mesh)
 
-    blueprint = Blueprint(root)
+    blueprint, stored = Blueprint(root), stored_values(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
     process_blocks(find_blocks(module, plan), block_options)
@@ -192,7 +194,7 @@ def assemble(
         inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
         context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None)
         rewrite(module, plan, inner, context)
-    initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint)
+    initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
     cut = tuple((found, layer) for found, layer in module.named_modules() if {"tp_region", "tp_context"} & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))

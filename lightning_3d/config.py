@@ -33,15 +33,18 @@ from lightning_3d.layout_rules import (
     few_micro_batches,
     resolve_layout,
 )
+from lightning_3d.lora_options import LoraOptions
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
+from lightning_3d.pretrained_config import complete_model
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
 from lightning_3d.zero_options import NONE, ZeroOptions
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
-MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config")
+_FILES = ("data.", "model.pretrained")
+MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config", "pretrained", "lora")
 
 
 @dataclass
@@ -118,6 +121,7 @@ class RunPlan:
         micro_batches: of one optimizer step on each data-parallel rank.
         accelerator: cpu or gpu.
         precision: a name of `PRECISIONS`.
+        model: the group `model`, with what a pretrained folder says.
         warnings: for the user, before the start.
     """
 
@@ -129,6 +133,7 @@ class RunPlan:
     micro_batches: int
     accelerator: str
     precision: str
+    model: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +149,9 @@ class RunPlan:
             },
             "cluster": {"accelerator": self.accelerator},
             "precision": {"name": self.precision},
+            "model": self.model,
         }
-        return config | {group: config[group] | values for group, values in filled.items()}
+        return config | {group: {**config[group], **values} for group, values in filled.items()}
 
     def describe(self) -> str:
         """One line for the user."""
@@ -185,6 +191,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)
     _check_targets(run)
+    LoraOptions.of(run.model)
+    run.model = complete_model(run.model)
     micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
@@ -202,6 +210,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
         micro_batches=micro_batches,
         accelerator=accelerator,
         precision=precision,
+        model=run.model,
         warnings=(*warnings, *((bubble,) if bubble else ())),
     )
 
@@ -222,10 +231,10 @@ def check_keys(config: DictConfig) -> RunConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
         missing = sorted(OmegaConf.missing_keys(merged))
-        if merged.trainer.dry:  # files of data may be named when the run is started
-            for key in (name for name in missing if name.startswith("data.")):
+        if merged.trainer.dry:  # files of data and weights may be named when the run is started
+            for key in (name for name in missing if name.startswith(_FILES)):
                 OmegaConf.update(merged, key, None)
-            missing = [key for key in missing if not key.startswith("data.")]
+            missing = [key for key in missing if not key.startswith(_FILES)]
         if missing:
             raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
         run = OmegaConf.to_object(merged)

@@ -3,7 +3,7 @@
 The value of a parameter is a function of (seed, its full name, the module's own initializer). It is drawn on CPU,
 whole, one parameter at a time, and then cut; so one process, any stage and any tensor-parallel rank get the same
 numbers, and a rank never needs more than its own shards and one full parameter. See `initializers` for how an
-initializer is run for one tensor only.
+initializer is run for one tensor only. Parameters with pretrained values are read, a shard at a time: see `pretrained`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lightning_3d.initializers import (
     other_tensors,
     seed_of,
 )
-from lightning_3d.sharding import ShardSpec
+from lightning_3d.pretrained import Reader, Stored, stored_values
+from lightning_3d.sharding import ShardSpec, replicated
 
 if TYPE_CHECKING:
     from lightning_3d.mesh import Mesh
@@ -39,6 +40,7 @@ def initialize(
     *,
     specs: Mapping[str, ShardSpec] | None = None,
     blueprint: Blueprint | None = None,
+    stored: Mapping[str, Stored] | None = None,
     prefix: str = "",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -57,6 +59,8 @@ def initialize(
         specs: how each parameter is cut, by name in `module`; a parameter without a specification is whole.
         blueprint: of the whole module, taken before it was partitioned and rewritten. Without it, initializers see the
             sizes and modules that are left.
+        stored: where pretrained values are, by name in the whole module (`stored_values`), taken before it was partitioned. Without it,
+            those that `load_pretrained` gave to `module`, which is whole.
         prefix: put before the names in `module`, when the layout-independent name is longer ("model.").
         device: where parameters and buffers go; the CPU by default.
         dtype: of floating-point parameters; their own by default. Types narrower than float32 are drawn in float32 and
@@ -64,22 +68,34 @@ def initialize(
 
     Raises:
         ConfigError: nothing initializes a parameter or buffer; the message names it and says what to add.
+        CheckpointError: pretrained values cannot be read.
     """
     specs = specs or {}
     homes = _parameters_on_meta(module)
     buffers = _buffers_on_meta(module)
     if not homes and not buffers:
         return
+    stored = stored_values(module) if stored is None else stored
     with isolated_generators(), torch.no_grad(), torch.device("cpu"):
         blueprint = blueprint or Blueprint(module, specs)
         canonical = {name: _canonical(name, specs, blueprint) for name in homes}
-        blueprint.prepare([*canonical.values(), *buffers])
-        _fill_buffers(buffers, blueprint, seed, prefix, torch.device(device or "cpu"))
+        drawn = [name for name in canonical.values() if name not in stored]
+        rebuilt = {name: slots for name, slots in buffers.items() if name not in stored}
+        blueprint.prepare([*drawn, *rebuilt])
+        _fill_buffers(rebuilt, blueprint, seed, prefix, torch.device(device or "cpu"))
+        reader = Reader()
+        for name in buffers.keys() - rebuilt.keys():
+            _read_buffer(buffers[name], reader, stored[name], device or "cpu")
         for name, (parameter, places) in homes.items():
             final_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            local = _draw(blueprint, canonical[name], final_dtype, seed, prefix)
-            local = _local(local, parameter, specs.get(name), name)  # the full one is gone from here on
-            local = local.to(device or "cpu", final_dtype)
+            if canonical[name] in stored:
+                spec = specs.get(name) or replicated(name, parameter.shape, 1)
+                local = reader.read(stored[canonical[name]], spec, final_dtype, device or "cpu")
+            else:
+                local = _draw(blueprint, canonical[name], final_dtype, seed, prefix)
+                local = _local(local, specs.get(name))  # the full one is gone from here on
+                local = local.to(device or "cpu", final_dtype)
+            _require_shape(local, parameter, name)
             _replace(parameter, places, local)
 
 
@@ -142,15 +158,17 @@ def _draw_alone_or_with_siblings(
     return values[siblings.index(target)]
 
 
-def _local(full: Tensor, parameter: nn.Parameter, spec: ShardSpec | None, name: str) -> Tensor:
+def _local(full: Tensor, spec: ShardSpec | None) -> Tensor:
     """This rank's part of a full parameter."""
-    local = full if spec is None or not spec.is_cut else spec.cut(full)
+    return full if spec is None or not spec.is_cut else spec.cut(full)
+
+
+def _require_shape(local: Tensor, parameter: nn.Parameter, name: str) -> None:
     if local.shape != parameter.shape:
         raise ConfigError(
             f"The initializer of '{name}' and its cut give the shape {tuple(local.shape)}, but the parameter on this"
             f" rank has {tuple(parameter.shape)}."
         )
-    return local
 
 
 def _replace(parameter: nn.Parameter, places: Iterable[tuple[nn.Module, str]], value: Tensor) -> None:
@@ -194,6 +212,14 @@ def _fill_buffers(
                     place.put(value)
             elif places[0].kind == "_buffers":  # torch itself refuses to compute with an attribute that stays on meta
                 _refuse_buffer(prefix + name, places[0])
+
+
+def _read_buffer(places: list[Slot], reader: Reader, stored: Stored, device: torch.device | str) -> None:
+    """A buffer that is saved with the weights; every rank that has its module holds it whole."""
+    meta = places[0].get()
+    value = reader.read(stored, replicated("", meta.shape, 1), meta.dtype, device)
+    for place in places:
+        place.put(value)
 
 
 def _rebuilt_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.training.module import transformers_config
 
-FILES = sorted((conf_folder() / "model").glob("*.yaml"))
+FILES = sorted(file for file in (conf_folder() / "model").glob("*.yaml") if file.stem != "pretrained")
 REQUIRED = {
     "llama3_1_8b",
     "llama3_1_70b",

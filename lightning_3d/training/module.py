@@ -12,22 +12,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.lora_options import LoraOptions
+from lightning_3d.pretrained import load_pretrained
+from lightning_3d.pretrained_config import TAKEN, architecture, refuse_other_architecture
+from lightning_3d.pretrained_files import find_folder
 from lightning_3d.training.optimizers import check_optimizer, lr_factor, make_optimizer, undecayed_names
 
 
 class CausalLM(LightningModule):
     """Trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
 
-    The model is built from its configuration, with new weights. It logs `loss` every step and `val_loss` per
-    validation, both in nats per target token.
+    The model is built from its configuration, with new weights or with pretrained ones; these may be frozen, with LoRA adapters that
+    are trained. It logs `loss` every step and `val_loss` per validation, both in nats per target token.
 
     Args:
-        model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration,
-            `attn_implementation` is optional. Other entries are only kept.
+        model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
+            `attn_implementation`, `pretrained` (a folder, see `load_pretrained`) and `lora` (see `LoraOptions`) are optional. Other
+            entries are only kept.
         optimizer: an `optimizer/` config file; None for a module that is only evaluated.
 
     Raises:
-        ConfigError: the model type is unknown to Transformers, or the optimizer's options cannot work.
+        ConfigError: the model type is unknown to Transformers, the optimizer's options cannot work, or the pretrained weights are of
+            another architecture.
     """
 
     def __init__(self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None) -> None:
@@ -39,7 +45,12 @@ class CausalLM(LightningModule):
         self.model_config = model
         self.optimizer_config = optimizer
         self.config = transformers_config(model["config"])
-        self.model: PreTrainedModel | None = None
+        self.lora = LoraOptions.of(model)
+        if model.get("pretrained") is not None and model.get("name") != TAKEN:
+            folder = find_folder(model["pretrained"])
+            stored = transformers_config(architecture(folder))
+            refuse_other_architecture(self.config.to_dict(), stored.to_dict(), str(model.get("name")), folder)
+        self.model: Any = None
         self.parameter_count = 0
         self._undecayed: frozenset[str] = frozenset()
 
@@ -49,6 +60,10 @@ class CausalLM(LightningModule):
             return
         attention = self.model_config.get("attn_implementation")
         self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
+        if self.model_config.get("pretrained") is not None:
+            load_pretrained(self.model, self.model_config["pretrained"])
+        if self.lora.r is not None:
+            self.model = with_adapters(self.model, self.lora)
         # Taken from the model as it is built here: a strategy may leave only a part of it on this rank.
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self._undecayed = undecayed_names(self.model, (self.optimizer_config or {}).get("no_decay") or ())
@@ -79,6 +94,24 @@ class CausalLM(LightningModule):
             return optimizer
         factor = lr_factor(schedule, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:
+    """The model with LoRA adapters of PEFT, which alone are trained.
+
+    Raises:
+        ConfigError: no layer has one of these names.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    names = options.target_modules if isinstance(options.target_modules, str) else list(options.target_modules)
+    lora = LoraConfig(
+        r=options.r, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=names, task_type=TaskType.CAUSAL_LM
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ConfigError(f"PEFT cannot put adapters into this model (model.lora.target_modules={names}): {error}") from error
 
 
 def transformers_config(fields: Mapping[str, Any]) -> Any:

@@ -1,0 +1,65 @@
+"""LoRA of a run by configuration: keys of `model.lora`. Pure: no torch, no PEFT.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from typing import Any
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What is trained instead of the weights, which stay frozen.
+
+    Attributes:
+        r: rank of the adapters; None trains all weights.
+        alpha: adapters are scaled by alpha / r.
+        dropout: of the input of the adapters.
+        target_modules: names of the layers that get adapters, or "all-linear": all but the output head.
+    """
+
+    r: int | None = None
+    alpha: float = 16
+    dropout: float = 0.0
+    target_modules: str | list[str] = field(default="all-linear")
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> LoraOptions:
+        """Those of the group `model`.
+
+        Raises:
+            ConfigError: an unknown key, a value that cannot be, or PEFT is not installed.
+        """
+        given = model.get("lora") or {}
+        known = [option.name for option in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"model.lora is {given!r}; it has the keys {listed(known)}, for example model.lora.r=16.")
+        for key in given:
+            if key not in known:
+                near = did_you_mean(str(key), known).replace('"', '"model.lora.', 1)
+                raise ConfigError(f'There is no configuration key "model.lora.{key}".{near} model.lora has {listed(known)}.')
+        options = cls(**given)
+        if options.r is not None:
+            options._check()
+        return options
+
+    def _check(self) -> None:
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise ConfigError(f"model.lora.r is {self.r!r}; it must be a whole number of at least 1, or null to train all weights.")
+        for name, value, holds, wanted in (
+            ("alpha", self.alpha, lambda x: x > 0, "more than 0"),
+            ("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+                raise ConfigError(f"model.lora.{name} is {value!r}; it must be a number of {wanted}.")
+        names = self.target_modules
+        if not names or not (isinstance(names, str) or all(isinstance(name, str) for name in names)):
+            raise ConfigError(f"model.lora.target_modules is {names!r}; give names of layers, [q_proj,v_proj], or all-linear.")
+        if find_spec("peft") is None:
+            raise ConfigError("model.lora needs PEFT, which is not installed: pip install lightning-3d[peft].")

@@ -1,0 +1,172 @@
+"""A folder of pretrained weights in Transformers' format, read without torch.
+
+    config.json                         the architecture
+    model.safetensors                   all tensors, or
+    model.safetensors.index.json        tensor -> file, beside model-00001-of-00004.safetensors, ...
+
+The header of a safetensors file is JSON, so names, shapes and types of all tensors, and whether a file is complete, are known before
+anything is started. Pickles are never loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import CheckpointError, listed
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FLOATS = ("F64", "F32", "F16", "BF16")
+CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained(\'{0}\').save_pretrained(\'{0}-safetensors\')"'
+)
+_LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+_LFS = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file. `dtype` is safetensors' word for it: F32, BF16, ..."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that `path` names: itself, or that of a model of the Hugging Face hub in the local cache. Nothing is downloaded.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    if folder.exists():
+        raise CheckpointError(f"{path} is a file. Pretrained weights are a folder with {CONFIG} and {SINGLE}; give the folder.")
+    name = str(path)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise CheckpointError(f"There is no folder {path} to read pretrained weights from.")
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True)).absolute()
+    except (OSError, ValueError):
+        raise CheckpointError(
+            f"There is no folder {name}, and no model of this name in the cache {constants.HF_HUB_CACHE}. Ranks download nothing: run"
+            f" `hf download {name}` before, on every node, or give a folder that all nodes see."
+        ) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of `config.json`.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON object.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {CONFIG}.{_what_it_is(folder)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} holds no JSON object.")
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in the folder, by its name there.
+
+    Raises:
+        CheckpointError: no safetensors files, files or tensors that the index names are missing, or a file is damaged.
+    """
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}.{_what_it_is(folder)}")
+    places = _read_index(folder / INDEX)
+    files = sorted(set(places.values()))
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} of {len(files)} files that {INDEX} names are not in {folder}: {_some(absent)}. Copy or download them again."
+        )
+    headers = {name: read_header(folder / name) for name in files}
+    lost = [f"'{name}' ({file})" for name, file in places.items() if name not in headers[file]]
+    if lost:
+        raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that are not in their files: {_some(lost)}.")
+    return {name: headers[file][name] for name, file in places.items()}
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        places = json.loads(file.read_text())["weight_map"]
+        if all(isinstance(name, str) and Path(name).name == name for name in places.values()):
+            return dict(places)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise CheckpointError(f"{file} is damaged: it has no weight_map from tensors to files beside it. Copy or download it again.")
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: the file is no safetensors file, or its size is not the one that its header describes.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            if _LFS.startswith(start) and start:
+                raise CheckpointError(f"{file} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in {file.parent}.")
+            raise _damaged(file, f"it has {size} bytes, and its first 8 say that a header of {length} follows")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        ranges = {name: (int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise _damaged(file, "its header is not that of a safetensors file") from None
+    described = 8 + length + max((end for _, end in ranges.values()), default=0)
+    if described != size:
+        raise _damaged(file, f"its header describes {described} bytes, it has {size}")
+    for name, (begin, end) in ranges.items():
+        stored = tensors[name]
+        if stored.dtype in WIDTHS and end - begin != prod(stored.shape) * WIDTHS[stored.dtype]:
+            raise _damaged(file, f"{end - begin} bytes are no {stored.dtype} tensor of {list(stored.shape)} ('{name}')")
+    return tensors
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated or damaged: {why}. Copy or download it again.")
+
+
+def _what_it_is(folder: Path) -> str:
+    """What a folder without weights in the right format seems to be, and what helps."""
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if name.endswith((".bin", ".pth", ".pt")) and ("model" in name or "consolidated" in name)]
+    if "manifest.json" in names and ".metadata" in names:
+        return " It is a checkpoint of lightning_3d: go on from it with trainer.resume= or ckpt_path=."
+    if "adapter_config.json" in names:
+        return " It holds adapters of PEFT; give the folder of the model that they were trained on."
+    if CONFIG in names and pickles:
+        convert = CONVERT.format(folder)
+        return f" {pickles[0]} is a pickle, which can run any code when it is loaded: it never is. If you trust it, convert it: {convert}"
+    if pickles:
+        return f" {_some(pickles)} is no checkpoint in Transformers' format; convert it with the script that its model has there."
+    return f" It holds {_some(names)}." if names else " It is empty."
+
+
+def _some(names: list[str]) -> str:
+    return listed([*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names)
