@@ -138,7 +138,7 @@ class RunPlan:
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
         """The configuration with everything that was left open in it filled in."""
-        filled = {
+        filled: dict[str, Mapping[str, Any]] = {
             "parallelism": {
                 "layout": self.layout.name,
                 "schedule": self.schedule,
