@@ -43,7 +43,6 @@ from lightning_3d.zero_options import NONE, ZeroOptions
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
-_FILES = ("data.", "model.pretrained")
 MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config", "pretrained", "lora")
 
 
@@ -192,7 +191,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     _check_trainer(run.trainer)
     _check_targets(run)
     LoraOptions.of(run.model)
-    run.model = complete_model(run.model)
+    run.model = complete_model(run.model, dry=run.trainer.dry)
     micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
@@ -231,10 +230,10 @@ def check_keys(config: DictConfig) -> RunConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
         missing = sorted(OmegaConf.missing_keys(merged))
-        if merged.trainer.dry:  # files of data and weights may be named when the run is started
-            for key in (name for name in missing if name.startswith(_FILES)):
+        if merged.trainer.dry:  # files of data may be named when the run is started
+            for key in (name for name in missing if name.startswith("data.")):
                 OmegaConf.update(merged, key, None)
-            missing = [key for key in missing if not key.startswith(_FILES)]
+            missing = [key for key in missing if not key.startswith("data.")]
         if missing:
             raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
         run = OmegaConf.to_object(merged)

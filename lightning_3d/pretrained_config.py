@@ -16,6 +16,9 @@ from lightning_3d.pretrained_files import StoredTensor, find_folder, read_config
 TAKEN = "pretrained"
 """The name of the model whose architecture is the folder's."""
 
+REQUIRED = "required"
+"""What a recipe for fine-tuning says in the place of a folder. (`???` would not do: in OmegaConf it does not replace a value.)"""
+
 # Of `config.json`, what is no part of the architecture: where it came from, and what a run decides.
 _NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
@@ -42,15 +45,21 @@ _COMPUTED_WITH = (
 )
 
 
-def complete_model(model: Mapping[str, Any]) -> dict[str, Any]:
+def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
     """The group `model` with the folder's full path, and with its architecture where it takes that from there.
+
+    Args:
+        dry: nothing is started, so a folder that is `REQUIRED` may be named later.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, damaged, or holds no weights that can be read.
         ConfigError: the architecture is not the one of the folder.
     """
-    model = dict(model)
     path, config = model.get("pretrained"), model.get("config")
+    if path == REQUIRED and not dry:
+        raise ConfigError("model.pretrained must be given: the folder of the pretrained weights, model.pretrained=PATH.")
+    path = None if path == REQUIRED else path
+    model = {**model, "pretrained": path}
     if path is None:
         if model.get("name") == TAKEN:
             raise ConfigError("model=pretrained takes the architecture from a folder in Transformers' format: give model.pretrained=PATH.")

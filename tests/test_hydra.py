@@ -93,7 +93,7 @@ def test_few_micro_batches_are_a_warning() -> None:
     assert len(plan.warnings) == 1 and "idle" in plan.warnings[0]
 
 
-@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("model", [name for name in options("model") if name != "pretrained"])
 def test_every_model_composes(model: str) -> None:
     assert planned(f"model={model}", "parallelism=dp2", "trainer.dry=true").layout.dp == 2
 
