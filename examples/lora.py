@@ -4,7 +4,7 @@
     python examples/lora.py
     python examples/lora.py --layout pp2_dp2 --zero-stage 3 --checkpoint adapters.ckpt
 
-The model is tiny and begins at random. Pretrained weights: build the model in `__init__` with `from_pretrained`.
+The model is tiny and begins at random. Pretrained weights: `load_pretrained(LlamaForCausalLM(config), folder)` in its place.
 """
 
 import argparse

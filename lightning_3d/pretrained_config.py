@@ -126,7 +126,8 @@ def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, An
 def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:
     """Refuse a model of other shapes than the folder's, by name, or one that is computed in another way."""
     if config.get("model_type") == stored.get("model_type"):
-        here, there = (ModelSpec.from_config(fields).shapes or {} for fields in (config, stored))
+        specs = ModelSpec.from_config(config), ModelSpec.from_config(stored)
+        here, there = (spec.shapes or {} for spec in specs)
         both = [key for key in here if key in there]
         other = [f"{key} {list(here[key])}, in the folder {list(there[key])}" for key in both if here[key] != there[key]]
         if here and there:
@@ -135,6 +136,11 @@ def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: st
         if other:
             raise ConfigError(
                 f"The weights in {folder} are not those of model={name}. {len(other)} parameters differ: {'; '.join(other[:3])}. Take the"
+                f" architecture from the folder: model={TAKEN}."
+            )
+        if here and specs[0].windows != specs[1].windows:
+            raise ConfigError(
+                f"The weights in {folder} are not those of model={name}: attention windows (sliding_window, layer_types) differ. Take the"
                 f" architecture from the folder: model={TAKEN}."
             )
     refuse_other_architecture(config, stored, name, folder)

@@ -22,6 +22,7 @@ from ranks import run_ranks
 from reference import Recipe, data, one_thread
 from safetensors.torch import load_file, save_file
 from sweeps import by_default
+from test_instructions import TEMPLATE, a_tokenizer, write
 from test_refusals import assert_refused
 from torch import Tensor, nn
 
@@ -444,6 +445,13 @@ def test_another_architecture_is_refused(change: dict[str, Any], message: str, f
         complete_model({"name": "mine", "config": config | change, "pretrained": str(folders["llama"])})
 
 
+def test_other_attention_windows_are_refused(folders: dict[str, Path]) -> None:
+    config = architecture(folders["mistral"])
+    complete_model({"name": "mine", "config": config, "pretrained": str(folders["mistral"])})
+    with pytest.raises(ConfigError, match="attention windows"):
+        complete_model({"name": "mine", "config": config | {"sliding_window": None}, "pretrained": str(folders["mistral"])})
+
+
 def test_rope_in_the_words_of_older_versions(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -488,7 +496,8 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 }
 STARTED: dict[str, list[str]] = {
     "all": ["parallelism=tp2", "model=pretrained", "model.pretrained={}"],
-    "lora": ["parallelism=tp2", "model=pretrained", "model.pretrained={}", "model.lora.r=4"],
+    # With the tokenizer in the folder.
+    "lora": ["parallelism=tp2", "model=pretrained", "model.pretrained={}", "model.lora.r=4", "data=instructions", "data.path={}/rows.jsonl"],
     "names": ["parallelism=dp2", "model=pretrained", "model.pretrained={}/headless"],
     "adapters": ["parallelism=dp2", "model=pretrained", "model.pretrained={}", "model.lora.r=4", "model.lora.target_modules=[nothing]"],
 }
@@ -503,6 +512,8 @@ def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keep_only_a_pickle(rewritten_copy := Path(shutil.copytree(folder, folder / "pickle")))
     assert rewritten_copy.is_dir()
     (folder / "empty").mkdir()
+    a_tokenizer(folder, TEMPLATE)
+    write(folder, [{"prompt": f"w{index % 30}", "response": f"w{index % 30 + 1}"} for index in range(60)])
     return folder
 
 
@@ -512,7 +523,7 @@ def results(bytewise: Path) -> dict[str, Result]:
     cases = {name: overrides for name, (overrides, _) in REFUSED.items()}
     cases |= {name: [*QUICK, *overrides] for name, overrides in STARTED.items()}
     cases["all"] = [*cases["all"], f"hydra.run.dir={runs / 'all'}"]
-    cases["lora"] = [*cases["lora"], f"hydra.run.dir={runs / 'lora'}"]
+    cases["lora"] = [*cases["lora"], f"data.cache_dir={bytewise / 'cache'}", "data.val_fraction=0.3", f"hydra.run.dir={runs / 'lora'}"]
     lines = [["train", *(word.replace("{}", str(bytewise)) for word in overrides)] for overrides in cases.values()]
     return dict(zip(cases, run_commands(lines, timeout=400), strict=True))
 

@@ -71,8 +71,9 @@ def test_a_recipe_says_why_and_how(name: str) -> None:
     """A comment on its layout and its command line; and the tokens of a step, which are those of the numbers beside it."""
     text = (recipes_folder() / f"{name}.yaml").read_text()
     comment = re.match(r"# @package _global_\n((?:#.*\n)+)", text)
-    assert comment is not None and f"train.py recipe={name} data.train_path=" in comment[1]
     config, _ = recipe(name)
+    files = "data.path=" if config.data.name == "instructions" else "data.train_path="
+    assert comment is not None and f"train.py recipe={name} " in comment[1] and f" {files}" in comment[1]
     tokens = config.data.sequence_length * config.data.global_batch_size
     millions = re.search(r"global_batch_size: .*# ([\d.]+) million tokens a step", text)
     assert millions is not None and tokens == pytest.approx(float(millions[1]) * 1e6, rel=0.06)
@@ -83,7 +84,8 @@ def test_a_recipe_says_why_and_how(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ON_GPUS if "_finetune_" in name or "_lora_" in name])
 def test_a_recipe_for_finetuning_starts_from_a_folder(name: str) -> None:
-    config = composed(f"recipe={name}", "data.train_path=corpus.bin", "cluster=local_cpu")
+    config = composed(f"recipe={name}", "cluster=local_cpu")
+    config.data.update({"path": "here"} if config.data.name == "instructions" else {"train_path": "here"})
     assert (config.model.lora.r is not None) == ("_lora_" in name)
     assert " model.pretrained=/" in (recipes_folder() / f"{name}.yaml").read_text()
     assert recipe(name)[1].model["pretrained"] is None, "a dry run needs no folder"

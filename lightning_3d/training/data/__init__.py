@@ -16,6 +16,7 @@ DATA_MODULES: dict[str, str] = {
     "python_stdlib": "lightning_3d.training.data.python_stdlib:PythonStdlib",
     "tokens": "lightning_3d.training.data.tokens:TokenFiles",
     "huggingface": "lightning_3d.training.data.huggingface:HuggingFaceText",
+    "instructions": "lightning_3d.training.data.instructions:Instructions",
 }
 """Where the data module behind each `data.name` is. Imported when it is asked for."""
 

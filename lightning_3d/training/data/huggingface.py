@@ -59,9 +59,9 @@ class HuggingFaceText(PackedDataModule):
         super().__init__(**kwargs)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction is {val_fraction}; it must be at least 0 and less than 1.")
-        if _is_local(path) and not Path(path).exists():
+        if is_local(path) and not Path(path).exists():
             raise DataError(f"The data set {path} does not exist. Give a folder, a file, or a name on the hub.")
-        if _is_local(tokenizer) and not Path(tokenizer).exists():
+        if is_local(tokenizer) and not Path(tokenizer).exists():
             raise DataError(
                 f"The tokenizer {tokenizer} does not exist. Give a folder with a tokenizer, or a name on the hub."
             )
@@ -99,8 +99,8 @@ class HuggingFaceText(PackedDataModule):
         included.
         """
         sources = {
-            "data": [self.path, self.dataset, split, self.text_column, self.max_documents, _state(self.path)],
-            "tokenizer": [self.tokenizer, _state(self.tokenizer)],
+            "data": [self.path, self.dataset, split, self.text_column, self.max_documents, state_of(self.path)],
+            "tokenizer": [self.tokenizer, state_of(self.tokenizer)],
         }
         return self.cache_dir / f"{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]}.bin"
 
@@ -179,12 +179,12 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d"
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Whether the user means a place on disk: names on the hub are `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in _READERS
 
 
-def _state(name: str) -> list[Any]:
+def state_of(name: str) -> list[Any]:
     """Relative path, size and time of change of each file, for something local; empty for a name on the hub."""
     place = Path(name)
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())

@@ -1,0 +1,224 @@
+"""Prompts and answers for supervised fine-tuning: the loss is that of the answers' tokens alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError, DataError, listed
+from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.entropy import Entropy
+from lightning_3d.training.data.huggingface import default_cache, is_local, load_split, state_of
+from lightning_3d.training.data.packing import IGNORE_INDEX, PackedDataset, Tokens, smallest_dtype, spread
+from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
+
+_OPEN = 64
+"""How many samples that are not full yet the packing looks at."""
+
+Example = tuple[list[int], list[bool]]
+"""Tokens of a conversation, and which of them are targets."""
+
+
+class Instructions(PackedDataModule):
+    """Conversations, whole ones packed into samples of `sequence_length` and padded; attention is not cut between them.
+
+    Which sample a conversation is in depends on the data alone, the order of samples on the seed and the global batch.
+
+    Args:
+        path, dataset, split, val_split, val_fraction, cache_dir: as those of `HuggingFaceText`.
+        tokenizer: folder of a tokenizer, or name on the hub; with a chat template for rows that have `messages`.
+        max_examples: use only the first ones of each split.
+        **kwargs: see `PackedDataModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        tokenizer: str,
+        dataset: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        val_fraction: float = 0.01,
+        max_examples: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not 0 <= val_fraction < 1:
+            raise ConfigError(f"data.val_fraction is {val_fraction}; it must be at least 0 and less than 1.")
+        for what, name in (("data set", path), ("tokenizer", tokenizer)):
+            if is_local(name) and not Path(name).exists():
+                raise DataError(f"The {what} {name} does not exist. Give a folder, or a name on the hub.")
+        self.path, self.tokenizer, self.dataset = path, tokenizer, dataset
+        self.split, self.val_split, self.val_fraction = split, val_split, val_fraction
+        self.max_examples = max_examples
+        self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
+        self._targets: dict[str, np.ndarray] = {}
+
+    @override
+    def prepare_data(self) -> None:
+        """Tokenize what is not in the cache yet. Lightning calls it on one rank per node while the others wait."""
+        for split in dict.fromkeys([self.split, self.val_split or self.split]):
+            tokens, targets = self.paths(split)
+            if not (index_path(tokens).is_file() and index_path(targets).is_file()):
+                ids, which, vocab_size = self._tokenize(split)
+                write_tokens(targets, which, vocab_size=2)
+                write_tokens(tokens, ids, vocab_size=vocab_size)
+
+    @override
+    def load_tokens(self) -> tuple[Tokens, Tokens | None]:
+        train = self._map(self.split)
+        if self.val_split is not None:
+            return train, self._map(self.val_split)
+        return train.hold_out(self.val_fraction, self.sequence_length)
+
+    def paths(self, split: str) -> tuple[Path, Path]:
+        """Files of the tokens of a split, and of which of them are targets, named by a hash of all that they depend on."""
+        sources = [self.path, self.dataset, split, self.max_examples, self.sequence_length, state_of(self.path)]
+        sources += [self.tokenizer, state_of(self.tokenizer)]
+        name = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
+        return self.cache_dir / f"{name}.bin", self.cache_dir / f"{name}_targets.bin"
+
+    def _map(self, split: str) -> Tokens:
+        tokens, targets = (open_tokens(path)[0] for path in self.paths(split))
+        name = f"split '{split}' of {self.path}"
+        self._targets[name] = targets
+        return Tokens(tokens, name)
+
+    @override
+    def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
+        targets = self._targets[tokens.name][tokens.first : tokens.first + len(tokens)]
+        samples = spread(len(tokens) // self.sequence_length, wanted)
+        return AnswerDataset(tokens, targets, self.sequence_length, vocab_size=self.vocab_size, samples=samples)
+
+    @override
+    def entropy(self) -> Entropy | None:
+        """None: the loss is that of answers given their prompts, which counts of tokens say nothing about."""
+        return None
+
+    def _tokenize(self, split: str) -> tuple[np.ndarray, np.ndarray, int]:
+        """(tokens, which of them are targets, vocabulary size) of a split, in samples."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"The tokenizer {self.tokenizer} has no end-of-sequence token to end an answer with. Set its eos_token.")
+        length, kept, cut, count = self.sequence_length, [], 0, 0
+        for row in self._rows(split):
+            ids, targets = encode(row, tokenizer, f"Row {count} of {self.path}")
+            count += 1
+            cut += len(ids) > length
+            if any(targets[1:length]):  # the first token has nothing to be predicted from
+                kept.append((ids[:length], targets[:length]))
+        if cut or len(kept) < count:
+            warnings.warn(
+                f"{cut} of {count} conversations in {self.path} are longer than data.sequence_length={length} and cut; {count - len(kept)}"
+                " have no answer within it and are left out.",
+                stacklevel=2,
+            )
+        if not kept:
+            raise DataError(f"None of the {count} conversations in {self.path} has an answer within data.sequence_length={length} tokens.")
+        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        packed = pack(kept, length, padding)
+        vocab_size = max(len(tokenizer), int(packed[0].max()) + 1)
+        return packed[0].astype(smallest_dtype(vocab_size - 1)), packed[1], vocab_size
+
+    def _rows(self, split: str) -> Iterator[Mapping[str, Any]]:
+        rows = load_split(self.path, self.dataset, split)
+        for index in range(len(rows) if self.max_examples is None else min(self.max_examples, len(rows))):
+            yield rows[index]
+
+
+class AnswerDataset(PackedDataset):
+    """Samples in which only some tokens are targets; the labels of the others are -100.
+
+    Args:
+        targets: (tokens,), 1 for a target.
+    """
+
+    def __init__(self, tokens: Tokens, targets: np.ndarray, sequence_length: int, **kwargs: Any) -> None:
+        super().__init__(tokens, sequence_length, **kwargs)
+        self._targets = targets
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        start = int(self._samples[index]) * self.sequence_length
+        sample["labels"][torch.from_numpy(self._targets[start : start + self.sequence_length] == 0)] = IGNORE_INDEX
+        return sample
+
+
+def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
+    """The tokens of a row, and which of them the model is to learn: those of answers, with what ends them.
+
+    Args:
+        row: `messages`, or `prompt` and `response`, which are a conversation of two where the tokenizer has a chat template.
+
+    Raises:
+        DataError: other columns, no chat template, or one that changes earlier turns when later ones come.
+    """
+    messages, prompt, response = row.get("messages"), row.get("prompt"), row.get("response")
+    if not messages and not (isinstance(prompt, str) and isinstance(response, str)):
+        raise DataError(f"{where} has neither messages nor prompt and response; it has {listed(sorted(row))}.")
+    if not messages and not tokenizer.chat_template:
+        before = list(tokenizer(prompt)["input_ids"])
+        answer = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return before + answer, [False] * len(before) + [True] * len(answer)
+    if not tokenizer.chat_template:
+        raise DataError(f"{where} has messages, but the tokenizer has no chat template. Set data.tokenizer to that of an instructed model.")
+    turns = messages or [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    ids = _laid_out(turns, tokenizer)
+    targets = [False] * len(ids)
+    for index in (index for index, turn in enumerate(turns) if turn["role"] == "assistant"):
+        before, after = _laid_out(turns[:index], tokenizer, answer=True), _laid_out(turns[: index + 1], tokenizer)
+        if ids[: len(after)] != after or after[: len(before)] != before:
+            raise DataError(
+                f"{where}: the tokenizer's chat template lays out earlier turns in another way when later ones follow, so it cannot be said"
+                " which tokens are answers. Use rows with one answer, or another tokenizer."
+            )
+        targets[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return ids, targets
+
+
+def _laid_out(turns: Any, tokenizer: Any, *, answer: bool = False) -> list[int]:
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=answer, tokenize=True, return_dict=True)["input_ids"])
+
+
+def pack(examples: list[Example], length: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put each example whole into the first of the last few samples that has room, else into a new one.
+
+    Returns:
+        (tokens, targets), both (samples * length,).
+    """
+    samples: list[list[Example]] = []
+    room: list[int] = []
+    for example in examples:
+        size = len(example[0])
+        place = next((index for index in range(max(0, len(room) - _OPEN), len(room)) if room[index] >= size), None)
+        if place is None:
+            place = len(samples)
+            samples.append([])
+            room.append(length)
+        samples[place].append(example)
+        room[place] -= size
+    tokens = np.full((len(samples), length), padding, dtype=np.uint32)
+    targets = np.zeros((len(samples), length), dtype=np.uint16)
+    for row, sample in enumerate(samples):
+        start = 0
+        for ids, which in sample:
+            tokens[row, start : start + len(ids)] = ids
+            targets[row, start : start + len(ids)] = which
+            targets[row, start] = 0  # it would be predicted from the conversation before
+            start += len(ids)
+    return tokens.reshape(-1), targets.reshape(-1)

@@ -1,0 +1,150 @@
+"""Conversations: only answers are targets, whole conversations in a sample, wherever they lie."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_3d.errors import DataError
+from lightning_3d.training.data import make_data_module
+from lightning_3d.training.data.instructions import Instructions, encode, pack
+
+WORDS = ["[pad]", "[end]", "[begin]", "user", "assistant", ":", *(f"w{index}" for index in range(40))]
+TEMPLATE = "{{ '[begin] ' }}{% for m in messages %}{{ m.role + ' : ' + m.content + ' [end] ' }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+# As some that leave out the reasoning of earlier turns.
+REWRITING = "{% for m in messages %}{{ m.role + ' : ' + (m.content if loop.last else 'w0') + ' [end] ' }}{% endfor %}"
+
+
+def a_tokenizer(folder: Path, template: str | None) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[pad]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[end]", pad_token="[pad]", unk_token="[pad]")
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return folder
+
+
+def read(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return a_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return a_tokenizer(tmp_path_factory.mktemp("plain"), None)
+
+
+def said(ids: Any) -> str:
+    return " ".join(WORDS[index] for index in ids)
+
+
+def answers(ids: Any, targets: Any) -> str:
+    return said(index for index, target in zip(ids, targets, strict=True) if target)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
+
+
+def test_answers_are_targets(tokenizer: Path, plain: Path) -> None:
+    ids, targets = encode({"messages": turns("w1 w2", "w3", "w4", "w5 w6")}, read(tokenizer), "")
+    assert said(ids) == "[begin] user : w1 w2 [end] assistant : w3 [end] user : w4 [end] assistant : w5 w6 [end]"
+    assert answers(ids, targets) == "w3 [end] w5 w6 [end]"
+    pair = {"prompt": "w1 w2", "response": "w3"}
+    assert said(encode(pair, read(tokenizer), "")[0]) == "[begin] user : w1 w2 [end] assistant : w3 [end]"
+    ids, targets = encode(pair, read(plain), "")
+    assert (said(ids), answers(ids, targets)) == ("w1 w2 w3 [end]", "w3 [end]")
+
+
+def test_what_cannot_be_encoded(tokenizer: Path, plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Row 3 .*neither messages nor prompt and response; it has text"):
+        encode({"text": "w1"}, read(tokenizer), "Row 3 of x")
+    with pytest.raises(DataError, match="no chat template"):
+        encode({"messages": turns("w1", "w2")}, read(plain), "Row 3 of x")
+    with pytest.raises(DataError, match="earlier turns in another way"):
+        encode({"messages": turns("w1", "w2", "w3", "w4")}, read(a_tokenizer(tmp_path, REWRITING)), "Row 3 of x")
+
+
+def test_packing_keeps_conversations_whole() -> None:
+    generator = np.random.default_rng(0)
+    examples = [([place + 1] * size, [False] + [True] * (size - 1)) for place, size in enumerate(generator.integers(1, 17, 200))]
+    tokens, targets = (values.reshape(-1, 16) for values in pack(examples, 16, 0))
+    for place, (ids, which) in enumerate(examples):
+        rows, columns = np.nonzero(tokens == place + 1)
+        assert len(rows) == len(ids) and len(set(rows)) == 1 and list(columns) == list(range(columns[0], columns[0] + len(ids)))
+        assert list(targets[rows, columns]) == which
+    assert targets[tokens == 0].sum() == 0
+    assert len(tokens) < 1.1 * sum(len(ids) for ids, _ in examples) / 16, "few samples have much padding"
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def module(folder: Path, rows: list[dict[str, Any]], tokenizer: Path, **options: Any) -> Instructions:
+    given = {"sequence_length": 16, "global_batch_size": 2, "num_workers": 0, "cache_dir": str(folder / "cache"), **options}
+    made = make_data_module({"name": "instructions", "path": write(folder, rows), "tokenizer": str(tokenizer), **given})
+    assert isinstance(made, Instructions)
+    return made
+
+
+def test_a_data_set(tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{"messages": turns(f"w{index}", f"w{index + 1} w{index + 2}")} for index in range(24)]
+    data = module(tmp_path, rows, tokenizer, val_fraction=0.25, vocab_size=len(WORDS))
+    data.prepare_data()
+    data.setup()
+    assert data.train_set is not None and data.val_set is not None and data.entropy() is None
+    # A conversation has 10 tokens, so each fills a sample.
+    assert (len(data.train_set), len(data.val_set)) == (18, 6)
+    seen = []
+    for batch in data.train_dataloader():
+        assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            first = int(ids[3]) - WORDS.index("w0")
+            assert said(ids[:10]) == f"[begin] user : w{first} [end] assistant : w{first + 1} w{first + 2} [end]"
+            assert said(labels[labels != -100]) == f"w{first + 1} w{first + 2} [end]"
+            assert torch.equal(labels[labels != -100], ids[labels != -100])
+            seen.append(first)
+    assert sorted(seen) == list(range(18)) and seen != sorted(seen), "all, shuffled"
+    held_out = [int(sample["input_ids"][3]) - WORDS.index("w0") for sample in data.val_set]
+    assert held_out == list(range(18, 24))
+
+
+def test_it_is_tokenized_once(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "w1", "response": "w2"}] * 8
+    module(tmp_path, rows, tokenizer).prepare_data()
+    path = str(tmp_path / "rows.jsonl")
+    options: dict[str, Any] = {"sequence_length": 16, "global_batch_size": 2, "cache_dir": tmp_path / "cache"}
+    again = Instructions(path=path, tokenizer=str(tokenizer), **options)
+    monkeypatch.setattr(again, "_tokenize", lambda split: pytest.fail("tokenized again"))
+    again.prepare_data()
+    assert again.paths("train") != Instructions(path=path, tokenizer=str(tokenizer), **options | {"sequence_length": 8}).paths("train")
+
+
+def test_what_is_too_long(tokenizer: Path, tmp_path: Path) -> None:
+    long_prompt, long_answer = turns(" ".join(["w1"] * 20), "w2"), turns("w1", " ".join(["w2"] * 20))
+    rows = [{"messages": talk} for talk in (long_prompt, long_answer, turns("w1", "w2"), turns("w3", "w4"))]
+    data = module(tmp_path, rows, tokenizer, val_fraction=0.0)
+    with pytest.warns(UserWarning, match="2 of 4 conversations .* longer .*=16 and cut; 1 have no answer"):
+        data.prepare_data()
+    data.setup()
+    assert data.train_set is not None
+    samples = [said(sample["labels"][sample["labels"] != -100]) for sample in data.train_set]
+    assert samples == [" ".join(["w2"] * 9), "w2 [end]", "w4 [end]"]
+    with pytest.raises(DataError, match="None of the 1 conversations"), pytest.warns(UserWarning):
+        module(tmp_path, rows[:1], tokenizer).prepare_data()
