@@ -494,12 +494,13 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "lora_rank": (["model.lora.r=0"], ["model.lora.r is 0", "at least 1"]),
     "lora_dropout": (["model.lora.r=4", "model.lora.dropout=1.5"], ["model.lora.dropout is 1.5"]),
 }
+ADAPTED = ["model=pretrained", "model.pretrained={}", "model.lora.r=4"]
 STARTED: dict[str, list[str]] = {
     "all": ["parallelism=tp2", "model=pretrained", "model.pretrained={}"],
     # With the tokenizer in the folder.
-    "lora": ["parallelism=tp2", "model=pretrained", "model.pretrained={}", "model.lora.r=4", "data=instructions", "data.path={}/rows.jsonl"],
+    "lora": ["parallelism=tp2", *ADAPTED, "data=instructions", "data.path={}/rows.jsonl"],
     "names": ["parallelism=dp2", "model=pretrained", "model.pretrained={}/headless"],
-    "adapters": ["parallelism=dp2", "model=pretrained", "model.pretrained={}", "model.lora.r=4", "model.lora.target_modules=[nothing]"],
+    "adapters": ["parallelism=dp2", *ADAPTED, "model.lora.target_modules=[nothing]"],
 }
 
 

@@ -25,6 +25,9 @@ from lightning_3d.training.data.token_file import index_path, open_tokens, write
 _OPEN = 64
 """How many samples that are not full yet the packing looks at."""
 
+_TOKENIZER = (".json", ".jinja", ".model", ".txt")
+"""Kinds of files that a tokenizer consists of."""
+
 Example = tuple[list[int], list[bool]]
 """Tokens of a conversation, and which of them are targets."""
 
@@ -86,7 +89,8 @@ class Instructions(PackedDataModule):
     def paths(self, split: str) -> tuple[Path, Path]:
         """Files of the tokens of a split, and of which of them are targets, named by a hash of all that they depend on."""
         sources = [self.path, self.dataset, split, self.max_examples, self.sequence_length, state_of(self.path)]
-        sources += [self.tokenizer, state_of(self.tokenizer)]
+        # The folder may be that of the weights, with much else below it.
+        sources += [self.tokenizer, [state_of(str(file)) for file in sorted(Path(self.tokenizer).glob("*.*")) if file.suffix in _TOKENIZER]]
         name = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
         return self.cache_dir / f"{name}.bin", self.cache_dir / f"{name}_targets.bin"
 
