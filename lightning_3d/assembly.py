@@ -24,11 +24,21 @@ from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
-from lightning_3d.plans import ParallelPlan, find_pipeline_module, read_plan
+from lightning_3d.plans import ParallelPlan, find_pipeline_module, is_transformers_model, read_plan
 from lightning_3d.pretrained import stored_values
 from lightning_3d.randomness import RandomState
+from lightning_3d.sequence import SequenceShards
 from lightning_3d.sharding import ShardSpec, reduction_groups, replicated
-from lightning_3d.tensor_parallel import TensorParallel, rewrite, shard_specs
+from lightning_3d.tensor_parallel import (
+    SequenceRegions,
+    TensorParallel,
+    deal_sequence,
+    find_regions,
+    gather_regions,
+    resolve,
+    rewrite,
+    shard_specs,
+)
 
 
 @dataclass
@@ -181,19 +191,26 @@ def assemble(
     _check(module, plan, layout, schedule)
     broadcast_eager(root, mesh)
     owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
-    specs = _all_specs(root, name, module, plan, mesh, owners)
+    regions = _sequence_regions(module, plan, layout.tp, block_options.sequence_parallel)
+    specs = _all_specs(root, name, module, plan, mesh, owners, regions)
     _create_groups(specs.values(), mesh)
 
     blueprint, stored = Blueprint(root), stored_values(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
-    state = PipelineState(random)
+    sequence = SequenceShards(layout.tp)
+    state = PipelineState(random, sequence)
+    context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None, sequence)
+    if regions is not None:
+        gather_regions(module, regions, context)
     process_blocks(find_blocks(module, plan), block_options)
+    if regions is not None:
+        deal_sequence(module, regions, context)
+        random.deals_sequence = True
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
     if layout.tp > 1:
         inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
-        context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None)
-        rewrite(module, plan, inner, context)
+        rewrite(module, plan, inner, context, regions)
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
     cut = tuple((found, layer) for found, layer in module.named_modules() if {"tp_region", "tp_context"} & vars(layer).keys())
@@ -251,6 +268,24 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str)
     )
 
 
+def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None) -> SequenceRegions | None:
+    """Where sequence parallelism gathers; None without it. Unless it is asked for, only models of Transformers have it: what the
+    dimensions of hidden states are is not known of others.
+
+    Raises:
+        PlanError: it is asked for, and the blocks cannot.
+    """
+    if tp == 1 or wanted is False or (wanted is None and not is_transformers_model(module)):
+        return None
+    try:
+        return find_regions(module, plan, resolve(module, plan, tp))
+    except PlanError as error:
+        if wanted:
+            kind = type(module).__name__
+            raise PlanError(f"The blocks of {kind} cannot be sequence parallel: {error} Use sequence_parallel=False.") from error
+        return None
+
+
 @dataclass
 class _Owners:
     """Which stages use a parameter, by its full name."""
@@ -288,11 +323,17 @@ class _Owners:
 
 
 def _all_specs(
-    root: nn.Module, name: str, module: nn.Module, plan: ParallelPlan, mesh: Mesh, owners: _Owners
+    root: nn.Module,
+    name: str,
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    owners: _Owners,
+    regions: SequenceRegions | None,
 ) -> dict[str, ShardSpec]:
     """The specification of every parameter of the whole model, aliases of tied ones included."""
     prefix = f"{name}." if name else ""
-    inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp")) if mesh.size("tp") > 1 else {}
+    inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp"), regions) if mesh.size("tp") > 1 else {}
     names_of: dict[int, list[str]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(full_name)

@@ -24,6 +24,8 @@ class BlockOptions:
             again. What tensor parallelism communicates is kept too.
         offload_activations: what the backward of a block needs waits in host memory.
         compile: `torch.compile` of each block.
+        sequence_parallel: with tp > 1, blocks work on a part of the sequence between their cut layers (Megatron's sequence parallelism,
+            the same paper, section 4.2.2). None: yes for models of Transformers whose blocks can.
 
     Raises:
         ConfigError: a word that does not exist, or options that exclude each other.
@@ -34,6 +36,7 @@ class BlockOptions:
     recompute_keep: Sequence[str] | None = None
     offload_activations: bool = False
     compile: bool = False
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:

@@ -64,6 +64,7 @@ class ParallelismConfig:
     recompute_keep: list[str] | None = None
     offload_activations: bool = False
     compile: bool = False
+    sequence_parallel: bool | None = None
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 

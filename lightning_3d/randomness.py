@@ -28,6 +28,9 @@ class RandomState:
         tp_rank: this rank's tensor-parallel coordinate.
         device: whose generator dropout draws from.
         enabled: False makes every call a no-op, for models without dropout.
+
+    Attributes:
+        deals_sequence: between its regions a block works on another part of the sequence on each tensor-parallel rank.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class RandomState:
         self._tp_rank = tp_rank
         self._device = torch.device(device)
         self._micro_batch_key = 0
+        self.deals_sequence = False
 
     @classmethod
     def for_model(
@@ -58,19 +62,21 @@ class RandomState:
             self.layer(-1)
 
     def layer(self, index: int) -> None:
-        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks."""
+        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks unless blocks deal
+        out the sequence.
+        """
         if self.enabled:
-            self._set(f"layer {index}", _ALL_RANKS)
+            self._set(f"layer {index}", self._tp_rank + 1 if self.deals_sequence and index >= 0 else _ALL_RANKS)
 
     def enter_region(self, name: str) -> None:
         """Start what follows the column-parallel layer `name`: another stream on each tensor-parallel rank."""
         if self.enabled:
             self._set(name, self._tp_rank + 1)
 
-    def leave_region(self, name: str) -> None:
-        """Start what follows the row-parallel layer `name`: the same stream on all tensor-parallel ranks."""
+    def leave_region(self, name: str, *, alike: bool = True) -> None:
+        """Start what follows the row-parallel layer `name`: the same stream on all tensor-parallel ranks, where they are alike."""
         if self.enabled:
-            self._set(name, _ALL_RANKS)
+            self._set(name, _ALL_RANKS if alike else self._tp_rank + 1)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

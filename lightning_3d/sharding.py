@@ -71,6 +71,10 @@ class ShardSpec:
         """Whether this rank holds less than the whole parameter."""
         return self.local_shape != self.global_shape
 
+    def is_replicated(self, tp_size: int) -> bool:
+        """Whether every tensor-parallel rank holds the whole parameter."""
+        return not self.is_cut and len(self.tp_replicas) == tp_size
+
     def is_uneven(self, tp_size: int) -> bool:
         """Whether tensor-parallel ranks hold shards of different sizes, a vocabulary that they do not divide for example."""
         shards = tp_size // len(self.tp_replicas)

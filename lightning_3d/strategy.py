@@ -90,7 +90,8 @@ class Lightning3DStrategy(TrainerCollectives):
             too) or 3 (parameters too).
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what lies in host memory, see `ZeroOptions`.
-        recompute, recompute_every, recompute_keep, offload_activations, compile: of the model's blocks, see `BlockOptions`.
+        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: of the model's blocks, see
+            `BlockOptions`.
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
@@ -120,6 +121,7 @@ class Lightning3DStrategy(TrainerCollectives):
         recompute_keep: Sequence[str] | None = None,
         offload_activations: bool = False,
         compile: bool = False,
+        sequence_parallel: bool | None = None,
         fp8: bool = False,
         order: tuple[str, ...] | None = None,
         plan: dict[str, Any] | None = None,
@@ -139,7 +141,7 @@ class Lightning3DStrategy(TrainerCollectives):
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
-        self.blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile)
+        self.blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         degrees = self.layout or Layout()
         self.blocks.require_suits(self.schedule, tp=degrees.tp, pp=degrees.pp)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)

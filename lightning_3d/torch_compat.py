@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 _functional: ContextVar[bool] = ContextVar("functional", default=False)
 
@@ -38,12 +38,46 @@ def functional_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return operators.wait_tensor(operators.all_reduce(x, "sum", group.group_name))
 
 
-def kept_collectives() -> frozenset[Any]:
-    """The operators of `functional_sum`, whose results a selective recomputation keeps instead of communicating again."""
+def functional_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensors of all ranks, contiguous, one behind the other along dimension 0, as such an operator."""
     import torch
 
     operators = torch.ops._c10d_functional
-    return frozenset({operators.all_reduce.default, operators.wait_tensor.default})
+    return operators.wait_tensor(operators.all_gather_into_tensor(x, group.size(), group.group_name))
+
+
+def functional_scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part, along dimension 0, of the sum of `x`, contiguous, as such an operator."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
+
+
+def kept_collectives() -> frozenset[Any]:
+    """The operators that sum, whose results a selective recomputation keeps instead of communicating again."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return frozenset({operators.all_reduce.default, operators.reduce_scatter_tensor.default, operators.wait_tensor.default})
+
+
+_recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
+
+
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """Around what the backward will run again, then too."""
+    token = _recomputed.set(True)
+    try:
+        yield
+    finally:
+        _recomputed.reset(token)
+
+
+def is_recomputed() -> bool:
+    """Whether what runs now is run again by the backward, so that what it saves is short-lived."""
+    return _recomputed.get()
 
 
 def graph_breaks() -> Counter[str]:
@@ -82,3 +116,25 @@ def allow_second_backward() -> None:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
+
+
+def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
+    """Start to collect the parts of all ranks, equal in size, one behind the other. Returns the work to wait for.
+
+    torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
+    """
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group, async_op=True)
+
+
+def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
+    """Start to sum `whole` over the ranks and to leave each its part. Returns the work to wait for.
+
+    torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
+    """
+    import torch.distributed as dist
+
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(part, whole, group=group, async_op=True)

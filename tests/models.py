@@ -61,6 +61,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PLAIN = "plain"
 MODELS = (*FAMILIES, PLAIN)
+# Whose blocks are made in other ways: norms behind layers, norms over all heads between gather pairs, parallel branches, multipliers.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("Olmo2", {"vocab_size": 64, "num_key_value_heads": 2}),
+    "glm4": ("Glm4", {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8}),
+    "cohere": ("Cohere", {"vocab_size": 64, "num_key_value_heads": 2, "use_qk_norm": True}),
+    "granite": ("Granite", {"vocab_size": 64, "num_key_value_heads": 2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0}),
+    "gemma2": ("Gemma2", {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}),
+    "starcoder2": ("Starcoder2", {"vocab_size": 64, "num_key_value_heads": 2, "residual_dropout": 0.0}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "vocab_size": 64,
+            "first_k_dense_replace": 99,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+}
 
 
 def build(name: str, layers: int = 4) -> nn.Module:
@@ -72,7 +93,7 @@ def build(name: str, layers: int = 4) -> nn.Module:
         return PlainModel(layers)
     import transformers
 
-    prefix, own = FAMILIES[name]
+    prefix, own = (FAMILIES | OTHERS)[name]
     config_class = getattr(transformers, prefix + ("TextConfig" if name == "gemma3" else "Config"))
     settings = COMMON | own | {"num_hidden_layers": layers}
     if name == "gemma3":
@@ -111,7 +132,7 @@ def _double_norm(kind: type) -> type:
 
 
 def vocabulary(name: str) -> int:
-    return PlainModel.vocabulary if name == PLAIN else FAMILIES[name][1]["vocab_size"]
+    return PlainModel.vocabulary if name == PLAIN else (FAMILIES | OTHERS)[name][1]["vocab_size"]
 
 
 @dataclass(frozen=True)

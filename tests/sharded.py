@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from lightning_3d.plans import ParallelPlan, read_plan
 from lightning_3d.sharding import ShardSpec
-from lightning_3d.tensor_parallel import TensorParallel, VocabParallelLogits, rewrite, shard_specs
+from lightning_3d.sequence import SequenceShards
+from lightning_3d.tensor_parallel import (
+    TensorParallel,
+    VocabParallelLogits,
+    deal_sequence,
+    find_regions,
+    gather_regions,
+    resolve,
+    rewrite,
+    shard_specs,
+)
 
 Gradients = dict[str, Tensor]
 
@@ -47,10 +57,10 @@ def user_plan(name: str) -> dict[str, Any] | None:
     return models.PlainModel.plan if name == models.PLAIN else None
 
 
-def batch(name: str) -> Tensor:
-    """Token ids, (3, SEQUENCE)."""
+def batch(name: str, length: int = models.SEQUENCE) -> Tensor:
+    """Token ids, (3, length)."""
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(3, models.vocabulary(name), (3, models.SEQUENCE), generator=generator)
+    return torch.randint(3, models.vocabulary(name), (3, length), generator=generator)
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -63,9 +73,9 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
 
 
-def run_whole(name: str, dtype: torch.dtype = torch.float64) -> Result:
+def run_whole(name: str, dtype: torch.dtype = torch.float64, length: int = models.SEQUENCE) -> Result:
     """The model on one process."""
-    model, ids = build(name, dtype), batch(name)
+    model, ids = build(name, dtype), batch(name, length)
     logits = logits_of(model, ids)
     loss = loss_of(logits, ids)
     loss.backward()
@@ -74,22 +84,27 @@ def run_whole(name: str, dtype: torch.dtype = torch.float64) -> Result:
 
 
 def cut(
-    model: nn.Module, plan: dict[str, Any] | None = None, random: Any = None
+    model: nn.Module, plan: dict[str, Any] | None = None, random: Any = None, *, sequence: bool = False
 ) -> tuple[ParallelPlan, dict[str, ShardSpec]]:
-    """Cut a whole model over all ranks, in place."""
+    """Cut a whole model over all ranks, in place; with `sequence` parallelism."""
     parsed = read_plan(model, plan)
     size, rank = dist.get_world_size(), dist.get_rank()
-    specs = shard_specs(model, parsed, size, rank)
+    regions = find_regions(model, parsed, resolve(model, parsed, size)) if sequence else None
+    specs = shard_specs(model, parsed, size, rank, regions)
     group = dist.group.WORLD
     assert group is not None
-    rewrite(model, parsed, specs, TensorParallel(group, size, rank, random))
+    context = TensorParallel(group, size, rank, random, SequenceShards(size))
+    if regions is not None:
+        gather_regions(model, regions, context)
+        deal_sequence(model, regions, context)
+    rewrite(model, parsed, specs, context, regions)
     return parsed, specs
 
 
-def run_cut(name: str, dtype: torch.dtype = torch.float64) -> Result:
+def run_cut(name: str, dtype: torch.dtype = torch.float64, length: int = models.SEQUENCE, *, sequence: bool = False) -> Result:
     """The model on this rank."""
-    model, ids = build(name, dtype), batch(name)
-    _, specs = cut(model, user_plan(name))
+    model, ids = build(name, dtype), batch(name, length)
+    _, specs = cut(model, user_plan(name), sequence=sequence)
     logits = logits_of(model, ids)
     assert isinstance(logits, VocabParallelLogits)
     loss = loss_of(logits, ids)

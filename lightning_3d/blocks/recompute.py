@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_3d.errors import ConfigError, did_you_mean
-from lightning_3d.torch_compat import functional_collectives, kept_collectives
+from lightning_3d.torch_compat import functional_collectives, kept_collectives, recomputed
 
 ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
 """Of an attention the projections are kept. What is between them is large where scores are kept, and cheap."""
@@ -40,7 +40,7 @@ class Recompute:
         # A compiler keeps what was drawn; to let it save random states would end its graph.
         eager = not torch.compiler.is_compiling()
         if self._keep is None:
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)
+            return checkpoint(partial(_again, forward), *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)
         context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=eager, context_fn=context, **kwargs)
@@ -49,7 +49,12 @@ class Recompute:
 def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    with functional_collectives():
+    with functional_collectives(), recomputed():
+        return forward(*args, **kwargs)
+
+
+def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with recomputed():
         return forward(*args, **kwargs)
 
 

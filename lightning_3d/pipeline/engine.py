@@ -39,11 +39,14 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and type of the hidden states between stages, the same at every boundary, and how blocks return them."""
+    """Shape and type of the hidden states between stages, the same at every boundary, how blocks return them, and the length of the
+    sequence where they are a part of one (`SequenceShards`).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     tuple_length: int
+    length: int
 
 
 @dataclass
@@ -149,7 +152,7 @@ class PipelineEngine:
         if self._assignment.stages == 1:
             return None
         boundary = self._boundary((signature, torch.is_grad_enabled()), step)
-        self._state.tuple_length = boundary.tuple_length
+        self._state.tuple_length, self._state.sequence.length = boundary.tuple_length, boundary.length
         owners = list(self._assignment.rank_of_stage)
         return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device)
 
@@ -165,7 +168,8 @@ class PipelineEngine:
                 self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
                 output = self._early.output
                 assert output is not None
-                told = [Boundary(tuple(output.shape), output.dtype, self._state.tuple_length)]
+                state = self._state
+                told = [Boundary(tuple(output.shape), output.dtype, state.tuple_length, state.sequence.length)]
             dist.broadcast_object_list(told, self._mesh.ranks("pp")[first], group=self._mesh.control)
             assert told[0] is not None
             self._boundaries[key] = told[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.sequence import SequenceShards
 
 if TYPE_CHECKING:
     from lightning_3d.randomness import RandomState
@@ -58,10 +59,12 @@ class PipelineState:
         tuple_length: blocks return a tuple of this length with the hidden states first; 0 when they return the bare tensor.
             The first stage sees it, the others are told, so that a stub returns what a block would.
         whole: this rank holds all blocks (no pipeline), so that the model works outside a step too.
+        sequence: how the hidden states between blocks are dealt to tensor-parallel ranks.
     """
 
-    def __init__(self, random: RandomState) -> None:
+    def __init__(self, random: RandomState, sequence: SequenceShards | None = None) -> None:
         self.random = random
+        self.sequence = sequence or SequenceShards()
         self.chunk: Chunk | None = None
         self.received: Tensor | None = None
         self.tuple_length = 0

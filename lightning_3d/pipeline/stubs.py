@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
@@ -111,7 +110,10 @@ class CountedModel:
 def _zeros(state: PipelineState) -> Tensor:
     state.require_chunk()
     assert state.received is not None, "only the first stage has nothing received, and it owns its inputs"
-    return torch.zeros_like(state.received, requires_grad=False)
+    shape = list(state.received.shape)
+    if state.sequence.active:
+        shape[1] = state.sequence.length
+    return state.received.new_zeros(shape)
 
 
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.torch_compat import collectives_are_functional, functional_sum
+from lightning_3d.torch_compat import (
+    all_gather_flat,
+    collectives_are_functional,
+    functional_gather,
+    functional_scatter_sum,
+    functional_sum,
+    reduce_scatter_flat,
+)
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = False) -> Tensor:
@@ -64,6 +71,44 @@ def split_to_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes
         sizes: the size along `dim` on each rank of the group; they add up to that of `x`.
     """
     return _Split.apply(x, group, dim, tuple(sizes))
+
+
+def gather_tokens(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts (batch, part, ...) of all ranks side by side: (batch, length, ...), by one all-gather. Not differentiable."""
+    ranks = dist.get_world_size(group)
+    part = part.contiguous()
+    if torch.compiler.is_compiling():
+        whole = functional_gather(part, group)
+    else:
+        whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+        all_gather_flat(whole, part, group).wait()
+    # (ranks * batch, part, ...) -> (batch, ranks * part, ...): a copy unless the batch is one row.
+    whole = whole.unflatten(0, (ranks, part.shape[0])).transpose(0, 1).flatten(1, 2)
+    return whole if whole.shape[1] == length else whole[:, :length]
+
+
+def scatter_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part (batch, part, ...) of the sum of `whole` (batch, length, ...) over the group, by one reduce-scatter.
+
+    Tokens beyond the length are zeros. Not differentiable.
+    """
+    ranks = dist.get_world_size(group)
+    whole = _padded(whole, ranks).unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+    if torch.compiler.is_compiling() or collectives_are_functional():
+        return functional_scatter_sum(whole.contiguous(), group)
+    part = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
+    reduce_scatter_flat(part, whole.contiguous(), group).wait()
+    return part
+
+
+def part_of_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the tokens of `whole` (batch, length, ...), filled up with zeros. No communication."""
+    return _padded(whole, dist.get_world_size(group)).chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
+def _padded(whole: Tensor, ranks: int) -> Tensor:
+    missing = -whole.shape[1] % ranks
+    return whole if missing == 0 else torch.cat([whole, whole.new_zeros((whole.shape[0], missing, *whole.shape[2:]))], dim=1)
 
 
 def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:

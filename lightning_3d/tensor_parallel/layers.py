@@ -20,6 +20,7 @@ from lightning_3d.tensor_parallel.collectives import (
 )
 from lightning_3d.tensor_parallel.context import TensorParallel
 from lightning_3d.tensor_parallel.logits import VocabParallelLogits
+from lightning_3d.tensor_parallel.sequence import scatter_sum
 
 
 class Region:
@@ -31,11 +32,13 @@ class Region:
     Args:
         context: the group.
         members: number of column-parallel siblings.
+        gathered: the parent gathers its input from parts of the sequence, and its output is dealt out again (`GatheredRegion`).
     """
 
-    def __init__(self, context: TensorParallel, members: int) -> None:
+    def __init__(self, context: TensorParallel, members: int, *, gathered: bool = False) -> None:
         self.context = context
         self.members = members
+        self.gathered = gathered
         self._outside: Tensor | None = None
         self._inside: Tensor | None = None
         self._with_gradient = False
@@ -43,7 +46,7 @@ class Region:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has regions of its own, which hold no tensors of this one's graph."""
-        copied = memo[id(self)] = Region(self.context, self.members)
+        copied = memo[id(self)] = Region(self.context, self.members, gathered=self.gathered)
         return copied
 
     def enter(self, x: Tensor, name: str | None = None) -> Tensor:
@@ -53,7 +56,7 @@ class Region:
         """
         if x is not self._outside or self._with_gradient != torch.is_grad_enabled():
             self._outside, self._with_gradient = x, torch.is_grad_enabled()
-            self._inside = copy_to_region(x, self.context.group, owned=True)
+            self._inside = x if self.gathered else copy_to_region(x, self.context.group, owned=True)
             self._left = self.members
             if self.context.random is not None and name is not None:
                 self.context.random.enter_region(name)
@@ -65,11 +68,11 @@ class Region:
         return inside
 
     def leave(self, partial: Tensor, name: str) -> Tensor:
-        """Sum the parts of a row-parallel layer's output, and go back to the dropout stream that all ranks share."""
+        """Sum the parts of a row-parallel layer's output, and go back to the dropout stream from before."""
         self._forget()
-        total = reduce_from_region(partial, self.context.group, owned=True)
+        total = scatter_sum(partial, self.context) if self.gathered else reduce_from_region(partial, self.context.group, owned=True)
         if self.context.random is not None:
-            self.context.random.leave_region(name)
+            self.context.random.leave_region(name, alike=not self.gathered)
         return total
 
     def _forget(self) -> None:
@@ -79,14 +82,21 @@ class Region:
 class ColumnParallelLinear(nn.Linear):
     """Holds some rows of the weight: input (..., in) replicated, output (..., out / tp) sharded.
 
-    No collective forward; one all-reduce of the input's gradient backward, shared with its siblings.
+    No collective forward; one all-reduce of the input's gradient backward, shared with its siblings. Where the parent gathers its
+    input, that is its business.
     """
 
     tp_region: Region
     tp_name: str | None
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(self.tp_region.enter(input, self.tp_name))
+        inside = self.tp_region.enter(input, self.tp_name)
+        gathered = self.tp_region.context.gathered
+        multiply = super().forward
+        plain = getattr(multiply, "__func__", None) is nn.Linear.forward and input.dtype == self.weight.dtype
+        if plain and gathered is not None and gathered.whole is inside and not torch.is_autocast_enabled(input.device.type):
+            return gathered.multiply(self.weight, self.bias)
+        return multiply(inside)
 
 
 class GatheredColumnLinear(ColumnParallelLinear):
@@ -108,9 +118,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Linear):
-    """Holds some columns of the weight: input (..., in / tp) sharded, output (..., out) replicated.
+    """Holds some columns of the weight: input (..., in / tp) sharded, output (..., out) replicated, or a part of the sequence.
 
-    One all-reduce forward. The bias, held whole by every rank, is added once, after the sum.
+    One all-reduce, or one reduce-scatter, forward. The bias, held whole by every rank, is added once, after the sum.
     """
 
     tp_region: Region

@@ -31,13 +31,17 @@ from lightning_3d.tensor_parallel.layers import (
     VocabParallelHead,
 )
 from lightning_3d.tensor_parallel.lora import become_lora
+from lightning_3d.tensor_parallel.sequence import SequenceRegions
 
 
-def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: int) -> dict[str, ShardSpec]:
+def shard_specs(
+    module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: int, regions: SequenceRegions | None = None
+) -> dict[str, ShardSpec]:
     """What rank `tp_rank` holds of every parameter, aliases of tied ones included, by name relative to `module`.
 
     Args:
         module: the whole module, on meta or not.
+        regions: where sequence parallelism gathers; None without it.
 
     Raises:
         PlanError: the plan does not fit the modules, or cuts tied parameters differently. LayoutError: heads, rows or
@@ -62,6 +66,8 @@ def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: in
             specs[name] = _adapted_spec(name, layer, shape, cuts[layer], tp_size, tp_rank)
         else:
             specs[name] = _spec(name, shape, cuts, tp_size, tp_rank)
+        if regions is not None and specs[name].is_replicated(tp_size) and regions.has_partial_gradient(name):
+            specs[name] = replicated(name, shape, tp_size, grad_sum=True)
         canonical = canonical_names[name]
         if canonical != name:
             same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
@@ -73,7 +79,13 @@ def shard_specs(module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: in
     return specs
 
 
-def rewrite(module: nn.Module, plan: ParallelPlan, specs: dict[str, ShardSpec], context: TensorParallel) -> None:
+def rewrite(
+    module: nn.Module,
+    plan: ParallelPlan,
+    specs: dict[str, ShardSpec],
+    context: TensorParallel,
+    sequence: SequenceRegions | None = None,
+) -> None:
     """Turn `module` into this rank's shard, in place. No communication.
 
     Every cut layer becomes an instance of a subclass of its class, under the same name; parameters become the local
@@ -82,6 +94,7 @@ def rewrite(module: nn.Module, plan: ParallelPlan, specs: dict[str, ShardSpec], 
 
     Args:
         specs: of the parameters that are here; of tied ones one name is enough.
+        sequence: where sequence parallelism gathers (`gather_regions`); None without it.
     """
     if context.size == 1:
         return
@@ -91,10 +104,13 @@ def rewrite(module: nn.Module, plan: ParallelPlan, specs: dict[str, ShardSpec], 
         name: width(module.get_submodule(name), cut.style) for name, cut in cuts.items() if _is_layer(module, name, cut)
     }
     _shard_parameters(module, specs)
-    regions = _regions(cuts, context)
+    gathered = sequence.parents if sequence is not None else frozenset()
+    regions = _regions(cuts, context, gathered)
     for name in widths:
         layer = module.get_submodule(name)
         if cuts[name].style == "mla_kv_a_proj":
+            if name.rpartition(".")[0] in gathered:  # all gradients in there are partial
+                continue
             _become(layer, LatentKeyValueLinear, {"tp_context": context, "tp_rotary": _rotary_size(module, name)})
             continue
         kind, attributes = _sharded_kind(name, cuts[name], widths[name], plan, regions, context)
@@ -174,13 +190,13 @@ def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:
     return isinstance(getattr(module.get_submodule(owner), last), nn.Module)
 
 
-def _regions(cuts: dict[str, Cut], context: TensorParallel) -> Callable[[str], Region]:
+def _regions(cuts: dict[str, Cut], context: TensorParallel, gathered: frozenset[str]) -> Callable[[str], Region]:
     """One region for each parent of cut layers."""
     members: dict[str, int] = {}
     for name, cut in cuts.items():
         parent = name.rpartition(".")[0]
         members[parent] = members.get(parent, 0) + (cut.style in COLUMN_STYLES)
-    regions = {parent: Region(context, count) for parent, count in members.items()}
+    regions = {parent: Region(context, count, gathered=parent in gathered) for parent, count in members.items()}
     return lambda name: regions[name.rpartition(".")[0]]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.zero.collectives import reduce_scatter_flat
+from lightning_3d.torch_compat import reduce_scatter_flat
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Types too coarse to add many micro-batches in: their gradients are summed in float32."""

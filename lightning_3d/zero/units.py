@@ -14,7 +14,7 @@ from torch import nn
 from lightning_3d.containers import tensors_of
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.lightning_compat import autograd_is_running
-from lightning_3d.zero.collectives import all_gather_flat
+from lightning_3d.torch_compat import all_gather_flat
 from lightning_3d.zero.gradients import Slot, end_to_end
 
 

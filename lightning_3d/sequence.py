@@ -1,0 +1,32 @@
+"""Sequence parallelism: how the hidden states between layers are dealt to the tensor-parallel ranks. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class SequenceShards:
+    """What the stages of a pipeline, the layers and the dropout streams of one rank know about it.
+
+    Attributes:
+        ranks: of the tensor-parallel group.
+        length: tokens of the whole sequence in this forward; 0 while hidden states between layers are whole.
+    """
+
+    ranks: int = 1
+    length: int = 0
+
+    @property
+    def active(self) -> bool:
+        return self.length > 0
+
+    @property
+    def part(self) -> int:
+        """Tokens on each rank; where ranks do not divide the sequence, the last ones hold some that are padding."""
+        return -(-self.length // self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShards:
+        """A copied model (weight averaging) runs in the same forwards."""
+        return self
