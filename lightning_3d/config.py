@@ -428,6 +428,7 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str) -> tup
         intermediate=spec.intermediate,
         seq_len=run.data.get("sequence_length"),
         max_positions=spec.max_positions,
+        sequence_parallel=run.parallelism.sequence_parallel is not False,
         experts=spec.experts or None,
         schedule=schedule,
     )

@@ -151,6 +151,7 @@ def check_model(
     intermediate: int | None = None,
     seq_len: int | None = None,
     max_positions: int | None = None,
+    sequence_parallel: bool = False,
     experts: int | None = None,
     schedule: str | None = None,
     micro_batches: int | None = None,
@@ -164,6 +165,7 @@ def check_model(
         vocab: rows of the embedding. tp need not divide them: shards may be uneven, but none may be empty.
         intermediate: width of the feed-forward layers.
         seq_len: tokens in a sequence. max_positions: the longest sequence that the model knows.
+        sequence_parallel: tensor-parallel ranks share each sequence.
         experts: number of experts of a mixture; None for a dense model.
         schedule: name of the pipeline schedule. micro_batches: of one optimizer step.
 
@@ -193,6 +195,12 @@ def check_model(
         raise ConfigError(
             f"The sequence has {seq_len} tokens, but the model has only {max_positions} positions."
             f" Use a sequence length of at most {max_positions}."
+        )
+    if sequence_parallel and seq_len is not None and seq_len % layout.tp:
+        near = listed([count for count in (seq_len - seq_len % layout.tp, seq_len + -seq_len % layout.tp) if count], last="or")
+        raise LayoutError(
+            f"With sequence parallelism tp must divide the sequence, but it has {seq_len} tokens and tp is {layout.tp}. Use a sequence"
+            f" length of {near}, or sequence_parallel=false."
         )
     if schedule is not None and micro_batches is not None:
         check_micro_batches(layout, schedule, micro_batches)

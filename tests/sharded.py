@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.plans import ParallelPlan, read_plan
-from lightning_3d.sharding import ShardSpec
 from lightning_3d.sequence import SequenceShards
+from lightning_3d.sharding import ShardSpec
 from lightning_3d.tensor_parallel import (
     TensorParallel,
     VocabParallelLogits,

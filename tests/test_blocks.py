@@ -125,19 +125,22 @@ def test_memory_of_a_block() -> None:
 
 
 def count_sums(**strategy: Any) -> int:
-    """All-reduces over the tensor-parallel ranks of one step with one micro-batch."""
+    """All-reduces and reduce-scatters over the tensor-parallel ranks of one step with one micro-batch."""
     recipe = Recipe(steps=1)
     with recording() as recorder:
         fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), micro_batch_size=recipe.global_batch, **strategy)
     size = recipe.global_batch * models.SEQUENCE * models.COMMON["hidden_size"]
-    return len(recorder.over((0, 1), "all_reduce", numel=size))
+    return len(recorder.over((0, 1), "all_reduce", "reduce_scatter_tensor", numel=size))
 
 
-def test_what_is_communicated_again() -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_communicated_again(sequence_parallel: bool) -> None:
     """Two sums forward and two backward in each of four blocks, with embedding and head two more. A full recomputation repeats the sum
     after the attention; that at the end of a block it does not need."""
-    plain, full = (run_ranks(count_sums, 2, layout="tp2", **options)[0] for options in ({}, {"recompute": "full"}))
-    assert full - plain == 4
+    tp2 = {"layout": "tp2", "sequence_parallel": sequence_parallel}
+    plain, full = (run_ranks(count_sums, 2, **tp2, **options)[0] for options in ({}, {"recompute": "full"}))
+    assert plain == 4 * 4 + 2
+    assert full == plain + 4
 
 
 class FunctionalSums(TorchDispatchMode):
@@ -146,7 +149,8 @@ class FunctionalSums(TorchDispatchMode):
     sent = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.sent += func is torch.ops._c10d_functional.all_reduce.default
+        sums = torch.ops._c10d_functional
+        self.sent += func in (sums.all_reduce.default, sums.reduce_scatter_tensor.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -157,10 +161,12 @@ def count_kept_sums(**strategy: Any) -> int:
     return counted.sent
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("keep", "sums"), [(None, 4), (["mm"], 8)], ids=["attention", "mm"])
-def test_what_was_communicated_is_kept(keep: list[str] | None, sums: int) -> None:
+def test_what_was_communicated_is_kept(keep: list[str] | None, sums: int, sequence_parallel: bool) -> None:
     """One sum after each of four attentions, or two in each of four blocks, once."""
-    counts = run_ranks(count_kept_sums, 2, layout="tp2", recompute="selective", recompute_keep=keep)
+    options = {"recompute": "selective", "recompute_keep": keep, "sequence_parallel": sequence_parallel}
+    counts = run_ranks(count_kept_sums, 2, layout="tp2", **options)
     assert counts == [sums, sums]
 
 
@@ -296,6 +302,7 @@ COMPILED: list[dict[str, Any]] = [
     {"layout": "dp2", "recompute": "selective", "recompute_keep": ["mm"]},
     {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
     {"layout": "tp2_pp2", "zero_stage": 3, "recompute": "full"},
+    {"layout": "tp2_pp2", "sequence_parallel": False},
     {"layout": "pp2_dp2", "zero_stage": 3, "offload_activations": True},
     {"layout": "dp2", "zero_stage": 2},
 ]

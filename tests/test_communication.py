@@ -87,7 +87,8 @@ def _record_latest(strategy: Any, hook: str) -> Recorder:
 def test_a_block_costs_two_all_reduces_forward_and_two_backward(model_layers: int) -> None:
     """Beside the blocks: the vocabulary-parallel embedding (forward) and the head's input (backward) cost one each."""
     micro_batches = 4
-    for counted in run_ranks(count_step, 2, model_layers, layout="tp2", micro_batch_size=ROWS // micro_batches):
+    options: dict[str, Any] = {"layout": "tp2", "micro_batch_size": ROWS // micro_batches, "sequence_parallel": False}
+    for counted in run_ranks(count_step, 2, model_layers, **options):
         size = activation(ROWS // micro_batches)
         forward = len(counted.of("tp", "all_reduce", numel=size, validation=True))
         both = len(counted.of("tp", "all_reduce", numel=size))
@@ -99,7 +100,7 @@ def test_a_block_costs_two_all_reduces_forward_and_two_backward(model_layers: in
 def test_the_loss_never_gathers_the_vocabulary() -> None:
     """Cross-entropy sends a few numbers per token, not one per token and vocabulary entry."""
     tokens = 4 * models.SEQUENCE
-    for counted in run_ranks(count_step, 2, 2, layout="tp2", micro_batch_size=4):
+    for counted in run_ranks(count_step, 2, 2, layout="tp2", micro_batch_size=4, sequence_parallel=False):
         others = [call.numel for call in counted.of("tp") if call.numel not in (activation(4), 0)]
         assert max(others) <= 4 * tokens
 
@@ -136,6 +137,15 @@ def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule:
     assert all(call.numel == activation(micro_batch) for call in sent)
     expected = 2 * activation(micro_batch) * element * crossings * (ROWS // micro_batch)
     assert sum(call.bytes for call in sent) == expected
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "share"), [(2, True, 2), (4, True, 4), (2, False, 1)])
+def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: bool, share: int) -> None:
+    micro_batch, layout = 2, f"tp{tp}_pp2"
+    counted = run_ranks(count_step, 2 * tp, 2, layout=layout, micro_batch_size=micro_batch, sequence_parallel=sequence_parallel)
+    for rank in counted:
+        sent = [call.numel for call in rank.training if call.name in ("send", "isend")]
+        assert sent == [activation(micro_batch) // share] * (ROWS // micro_batch)
 
 
 @pytest.mark.parametrize(

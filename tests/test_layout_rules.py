@@ -171,6 +171,14 @@ def test_axes_of_later_versions_are_refused(name: str, instead: str):
     assert f"Use {instead}, which has as many ranks." in refusal(check_model, parse(name), experts=8)
 
 
+def test_f13_sequence_that_tp_does_not_divide():
+    message = refusal(check_model, parse("tp4"), seq_len=1026, sequence_parallel=True)
+    assert "has 1026 tokens and tp is 4" in message
+    assert message.endswith("Use a sequence length of 1024 or 1028, or sequence_parallel=false.")
+    check_model(parse("tp4"), seq_len=1024, sequence_parallel=True)
+    check_model(parse("tp4"), seq_len=1026, sequence_parallel=False)
+
+
 def test_f14_sequence_longer_than_positions():
     message = refusal(check_model, Layout(), seq_len=4097, max_positions=4096, error=ConfigError)
     assert "4097 tokens, but the model has only 4096 positions" in message

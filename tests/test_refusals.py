@@ -49,6 +49,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
     "context_parallel": (["parallelism=cp2"], ["cp 2", "not available", "dp2"]),
+    "f13_sequence": (
+        ["parallelism=tp4", "data.sequence_length=250"],
+        ["250 tokens", "tp is 4", "248 or 252", "sequence_parallel=false"],
+    ),
     "f14_positions": (["data.sequence_length=5000"], ["5000 tokens", "only 1024 positions"]),
     "mixture_of_experts": (
         ["+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],

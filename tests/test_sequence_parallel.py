@@ -166,3 +166,18 @@ def test_layers_directly_in_a_block_are_named() -> None:
     plan = read_plan(model, model.plan)
     with pytest.raises(PlanError, match="directly in the block 'blocks.0'"):
         find_regions(model, plan, resolve(model, plan, 2))
+
+
+def ask_for_hidden_states(how: str) -> str:
+    model = sharded.build("llama")
+    sharded.cut(model, sequence=True)
+    if how == "config":
+        model.config.output_hidden_states = True
+    with pytest.raises(PlanError, match="sequence_parallel=False") as refusal:
+        model(sharded.batch("llama"), **({} if how == "config" else {"output_hidden_states": True}))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("how", ["config", "argument"])
+def test_hidden_states_between_blocks_are_refused(how: str) -> None:
+    assert "parts of sequences" in run_ranks(ask_for_hidden_states, 2, how)[0]

@@ -123,9 +123,20 @@ def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorP
 
 def deal_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
     """Let the first block of `module`, whole, cut the sequence and the last one gather it, in place."""
+    specialize(module, SequenceModel)
     blocks = list(module.get_submodule(regions.layers).children())
     specialize(blocks[0], SequenceStart, tp_context=context)
     specialize(blocks[-1], SequenceEnd, tp_context=context)
+
+
+class SequenceModel:
+    """Mixin for the model: refuses to hand out the hidden states between blocks, which are parts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
+        if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
+            raise PlanError("output_hidden_states=True would return parts of sequences. Use sequence_parallel=False.")
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class SequenceStart:
