@@ -92,11 +92,14 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         inside = self.tp_region.enter(input, self.tp_name)
         gathered = self.tp_region.context.gathered
-        multiply = super().forward
-        plain = getattr(multiply, "__func__", None) is nn.Linear.forward and input.dtype == self.weight.dtype
-        if plain and gathered is not None and gathered.whole is inside and not torch.is_autocast_enabled(input.device.type):
+        if gathered is not None and gathered.whole is inside and self._is_plain(inside):
             return gathered.multiply(self.weight, self.bias)
-        return multiply(inside)
+        return super().forward(inside)
+
+    def _is_plain(self, input: Tensor) -> bool:
+        """Whether the product is `F.linear` of what is given, not one in other types."""
+        product = getattr(super().forward, "__func__", None)
+        return product is nn.Linear.forward and input.dtype == self.weight.dtype and not torch.is_autocast_enabled(input.device.type)
 
 
 class GatheredColumnLinear(ColumnParallelLinear):

@@ -125,8 +125,8 @@ def deal_sequence(module: nn.Module, regions: SequenceRegions, context: TensorPa
     """Let the first block of `module`, whole, cut the sequence and the last one gather it, in place."""
     specialize(module, SequenceModel)
     blocks = list(module.get_submodule(regions.layers).children())
-    specialize(blocks[0], SequenceStart, tp_context=context)
-    specialize(blocks[-1], SequenceEnd, tp_context=context)
+    for block in blocks:
+        specialize(block, SequenceBlock, tp_context=context, tp_is_first=block is blocks[0], tp_is_last=block is blocks[-1])
 
 
 class SequenceModel:
@@ -139,12 +139,22 @@ class SequenceModel:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-class SequenceStart:
-    """Mixin for the first block: whole hidden states (batch, sequence, hidden) come in, and it gets this rank's part."""
+class SequenceBlock:
+    """Mixin for a block. The first one gets this rank's part of the hidden states (batch, sequence, hidden); what the last one returns
+    is gathered. All blocks have it, so that they stay of one kind, of which a compiler makes one graph.
+    """
 
     tp_context: TensorParallel
+    tp_is_first: bool
+    tp_is_last: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tp_is_first:
+            args, kwargs = self._deal(args, kwargs)
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self._collect(output) if self.tp_is_last else output
+
+    def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, place = _hidden_states(args, kwargs)
         if hidden.ndim < 3:
             raise PlanError(
@@ -152,17 +162,9 @@ class SequenceStart:
                 f" {tuple(hidden.shape)}. Use sequence_parallel=False."
             )
         self.tp_context.sequence.length = hidden.shape[1]
-        args, kwargs = _put(_Deal.apply(hidden, self.tp_context), place, args, kwargs)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return _put(_Deal.apply(hidden, self.tp_context), place, args, kwargs)
 
-
-class SequenceEnd:
-    """Mixin for the last block: what it returns is gathered."""
-
-    tp_context: TensorParallel
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+    def _collect(self, output: Any) -> Any:
         whole = _Collect.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
         if self.tp_context.random is not None:
             self.tp_context.random.leave_region("blocks")
