@@ -5,6 +5,7 @@ Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 12
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -21,7 +22,11 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   train       train a model; `lightning-3d train --help` explains the configuration
   --version   print the version
   --help      print this
+
+eval "$(lightning-3d -sc install=bash)" makes a shell complete what follows `train`; so it does for zsh and fish.
 """
+
+COMMANDS = ("train",)
 
 _REFUSED = Lightning3DError.exit_code
 _PATIENCE_SECONDS = 3.0
@@ -43,7 +48,9 @@ def main(arguments: list[str]) -> int:
         return 0
     if command == "train":
         return train(rest)
-    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, ["train"])}', file=sys.stderr)
+    if command in ("-sc", "--shell-completion"):
+        return complete(rest)
+    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, COMMANDS)}', file=sys.stderr)
     return _REFUSED
 
 
@@ -59,6 +66,20 @@ def train(arguments: list[str]) -> int:
 
         return run(arguments, None)
     return _as_outside_rank(arguments, outside)
+
+
+def complete(arguments: list[str]) -> int:
+    """Hydra's shell completion, which knows of no commands: it is shown a line without the word `train`."""
+    if arguments and arguments[0].startswith("query="):
+        application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
+        command, space, line = line.lstrip().partition(" ")
+        if not space:
+            print(*(name for name in COMMANDS if name.startswith(command)))
+            return 0
+        if command != "train":
+            return 0
+        os.environ["COMP_LINE"] = f"{application} {line}"
+    return train(["-sc", *arguments])
 
 
 def _as_outside_rank(arguments: list[str], outside: OutsideRank) -> int:

@@ -48,8 +48,10 @@ MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config", "
 
 @dataclass
 class ParallelismConfig:
-    """Group `parallelism`: arguments of `Lightning3DStrategy`."""
+    """Group `parallelism`: `Lightning3DStrategy`, or a class made of it, and its arguments."""
 
+    _target_: str = "lightning_3d.Lightning3DStrategy"
+    _convert_: str = "all"
     layout: str = MISSING
     order: list[str] = field(default_factory=lambda: list(AXES))
     schedule: str | None = None

@@ -72,7 +72,8 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath):
         Plugins.instance().register(plugin)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["train.py", *arguments]
+    installed = Path(sys.argv[0]).name == "lightning-3d"  # a shell completes for the name of the application
+    sys.argv = [sys.argv[0] if installed else "train.py", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()

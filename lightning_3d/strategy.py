@@ -123,7 +123,7 @@ class Lightning3DStrategy(TrainerCollectives):
         compile: bool = False,
         sequence_parallel: bool | None = None,
         fp8: bool = False,
-        order: tuple[str, ...] | None = None,
+        order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
         split_batch: SplitBatch | None = None,

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.launch import outside_rank
 from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Lightning3DStrategy
@@ -51,10 +51,11 @@ def make_data(config: Mapping[str, Any]) -> LightningDataModule:
 
 def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     """The strategy, from the groups `parallelism` and `precision`."""
-    parallelism = dict(config["parallelism"])
-    order = tuple(parallelism.pop("order"))
-    fp8 = config["precision"]["name"] == "fp8"
-    return Lightning3DStrategy(parallelism.pop("layout"), order=order, seed=config["seed"], fp8=fp8, **parallelism)
+    more = {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
+    strategy = make_object("parallelism", {**config["parallelism"], **more})
+    if not isinstance(strategy, Lightning3DStrategy):
+        raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is no Lightning3DStrategy.")
+    return strategy
 
 
 def make_trainer(config: Mapping[str, Any]) -> Trainer:
@@ -96,18 +97,24 @@ def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
     """Objects of a group whose entries name classes; entries that are null are left out.
 
     Raises:
-        ConfigError: a class that does not exist, or does not take these arguments.
+        ConfigError: as `make_object`.
     """
-    made = []
-    for name, entry in entries.items():
-        if entry is None:
-            continue
-        try:
-            made.append(instantiate(entry))
-        except Exception as error:
-            reason = str(error.__cause__ or error).strip().splitlines()[0]
-            raise ConfigError(f"{group}.{name} ({entry['_target_']}) cannot be made: {reason}") from error
-    return made
+    return [make_object(f"{group}.{name}", entry) for name, entry in entries.items() if entry is not None]
+
+
+def make_object(key: str, entry: Mapping[str, Any]) -> Any:
+    """The object that an entry with a `_target_` describes.
+
+    Raises:
+        Lightning3DError: its own refusal, or a class that does not exist, or does not take these arguments.
+    """
+    try:
+        return instantiate(entry)
+    except Exception as error:
+        if isinstance(error.__cause__, Lightning3DError):
+            raise error.__cause__ from None
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ConfigError(f"{key} ({entry['_target_']}) cannot be made: {reason}") from error
 
 
 def preload(config: Mapping[str, Any]) -> None:
