@@ -11,18 +11,18 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.cluster import ClusterConfig
-from lightning_3d.config_files import conf_folder
-from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, did_you_mean, listed
+from lightning_3d.config_keys import check_group_keys, check_type, data_options, explain_value
+from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.launch import OutsideRank
 from lightning_3d.layout import AXES, Layout, divisors, nearest_layouts
 from lightning_3d.layout_rules import (
@@ -228,6 +228,8 @@ def check_keys(config: DictConfig) -> RunConfig:
             raise ConfigError(
                 f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
             )
+    if "recipe" in config:
+        raise ConfigError("A recipe sets keys of the whole run: the first line of its file must be  # @package _global_")
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
     try:
@@ -243,45 +245,12 @@ def check_keys(config: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise explain_value(error) from error
     assert isinstance(run, RunConfig)
-    _check_group_keys("model", run.model, MODEL_KEYS)
-    _check_group_keys("data", run.data, data_keys(run.data.get("name")))
+    check_group_keys("model", run.model, MODEL_KEYS)
+    options = data_options(run.data.get("name"))
+    check_group_keys("data", run.data, (*options, "global_batch_size", "seed", "vocab_size") if options else ())
+    for key, value in run.data.items():
+        check_type(f"data.{key}", value, options.get(key))
     return run
-
-
-def data_keys(name: object) -> tuple[str, ...]:
-    """Options of a data module: those of its configuration file, and what is given elsewhere. Empty when there is no
-    file.
-    """
-    file = conf_folder() / "data" / f"{name}.yaml"
-    return (*OmegaConf.load(file), "global_batch_size", "seed", "vocab_size") if file.is_file() else ()
-
-
-def _check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in values if known else ():
-        if key not in known:
-            raise ConfigError(unknown_key(f"{group}.{key}", known))
-
-
-def explain_value(error: OmegaConfBaseException) -> ConfigError:
-    """What is wrong with a key or a value, in the words of this package."""
-    key = str(error.full_key or error.key or "")
-    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
-        parent = error.parent_node
-        return ConfigError(unknown_key(key, [str(name) for name in parent] if isinstance(parent, DictConfig) else ()))
-    if isinstance(error, MissingMandatoryValue):
-        return ConfigError(f"{key} must be given, for example {key}=... on the command line.")
-    text = str(error.msg or error).strip().splitlines()[0]
-    return ConfigError(f"{key}: {text}." if key else text)
-
-
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message for a key that does not exist; `known` are its possible siblings."""
-    group, _, name = key.rpartition(".")
-    near = did_you_mean(name, known)
-    if group:
-        near = near.replace('"', f'"{group}.', 1)
-    where = f"{group} has" if group else "A run has"
-    return f'There is no configuration key "{key}".{near}' + (f" {where} {listed(sorted(known))}." if known else "")
 
 
 def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | None) -> tuple[str, tuple[str, ...]]:
@@ -405,12 +374,13 @@ def _check_trainer(trainer: TrainerConfig) -> None:
 
 def _check_targets(run: RunConfig) -> None:
     """Loggers and callbacks are objects, by the name of their class."""
+    examples = {"logger": "loggers.CSVLogger", "callbacks": "callbacks.LearningRateMonitor"}
     for group, entries in (("logger", run.logger), ("callbacks", run.callbacks)):
         for name, entry in entries.items():
             if entry is not None and not (isinstance(entry, dict) and isinstance(entry.get("_target_"), str)):
                 raise ConfigError(
                     f"{group}.{name} has no _target_, the class to make. Write for example"
-                    f" +{group}.{name}._target_=lightning.pytorch.callbacks.LearningRateMonitor."
+                    f" +{group}.{name}._target_=lightning.pytorch.{examples[group]}."
                 )
 
 
@@ -434,6 +404,8 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str) -> tup
         experts=spec.experts or None,
         schedule=schedule,
     )
+    if run.data.get("sequence_length") is None:
+        raise ConfigError("data.sequence_length must be given: the tokens of a sample.")
     global_batch = run.data.get("global_batch_size")
     if global_batch is None:
         raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")

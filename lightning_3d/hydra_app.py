@@ -68,9 +68,11 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     """`hydra.main` takes its arguments from `sys.argv`, and shortens tracebacks unless told otherwise, instead of
     raising.
     """
-    # Hydra finds plugins by walking their folders, which it cannot in an editable install (setuptools maps names there).
+    # Hydra finds plugins by walking their folders, which it cannot where an editable install maps names instead.
+    found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # classes of modules that it loaded anew
     for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath):
-        Plugins.instance().register(plugin)
+        if plugin.__name__ not in found:
+            Plugins.instance().register(plugin)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     installed = Path(sys.argv[0]).name == "lightning-3d"  # a shell completes for the name of the application
     sys.argv = [sys.argv[0] if installed else "train.py", *arguments]

@@ -9,8 +9,8 @@ import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_3d.config import explain_value
 from lightning_3d.config_files import conf_folder
+from lightning_3d.config_keys import explain_value
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.layout import Layout
 from lightning_3d.precision import unknown_precision
@@ -40,6 +40,10 @@ def explain(error: Exception) -> Lightning3DError:
     if isinstance(error.__cause__, OmegaConfBaseException):
         return explain_value(error.__cause__)
     text = " ".join(str(error).split())
+    if "Got NoneType" in text:
+        return ConfigError(f"{text}. A group that is not wanted is taken out with ~GROUP; logger and callbacks have the option none.")
+    if text.startswith("Primary config module"):
+        return ConfigError("--config-path takes an absolute path, for example $PWD/mine. --config-dir adds a folder beside this app's own.")
     if isinstance(error, OverrideParseException):
         return ConfigError(f'The override "{error.override}" is not understood: {text}')
     return ConfigError(text)

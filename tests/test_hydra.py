@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from hydra_plugins.lightning_3d_configs.sources import looks_like_layout
-from lightning_3d.config import RunPlan, check_keys, data_keys, plan_run, visible_gpus
+from lightning_3d.config import RunPlan, check_keys, plan_run, visible_gpus
 from lightning_3d.config_files import conf_folder
+from lightning_3d.config_keys import data_options
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.launch import OutsideRank
 from lightning_3d.layout import DEGREES, Layout
@@ -124,12 +125,13 @@ def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
 
 @pytest.mark.parametrize("name", sorted(DATA_MODULES))
 def test_data_files_have_the_options_of_their_modules(name: str) -> None:
-    """`data_keys` reads the options from the file, because the modules import torch."""
+    """`data_options` reads the options from the file, because the modules import torch."""
     from lightning_3d.training import data
 
     module_name, class_name = data.DATA_MODULES[name].split(":")
     module: Any = getattr(data.import_module(module_name), class_name)
-    assert set(data_keys(name)) - {"name"} == set(_parameters(module))
+    given = {"global_batch_size", "seed", "vocab_size"}  # by other files
+    assert {*data_options(name), *given} - {"name"} == set(_parameters(module))
 
 
 def test_frozen_configuration_gives_the_same_plan() -> None:

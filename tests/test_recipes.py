@@ -182,33 +182,6 @@ def test_recipes_on_the_command_line(names: list[str]) -> None:
         assert f"layout: {config.parallelism.layout}\n" in result.output if "--cfg" in line else result.output == f"{plan.describe()}\n"
 
 
-@lru_cache
-def main_job() -> DictConfig:
-    return composed("cluster=h100", "trainer.dry=true", "data.global_batch_size=4608")
-
-
-@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.full] * (name not in PUBLISHED)) for name in MODELS])
-def test_every_model_on_every_published_layout(model: str) -> None:
-    """It passes where heads and widths divide and there are layers for all stages, and only there."""
-    config = deepcopy(main_job())
-    config.model = OmegaConf.load(conf_folder() / "model" / f"{model}.yaml")
-    spec = ModelSpec.from_config(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
-    passed = []
-    for name in LAYOUTS:
-        layout = Layout.parse(name)
-        tp, kv_heads = layout.tp, spec.kv_heads
-        fits = spec.heads % tp == 0 and spec.intermediate % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-        config.parallelism.layout, config.cluster.nodes = name, layout.world_size // 8
-        if fits and spec.layers >= layout.pp * layout.vp:
-            plan_run(config)
-            passed.append(name)
-        else:
-            with pytest.raises(LayoutError, match=rf"tp {tp} |{spec.layers} layers"):
-                plan_run(config)
-    refused = 1 if model.endswith("tiny") else 7 if model == "qwen2_5_7b" else 0  # 16 stages for 4 layers; tp8 for 28 heads
-    assert len(passed) == len(LAYOUTS) - refused
-
-
 # Clusters
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from inspect import signature
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,12 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.lora_options import LoraOptions
 from lightning_3d.pretrained import load_pretrained
 from lightning_3d.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.pretrained_files import find_folder
 from lightning_3d.training.optimizers import check_optimizer, lr_factor, make_optimizer, undecayed_names
+
+OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path", "auto_map", "output_attentions")
+"""Fields of configurations that older versions of Transformers wrote, and newer ones translate or ignore."""
 
 
 class CausalLM(LightningModule):
@@ -118,16 +124,30 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
     """A Transformers configuration from its `model_type` and fields.
 
     Raises:
-        ConfigError: Transformers does not know the model type, or refuses a field.
+        ConfigError: Transformers does not know the model type or a field, or refuses its value.
     """
     fields = dict(fields)
     model_type = fields.pop("model_type", None)
     # Training keeps no keys and values of earlier tokens.
     fields.setdefault("use_cache", False)
     try:
-        return AutoConfig.for_model(model_type, **fields)
+        config = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
         raise ConfigError(f"Transformers cannot make a configuration of model_type {model_type!r}: {error}") from error
+    known = _known_fields(type(config))
+    for name in fields:
+        if name not in known and name not in OLDER_FIELDS:  # Transformers would keep it and never read it
+            raise ConfigError(f"model.config has no field {name!r} for model_type {model_type!r}.{did_you_mean(name, known)}")
+    return config
+
+
+def _known_fields(kind: Any) -> set[str]:
+    """What a class of configurations takes; Transformers makes them dataclasses in newer versions."""
+    names = {field.name for field in dataclass_fields(kind)} if is_dataclass(kind) else set()
+    if not names:
+        for parent in kind.__mro__:
+            names |= set(signature(parent.__dict__["__init__"]).parameters) if "__init__" in parent.__dict__ else set()
+    return names | set(kind.attribute_map)
 
 
 def _plain(value: Any) -> Any:

@@ -40,13 +40,18 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         if config.get(key) is not None:
             _require(f"optimizer.{key}", config[key], lambda x: x >= 0, "at least 0")
     betas = config.get("betas", (0.9, 0.95))
+    if isinstance(betas, str) or not isinstance(betas, Sequence):
+        raise ConfigError(f"optimizer.betas is {betas!r}; AdamW has two numbers, for example [0.9, 0.95].")
     if len(betas) != 2:
         raise ConfigError(f"optimizer.betas has {len(betas)} numbers; AdamW has two, for example [0.9, 0.95].")
     for beta in betas:
         _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "at least 0 and less than 1")
     if name == "cpu_adamw" and config.get("fused") is not None:
         raise ConfigError("optimizer.fused is of adamw; cpu_adamw always is one kernel. Leave it out, or set it to null.")
-    for kind in config.get("no_decay") or ():
+    kinds = config.get("no_decay") or ()
+    if isinstance(kinds, str) or not isinstance(kinds, Sequence):
+        raise ConfigError(f"optimizer.no_decay is {kinds!r}; it is a list, for example [norm, bias].")
+    for kind in kinds:
         if kind not in _KINDS:
             raise ConfigError(
                 f"optimizer.no_decay names {kind!r}; it knows {listed(_KINDS)}.{did_you_mean(str(kind), _KINDS)}"
@@ -55,7 +60,9 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         _check_scheduler(config["scheduler"])
 
 
-def _check_scheduler(config: Mapping[str, Any]) -> None:
+def _check_scheduler(config: Any) -> None:
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"optimizer.scheduler is {config!r}; it has keys: optimizer.scheduler.name={config}.")
     name = config.get("name")
     if name not in _SCHEDULES:
         raise ConfigError(f"optimizer.scheduler.name is {name!r}; it must be {listed(_SCHEDULES, last='or')}.")
