@@ -29,7 +29,7 @@ class Link:
 
     Attributes:
         bandwidth: bytes a second in each direction.
-        latency: seconds of a message without content; None where the vendor does not say.
+        latency: seconds that a message without content takes to the next GPU; None where it is not known.
     """
 
     bandwidth: float | None = None

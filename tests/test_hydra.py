@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from command_line import run_commands
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +19,9 @@ from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.launch import OutsideRank
 from lightning_3d.layout import DEGREES, Layout
 from lightning_3d.run_folder import RunFolder
+from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.data import DATA_MODULES, _parameters
+from lightning_3d.training.run import make_strategy
 
 
 def composed(*overrides: str, folder: Path | None = None) -> DictConfig:
@@ -148,6 +151,42 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
     assert check_keys(composed()).run_folder == ""
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+model.bogus=1"], 'no configuration key "model.bogus"'),
+        (["+data.sequence_len=1"], '"data.sequence_len". Did you mean "data.sequence_length"'),
+        (["data.sequence_length=abc"], "data.sequence_length is 'abc'; it must be a whole number, for example 128"),
+        (["data.sequence_length=null"], "data.sequence_length must be given"),
+        (["data.val_fraction=some"], "data.val_fraction is 'some'; it must be a number"),
+        (["data.predict_across_documents=3"], "data.predict_across_documents is 3; it must be true or false"),
+        (["+optimizer.momentum=1"], "optimizer has no option 'momentum'"),
+        (["optimizer.betas=0.9"], "optimizer.betas is 0.9; AdamW has two numbers"),
+        (["optimizer.no_decay=norm"], "optimizer.no_decay is 'norm'; it is a list"),
+        (["optimizer.scheduler=cosine"], "optimizer.scheduler is 'cosine'; it has keys: optimizer.scheduler.name=cosine"),
+        (["+logger.mine=1"], r"logger.mine has no _target_.*lightning.pytorch.loggers.CSVLogger"),
+        (["callbacks.progress=5"], r"callbacks.progress has no _target_"),
+        (["trainer.extra=5"], "trainer.extra: Cannot assign int to Dict"),
+        (["trainer.max_steps=many"], "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$"),
+        (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has compile, layout'),
+        (["parallelism.order=tp"], "parallelism.order: "),
+        (["+cluster.gpu_memory=1"], '"cluster.gpu_memory". Did you mean "cluster.memory"'),
+        (["~optimizer"], "The group optimizer must be given"),
+        (["~trainer"], "The group trainer must be given"),
+        (["+lr=1"], 'There is no configuration key "lr"'),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_f19_unknown_keys_and_wrong_types_are_refused_in_every_group(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(*overrides)
+
+
+@pytest.mark.parametrize("overrides", [["~logger"], ["~callbacks.progress"], ["callbacks.progress=null"], ["data.val_sequences=null"]])
+def test_what_is_optional_can_be_taken_out(overrides: list[str]) -> None:
+    assert planned(*overrides).layout.name == "tp2_pp2_dp2"
+
+
 # Hardware
 
 
@@ -200,6 +239,42 @@ def test_files_of_the_app_come_before_ours(tmp_path: Path) -> None:
     assert composed(folder=tmp_path) == {"parallelism": {"of": "the app"}}
 
 
+@pytest.mark.parametrize("strategy", ["auto", "{_target_: lightning.pytorch.strategies.DDPStrategy, static_graph: true}"])
+def test_a_layout_is_a_strategy_of_an_app_that_makes_its_trainer(tmp_path: Path, strategy: str) -> None:
+    """In the place of one that the app names, as a word or as an object."""
+    (tmp_path / "config.yaml").write_text("defaults:\n  - trainer: default\n")
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "default.yaml").write_text(f"strategy: {strategy}\n")
+    config = composed("+parallelism@trainer.strategy=tp2_pp2", "trainer.strategy.schedule=gpipe", folder=tmp_path).trainer.strategy
+    assert (config._target_, config.layout, config.schedule) == ("lightning_3d.Lightning3DStrategy", "tp2_pp2", "gpipe")
+
+
+def test_keys_of_the_group_are_arguments_of_the_strategy() -> None:
+    config = composed("parallelism=pp2_dp2", "parallelism.order=[tp,cp,dp,pp]", "parallelism.recompute=selective").parallelism
+    strategy = instantiate(config, recompute_keep=["mm"])
+    assert type(strategy) is Lightning3DStrategy and strategy.layout == Layout(pp=2, dp=2, order=("tp", "cp", "dp", "pp"))
+    assert (strategy.zero_stage, strategy.micro_batch_size, strategy.blocks.recompute_keep) == (1, 2, ("mm",))
+
+
+class Mine(Lightning3DStrategy):
+    """A strategy of the user."""
+
+
+def test_the_strategy_may_be_a_class_of_the_user() -> None:
+    parallelism = {**OmegaConf.load(conf_folder() / "parallelism" / "base.yaml"), "_target_": f"{__name__}.Mine"}
+
+    def strategy(**changes: Any) -> Lightning3DStrategy:
+        return make_strategy({"parallelism": {**parallelism, **changes}, "precision": {"name": "fp32"}, "seed": 7})
+
+    assert type(strategy(layout="dp2")) is Mine
+    with pytest.raises(ConfigError, match="parallelism._target_ is torch.nn.Identity, which is no Lightning3DStrategy"):
+        strategy(_target_="torch.nn.Identity")
+    with pytest.raises(ConfigError, match=r"parallelism \(nowhere.Strategy\) cannot be made"):
+        strategy(_target_="nowhere.Strategy")
+    with pytest.raises(LayoutError, match="^micro_batch_size is 0"):
+        strategy(micro_batch_size=0)
+
+
 # The command line
 
 
@@ -211,6 +286,9 @@ def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "--help",
         "--cfg job",
         "--info searchpath",
+        "--info plugins",
+        "--hydra-help",
+        "--cfg job --package trainer",
         "-sc query=bash",
         f"-cd {tmp_path} parallelism=mine trainer.dry=true",
     ]
@@ -223,7 +301,39 @@ def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "layout: tp2_pp2_dp2" in answers["--cfg job"].output
     assert answers["-sc query=bash"].output.split()[-3:] == ["cluster=h100", "cluster=h100_32x8", "cluster=h100_sxm"]
     assert "layout://" in answers["--info searchpath"].output
+    assert answers["--info plugins"].output.count("LayoutSource") == 1, "found or registered, not both"
+    assert "--multirun" in answers["--hydra-help"].output
+    assert answers["--cfg job --package trainer"].output.startswith("# @package trainer\nmax_steps: 200\n")
     assert answers[names[-1]].output.endswith("tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 4 micro-batches of 4\n")
+
+
+def test_files_of_a_user(tmp_path: Path) -> None:
+    """Recipes of his own, recipes in his defaults list, a configuration of his own; as `experiment=` in other projects."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /parallelism: tp4_pp2\nparallelism: {zero_stage: 0}\n"
+    )
+    (tmp_path / "recipe" / "theirs.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - llama3_70b_256xa100\n  - override /parallelism: tp8_pp8_dp4\n"
+    )
+    (tmp_path / "recipe" / "local.yaml").write_text("seed: 3\n")
+    (tmp_path / "whole.yaml").write_text("defaults:\n  - config\n  - override recipe: llama3_70b_256xa100\n  - _self_\nseed: 3\n")
+    lines = {
+        "recipe=mine": "tp4_pp2: 8 ranks on CPU, 1F1B, ZeRO-0",
+        "recipe=mine parallelism=pp4_dp2": "pp4_dp2: 8 ranks on CPU, 1F1B, ZeRO-0",
+        "recipe=theirs": "tp8_pp8_dp4: 256 ranks on GPUs",
+        "-cn whole": "tp8_pp4_dp8: 256 ranks on GPUs",
+        "-cn whole parallelism=tp8_dp32": "tp8_dp32: 256 ranks on GPUs",
+        "recipe=local": "the first line of its file must be  # @package _global_",
+        "-cn nothing": 'There is no configuration "nothing".',
+        "-cp nothing": "--config-path takes an absolute path",
+        "recipe=null": "A group that is not wanted is taken out with ~GROUP",
+    }
+    answers = run_commands([["train", "-cd", str(tmp_path), *line.split(), "trainer.dry=true"] for line in lines])
+    for (line, said), answer in zip(lines.items(), answers, strict=True):
+        assert answer.output.removeprefix("lightning_3d: ").startswith(said) or said in answer.output, f"{line}: {answer.output}"
+        assert (answer.code, answer.left) == (0 if " ranks on " in said else 2, []), line
+        assert answer.output.count("\n") == 1
 
 
 # The run folder
