@@ -301,7 +301,7 @@ def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "layout: tp2_pp2_dp2" in answers["--cfg job"].output
     assert answers["-sc query=bash"].output.split()[-3:] == ["cluster=h100", "cluster=h100_32x8", "cluster=h100_sxm"]
     assert "layout://" in answers["--info searchpath"].output
-    assert answers["--info plugins"].output.count("LayoutSource") == 1, "found or registered, not both"
+    assert answers["--info plugins"].output.count("\t\tLayoutSource\n") == 1, "found or registered, not both"
     assert "--multirun" in answers["--hydra-help"].output
     assert answers["--cfg job --package trainer"].output.startswith("# @package trainer\nmax_steps: 200\n")
     assert answers[names[-1]].output.endswith("tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 4 micro-batches of 4\n")

@@ -206,4 +206,4 @@ def test_reading_sizes_needs_neither_torch_nor_transformers() -> None:
 def test_f19_fields_that_a_model_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="model.config has no field 'hiden_size' for model_type 'llama'. Did you mean \"hidden_size\""):
         transformers_config({"model_type": "llama", "hiden_size": 8})
-    assert transformers_config({"model_type": "llama", "hidden_size": 8, "rope_theta": 5e5}).hidden_size == 8
+    assert transformers_config({"model_type": "llama", "hidden_size": 64, "rope_theta": 5e5}).hidden_size == 64
