@@ -283,10 +283,10 @@ def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "parallelism").mkdir()
     (tmp_path / "parallelism" / "mine.yaml").write_text("defaults: [base, _self_]\nlayout: tp1\nmicro_batch_size: 4\n")
     names = [
+        "--info plugins",  # first: --info makes Hydra log to the screen ever after
         "--help",
         "--cfg job",
         "--info searchpath",
-        "--info plugins",
         "--hydra-help",
         "--cfg job --package trainer",
         "-sc query=bash",
