@@ -1,4 +1,4 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from lightning_3d import __version__
 from lightning_3d.errors import Lightning3DError, did_you_mean
@@ -20,13 +21,12 @@ lightning-3d: tensor x pipeline x data parallel training, driven by Hydra config
 Usage: lightning-3d COMMAND [ARGUMENTS]
 
   train       train a model; `lightning-3d train --help` explains the configuration
+  run         train from the config.yaml of a run folder; `lightning-3d run --help`
   --version   print the version
   --help      print this
 
 eval "$(lightning-3d -sc install=bash)" makes a shell complete what follows `train`; so it does for zsh and fish.
 """
-
-COMMANDS = ("train",)
 
 _REFUSED = Lightning3DError.exit_code
 _PATIENCE_SECONDS = 3.0
@@ -46,26 +46,41 @@ def main(arguments: list[str]) -> int:
     if command == "--version":
         print(__version__)
         return 0
-    if command == "train":
-        return train(rest)
     if command in ("-sc", "--shell-completion"):
         return complete(rest)
-    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, COMMANDS)}', file=sys.stderr)
+    if command in _COMMANDS:
+        return _start(_COMMANDS[command], rest)
+    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, _COMMANDS)}', file=sys.stderr)
     return _REFUSED
 
 
-def train(arguments: list[str]) -> int:
+def _train(arguments: list[str], outside: OutsideRank | None) -> int:
     """Compose, check and run, or do one of Hydra's other services (`--help`, `--cfg job`, ...)."""
+    from lightning_3d.hydra_app import run
+
+    return run(arguments, outside)
+
+
+def _run(arguments: list[str], outside: OutsideRank | None) -> int:
+    """Check and run a configuration that was composed before."""
+    from lightning_3d.frozen import run
+
+    return run(arguments, outside)
+
+
+_COMMANDS = {"train": _train, "run": _run}
+
+
+def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:
+    """Run a command in this process, which may be a rank already."""
     try:
         outside = outside_rank()
     except Lightning3DError as error:
         print(f"lightning_3d: {error}", file=sys.stderr)
         return error.exit_code
     if outside is None:
-        from lightning_3d.hydra_app import run
-
-        return run(arguments, None)
-    return _as_outside_rank(arguments, outside)
+        return command(arguments, None)
+    return _as_outside_rank(command, arguments, outside)
 
 
 def complete(arguments: list[str]) -> int:
@@ -74,7 +89,7 @@ def complete(arguments: list[str]) -> int:
         application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
         command, space, line = line.lstrip().partition(" ")
         if not space:
-            print(*(name for name in COMMANDS if name.startswith(command)))
+            print(*(name for name in _COMMANDS if name.startswith(command)))
             return 0
         if command != "train":
             return 0
@@ -82,7 +97,9 @@ def complete(arguments: list[str]) -> int:
     return train(["-sc", *arguments])
 
 
-def _as_outside_rank(arguments: list[str], outside: OutsideRank) -> int:
+def _as_outside_rank(
+    command: Callable[[list[str], OutsideRank | None], int], arguments: list[str], outside: OutsideRank
+) -> int:
     """Every rank refuses for itself, before any is connected, and rank 0 prints why.
 
     Launchers send SIGTERM to all ranks when one has ended. So that they do not end rank 0 before it has printed, it
@@ -90,9 +107,7 @@ def _as_outside_rank(arguments: list[str], outside: OutsideRank) -> int:
     """
     if outside.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from lightning_3d.hydra_app import run
-
-    code = run(arguments, outside)
+    code = command(arguments, outside)
     if code == _REFUSED and outside.rank > 0:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_REFUSED))
         time.sleep(_PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""`lightning-3d train`: Hydra composes the configuration, this checks it and starts the ranks.
+"""`lightning-3d train`: Hydra composes the configuration, this checks it and hands it to `run_job`.
 
 Before Hydra makes the run folder, `BeforeRun` refuses whatever the configuration alone shows to be wrong. torch is
 imported after that.
@@ -6,8 +6,6 @@ imported after that.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import sys
@@ -26,10 +24,11 @@ from hydra_plugins.lightning_3d_configs.sources import ClusterSource, LayoutSour
 from lightning_3d.config import RunPlan, plan_run
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.failures import FailureReporter, LocalBoard, StoreBoard, connect_board
+from lightning_3d.failures import FailureReporter
 from lightning_3d.hydra_errors import explain, is_composition_error
-from lightning_3d.launch import OutsideRank, can_fork, cores, launch, outside_rank, set_master_address
-from lightning_3d.run_folder import LOGS, RunFolder
+from lightning_3d.job import agree_on_folder, print_once, refuse, run_job
+from lightning_3d.launch import OutsideRank, outside_rank
+from lightning_3d.run_folder import RunFolder
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
@@ -55,13 +54,6 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         traceback.print_exc()
         return 1
     return job.exit_code
-
-
-def refuse(error: Lightning3DError, outside: OutsideRank | None = None) -> int:
-    """Print why, once for all ranks, and return the exit code."""
-    if outside is None or outside.rank == 0:
-        print(f"lightning_3d: {error}", file=sys.stderr, flush=True)
-    return error.exit_code
 
 
 def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
@@ -97,7 +89,7 @@ class BeforeRun(Callback):
         try:
             plan = check(config, self.outside)
             if config.trainer.dry:
-                _print_once(plan.describe(), self.outside)
+                print_once(plan.describe(), self.outside)
                 sys.exit(0)
             self._take_folder(config)
         except Lightning3DError as error:
@@ -124,34 +116,20 @@ class BeforeRun(Callback):
     def _take_folder(self, config: DictConfig) -> None:
         given = any(line.startswith("hydra.run.dir=") for line in config.hydra.overrides.hydra)
         path = Path(config.hydra.run.dir)
+
+        def take() -> RunFolder:
+            return RunFolder.claim(path, numbered=not given)
+
         if self.outside is None:
-            self.folder = RunFolder.claim(path, numbered=not given)
+            self.folder = take()
             place = self.folder.path
         else:
-            place = self._agree(self.outside, path, numbered=not given)
+            place, self.folder, self.reporter = agree_on_folder(self.outside, take)
         with read_write(config), open_dict(config):
             config.hydra.run.dir = str(place)
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
                 config.hydra.output_subdir = None
                 config.hydra.job_logging = {"version": 1, "root": {"level": "WARNING"}}
-
-    def _agree(self, outside: OutsideRank, path: Path, *, numbered: bool) -> Path:
-        """Rank 0 takes a folder and tells the others, whose clocks would have named another."""
-        set_master_address(outside)
-        board = connect_board(outside.rank, outside.world_size)
-        self.reporter = FailureReporter(board, outside.rank, outside.world_size)
-        told: dict[str, str] = {}
-        if outside.rank == 0:
-            try:
-                self.folder = RunFolder.claim(path, numbered=numbered)
-                told = {"folder": str(self.folder.path)}
-            except ConfigError as error:
-                told = {"refused": str(error)}
-        if isinstance(board, StoreBoard):
-            told = json.loads(board.tell_all("run_folder", json.dumps(told), outside.rank))
-        if "refused" in told:
-            raise ConfigError(told["refused"])
-        return Path(told["folder"])
 
 
 def check(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
@@ -163,7 +141,7 @@ def check(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
 
 
 class TrainJob:
-    """What Hydra runs with the composed configuration, once, or once per job of a sweep."""
+    """What Hydra runs with the composed configuration, once; in a sweep with Hydra's own launcher once per job."""
 
     def __init__(self, outside: OutsideRank | None) -> None:
         self.outside = outside
@@ -183,74 +161,14 @@ class TrainJob:
         try:
             plan = check(config, self.outside)
             if config.trainer.dry:
-                _print_once(plan.describe(), self.outside)
+                print_once(plan.describe(), self.outside)
                 return 0
             if self.folder is None and (self.outside is None or self.outside.rank == 0):
                 self.folder = RunFolder.claim(Path(HydraConfig.get().runtime.output_dir), numbered=False)
-            frozen = plan.freeze(_plain(config))
+            plain = _plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)
-        for warning in plan.warnings:
-            _print_once(f"lightning_3d: {warning}", self.outside, file=sys.stderr)
-        if self.folder is not None:
-            self.folder.write_config(OmegaConf.to_yaml(OmegaConf.create(frozen)))
-            _print_once(f"{plan.describe()}\nrun folder: {self.folder.path}", self.outside)
-        code = self._start_ranks(plan, frozen) if self.outside is None else self._be_rank(self.outside, frozen)
-        if code == Lightning3DError.exit_code and self.folder is not None and not self.folder.holds_results():
-            self.folder.discard()
-        return code
-
-    def _start_ranks(self, plan: RunPlan, frozen: dict[str, Any]) -> int:
-        """Start the ranks on this machine and wait for them."""
-        assert self.folder is not None
-        count = plan.layout.world_size
-        threads = None
-        if plan.accelerator == "cpu":
-            # Before torch is imported, by this process or by the ranks.
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            threads = int(os.environ["OMP_NUM_THREADS"])
-        fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
-        if fork:
-            _quiet_imports()
-            from lightning_3d.training.run import preload
-
-            preload(frozen)
-            fork = can_fork()
-        outcome = launch(run_rank, (frozen,), count, logs=self.folder.path / LOGS, fork=fork, threads=threads)
-        if outcome.message is not None:
-            print(outcome.message, file=sys.stderr, flush=True)
-            if outcome.exit_code != Lightning3DError.exit_code:
-                print(f"lightning_3d: what the ranks printed is in {self.folder.path / LOGS}", file=sys.stderr)
-        return outcome.exit_code
-
-    def _be_rank(self, outside: OutsideRank, frozen: dict[str, Any]) -> int:
-        """Run as the rank that torchrun or SLURM started."""
-        reporter = self.reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
-        reporter.watch()
-        code = reporter.run(lambda: run_rank(frozen))
-        reporter.close()
-        return code
-
-
-def run_rank(frozen: dict[str, Any]) -> None:
-    """The job of every rank."""
-    _quiet_imports()
-    from lightning_3d.training.run import train
-
-    train(frozen)
-
-
-def _quiet_imports() -> None:
-    """Transformers imports torchao where it is installed, which warns of extensions that do not load (0.18), itself and through torch."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _may_fork(start_method: str, accelerator: str) -> bool:
-    if start_method == "auto":
-        return accelerator == "cpu" and sys.platform == "linux"
-    return start_method == "fork"
+        return run_job(plain, plan, self.outside, self.folder, self.reporter)
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -258,8 +176,3 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
-
-
-def _print_once(text: str, outside: OutsideRank | None, file: Any = None) -> None:
-    if outside is None or outside.rank == 0:
-        print(text, file=file, flush=True)

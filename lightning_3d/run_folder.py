@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.run_status import RunStatus, read_status
 
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
@@ -27,12 +28,13 @@ class RunFolder:
     before: frozenset[str]
 
     @classmethod
-    def claim(cls, path: Path, *, numbered: bool) -> RunFolder:
+    def claim(cls, path: Path, *, numbered: bool, option: str = "hydra.run.dir") -> RunFolder:
         """Make a folder this run's own. Of several processes that try at once, one succeeds.
 
         Args:
             path: wanted.
             numbered: where another run has it, take the first of path_1, path_2, ... that is free.
+            option: what the user sets to name another one, for messages.
 
         Raises:
             ConfigError: another run has it, or it cannot be made.
@@ -46,9 +48,9 @@ class RunFolder:
                 continue
             except OSError as error:
                 raise ConfigError(
-                    f"The run folder {place} cannot be made: {error.strerror}. Set hydra.run.dir."
+                    f"The run folder {place} cannot be made: {error.strerror}. Set {option}."
                 ) from error
-        raise ConfigError(f"{path} holds the files of another run. Set hydra.run.dir to a new folder, or remove it.")
+        raise ConfigError(f"{path} holds the files of another run. Set {option} to a new folder, or remove it.")
 
     @classmethod
     def _claim(cls, path: Path) -> RunFolder:
@@ -57,6 +59,28 @@ class RunFolder:
         before = frozenset(entry.name for entry in path.iterdir())
         (path / CONFIG_FILE).touch(exist_ok=False)
         return cls(path, created, before)
+
+    @classmethod
+    def adopt(cls, path: Path) -> RunFolder:
+        """Take a folder that was prepared for this run: it holds the configuration and nothing of a run. Of several processes
+        that try at once, one succeeds.
+
+        Raises:
+            ConfigError: a run took it before, or nothing can be written there.
+        """
+        path = path.absolute()
+        folder = cls(path, (), frozenset(entry.name for entry in path.iterdir()))
+        status = read_status(path)
+        try:
+            if folder.holds_results():
+                raise FileExistsError
+            RunStatus.begun().write(path, first=True)
+        except FileExistsError:
+            how = f" (status: {status.status})" if status is not None else ""
+            raise ConfigError(f"{path} holds a run already{how}. --folder NEW repeats it in a new folder.") from None
+        except OSError as error:
+            raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
+        return folder
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration."""

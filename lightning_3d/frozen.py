@@ -1,0 +1,130 @@
+"""`lightning-3d run CONFIG.yaml`: trains from a complete configuration, such as the one that every run leaves in its folder,
+without composing anything.
+
+A configuration that lies in the run folder it names takes that folder, once: a sweep writes it there and starts it. To
+repeat a run, name a new folder. torch is imported after all checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_3d.config import explain_value, plan_run
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.failures import FailureReporter
+from lightning_3d.job import agree_on_folder, print_once, refuse, run_job
+from lightning_3d.launch import OutsideRank
+from lightning_3d.run_folder import CONFIG_FILE, RunFolder
+
+_WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
+_READ_FROM_ANYWHERE = ("resume",)
+
+
+def run(arguments: list[str], outside: OutsideRank | None) -> int:
+    """Run the command and return the exit code.
+
+    Args:
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    try:
+        return _run(Path(options.config), options.folder, outside)
+    except Lightning3DError as error:
+        return refuse(error, outside)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-3d run",
+        description="Train from a complete configuration, as every run leaves it in its folder. Nothing is composed.",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration; in the folder that it names, a run that has not begun")
+    parser.add_argument("--folder", metavar="NEW", help="another run folder than the one that the configuration names")
+    return parser
+
+
+def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int:
+    config = read_frozen(path)
+    if new_folder is not None:
+        config = move_to(config, Path(new_folder).absolute())
+    plan = plan_run(OmegaConf.create(config), outside)
+    if config["trainer"].get("dry"):
+        print_once(plan.describe(), outside)
+        return 0
+
+    def take() -> RunFolder:
+        return _take(Path(config["run_folder"]), path)
+
+    folder: RunFolder | None
+    reporter: FailureReporter | None = None
+    if outside is None:
+        folder = take()
+    else:
+        _, folder, reporter = agree_on_folder(outside, take)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return run_job(config, plan, outside, folder, reporter)
+
+
+def read_frozen(path: Path) -> dict[str, Any]:
+    """The configuration in a file, as dicts and lists.
+
+    Raises:
+        ConfigError: no file, no YAML, or no configuration of a run.
+    """
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        raise ConfigError(f"The configuration {path} cannot be read: {reason}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict) or not content.get("run_folder"):
+        raise ConfigError(
+            f"{path} is no complete configuration of a run: it names no run_folder. lightning-3d run takes the {CONFIG_FILE} that a"
+            " run leaves in its folder; lightning-3d train composes one."
+        )
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
+    except OmegaConfBaseException as error:
+        raise explain_value(error) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same run in another folder: paths of what it writes that lie in the old one move along, what it reads stays."""
+    old = str(config["run_folder"]).rstrip("/")
+
+    def moved(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: moved(entry, name) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [moved(entry) for entry in value]
+        inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/")) and key not in _READ_FROM_ANYWHERE
+        return f"{folder}{value[len(old) :]}" if inside else value
+
+    return config | {group: moved(config.get(group)) for group in _WRITE_TO_FOLDER if group in config} | {"run_folder": str(folder)}
+
+
+def _take(folder: Path, config: Path) -> RunFolder:
+    """The folder that was prepared with this very file, else a new one."""
+    file = folder / CONFIG_FILE
+    if file.exists() and file.samefile(config):
+        return RunFolder.adopt(folder)
+    return RunFolder.claim(folder, numbered=False, option="--folder")

@@ -1,0 +1,157 @@
+"""What a run does with its complete configuration: its folder, its ranks, its exit code. Knows no Hydra.
+
+`lightning-3d train` comes here after Hydra has composed the configuration, `lightning-3d run` with one that was composed
+before. torch is imported after the configuration and the folder are found right.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_3d.config import RunPlan
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.failures import FailureReporter, LocalBoard, StoreBoard, connect_board
+from lightning_3d.launch import OutsideRank, can_fork, cores, launch, set_master_address
+from lightning_3d.run_folder import LOGS, RunFolder
+from lightning_3d.run_status import RunStatus
+
+
+def refuse(error: Lightning3DError, outside: OutsideRank | None = None) -> int:
+    """Print why, once for all ranks, and return the exit code."""
+    print_once(f"lightning_3d: {error}", outside, file=sys.stderr)
+    return error.exit_code
+
+
+def print_once(text: str, outside: OutsideRank | None, file: Any = None) -> None:
+    """Print unless another rank does."""
+    if outside is None or outside.rank == 0:
+        print(text, file=file, flush=True)
+
+
+def agree_on_folder(outside: OutsideRank, take: Callable[[], RunFolder]) -> tuple[Path, RunFolder | None, FailureReporter]:
+    """Rank 0 takes a folder and tells the others, whose clocks would have named another.
+
+    Returns:
+        (the folder's path, the folder on rank 0, this rank's reporter of failures).
+    """
+    set_master_address(outside)
+    board = connect_board(outside.rank, outside.world_size)
+    reporter = FailureReporter(board, outside.rank, outside.world_size)
+    folder = None
+    told: dict[str, str] = {}
+    if outside.rank == 0:
+        try:
+            folder = take()
+            told = {"folder": str(folder.path)}
+        except ConfigError as error:
+            told = {"refused": str(error)}
+    if isinstance(board, StoreBoard):
+        told = json.loads(board.tell_all("run_folder", json.dumps(told), outside.rank))
+    if "refused" in told:
+        raise ConfigError(told["refused"])
+    return Path(told["folder"]), folder, reporter
+
+
+def run_job(
+    config: dict[str, Any],
+    plan: RunPlan,
+    outside: OutsideRank | None,
+    folder: RunFolder | None,
+    reporter: FailureReporter | None = None,
+) -> int:
+    """Train, and return the exit code.
+
+    Args:
+        config: complete, without interpolations, and found right.
+        plan: what `plan_run` made of it.
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
+        folder: of the run; None on ranks other than 0.
+        reporter: of this rank, where one is connected already.
+    """
+    frozen = plan.freeze(config)
+    for warning in plan.warnings:
+        print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
+    if folder is None:
+        assert outside is not None
+        return _be_rank(outside, frozen, reporter)
+    folder.write_config(frozen_text(frozen))
+    print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
+    status = RunStatus.begun()
+    status.write(folder.path)
+    code = 1
+    try:
+        code = _start_ranks(plan, frozen, folder) if outside is None else _be_rank(outside, frozen, reporter)
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    finally:
+        status.after(code).write(folder.path)
+    if code == Lightning3DError.exit_code and not folder.holds_results():
+        folder.discard()
+    return code
+
+
+def frozen_text(frozen: dict[str, Any]) -> str:
+    """A configuration as it stands in a run folder, for any reader of YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(frozen))
+
+
+def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> int:
+    """Start the ranks on this machine and wait for them."""
+    count = plan.layout.world_size
+    threads = None
+    if plan.accelerator == "cpu":
+        # Before torch is imported, by this process or by the ranks.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        threads = int(os.environ["OMP_NUM_THREADS"])
+    fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
+    if fork:
+        _quiet_imports()
+        from lightning_3d.training.run import preload
+
+        preload(frozen)
+        fork = can_fork()
+    outcome = launch(run_rank, (frozen,), count, logs=folder.path / LOGS, fork=fork, threads=threads)
+    if outcome.message is not None:
+        print(outcome.message, file=sys.stderr, flush=True)
+        if outcome.exit_code != Lightning3DError.exit_code:
+            print(f"lightning_3d: what the ranks printed is in {folder.path / LOGS}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> int:
+    """Run as the rank that torchrun or SLURM started."""
+    reporter = reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
+    reporter.watch()
+    code = reporter.run(lambda: run_rank(frozen))
+    reporter.close()
+    return code
+
+
+def run_rank(frozen: dict[str, Any]) -> None:
+    """The job of every rank."""
+    _quiet_imports()
+    from lightning_3d.training.run import train
+
+    train(frozen)
+
+
+def _quiet_imports() -> None:
+    """Transformers imports torchao where it is installed, which warns of extensions that do not load (0.18), itself and through torch."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _may_fork(start_method: str, accelerator: str) -> bool:
+    if start_method == "auto":
+        return accelerator == "cpu" and sys.platform == "linux"
+    return start_method == "fork"
