@@ -94,7 +94,7 @@ def complete(arguments: list[str]) -> int:
         if command != "train":
             return 0
         os.environ["COMP_LINE"] = f"{application} {line}"
-    return train(["-sc", *arguments])
+    return _train(["-sc", *arguments], None)
 
 
 def _as_outside_rank(

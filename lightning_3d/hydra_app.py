@@ -17,11 +17,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 
 from hydra_plugins.lightning_3d_configs.search_path import Lightning3DSearchPath
 from hydra_plugins.lightning_3d_configs.sources import ClusterSource, LayoutSource, RecipeSource
-from lightning_3d.config import RunPlan, plan_run
+from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
+from lightning_3d.composed import check, plain
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.failures import FailureReporter
@@ -29,6 +30,8 @@ from lightning_3d.hydra_errors import explain, is_composition_error
 from lightning_3d.job import agree_on_folder, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
+from lightning_3d.sweep.results import JobFailed
+from lightning_3d.sweep.sweep import Sweep
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
@@ -39,6 +42,15 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
     """
     job = TrainJob(outside)
+    code = _run_guarded(job, arguments)
+    if job.sweep is not None:
+        job.sweep.close()
+        code = code or job.sweep.exit_code
+    return code
+
+
+def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
+    """Run Hydra, and make an exit code of whatever ends it."""
     try:
         _run_hydra(job, arguments)
     except SystemExit as end:
@@ -48,9 +60,12 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
     except BrokenPipeError:  # `--help | head`; Python would complain again when it flushes standard output at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except JobFailed as failure:
+        print(f"lightning_3d: the sweeper gave up: {failure}", file=sys.stderr)
+        return 1
     except Exception as error:
         if is_composition_error(error):
-            return refuse(explain(error), outside)
+            return refuse(explain(error), job.outside)
         traceback.print_exc()
         return 1
     return job.exit_code
@@ -62,7 +77,7 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     """
     # Hydra finds plugins by walking their folders, which it cannot where an editable install maps names instead.
     found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # classes of modules that it loaded anew
-    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath):
+    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, Lightning3DLauncher):
         if plugin.__name__ not in found:
             Plugins.instance().register(plugin)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -108,13 +123,16 @@ class BeforeRun(Callback):
                 f" {self.outside.world_size}. Run it without {self.outside.launcher}."
             )
             sys.exit(refuse(error, self.outside))
+        if "max_failure_rate" in config.hydra.sweeper and not _is_given(config, "hydra.sweeper.max_failure_rate"):
+            with read_write(config):
+                config.hydra.sweeper.max_failure_rate = 1.0  # Optuna's: a failed job does not stop the others
 
     def on_job_start(self, config: DictConfig, *, task_function: Any, **kwargs: Any) -> None:
         """Hand over to the job what was decided."""
         task_function.folder, task_function.reporter = self.folder, self.reporter
 
     def _take_folder(self, config: DictConfig) -> None:
-        given = any(line.startswith("hydra.run.dir=") for line in config.hydra.overrides.hydra)
+        given = _is_given(config, "hydra.run.dir")
         path = Path(config.hydra.run.dir)
 
         def take() -> RunFolder:
@@ -132,12 +150,9 @@ class BeforeRun(Callback):
                 config.hydra.job_logging = {"version": 1, "root": {"level": "WARNING"}}
 
 
-def check(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
-    """`plan_run`, and what only Hydra knows: a group that was given several names."""
-    for override in OmegaConf.select(config, "hydra.overrides.task") or ():
-        if override.startswith("parallelism=["):
-            raise ConfigError(f"{override} names several layouts; a run has one. Use -m parallelism=A,B to run each.")
-    return plan_run(config, outside)
+def _is_given(config: DictConfig, key: str) -> bool:
+    """Whether the command line sets a key of Hydra's."""
+    return any(line.startswith(f"{key}=") for line in config.hydra.overrides.hydra)
 
 
 class TrainJob:
@@ -148,6 +163,7 @@ class TrainJob:
         self.folder: RunFolder | None = None
         self.reporter: FailureReporter | None = None
         self.exit_code = 0
+        self.sweep: Sweep | None = None  # set by our launcher, whose jobs are processes of their own
 
     def __call__(self, config: DictConfig) -> int:
         code = self._run(config)
@@ -165,14 +181,7 @@ class TrainJob:
                 return 0
             if self.folder is None and (self.outside is None or self.outside.rank == 0):
                 self.folder = RunFolder.claim(Path(HydraConfig.get().runtime.output_dir), numbered=False)
-            plain = _plain(config)
+            content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)
-        return run_job(plain, plan, self.outside, self.folder, self.reporter)
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration without interpolations, as dicts and lists."""
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+        return run_job(content, plan, self.outside, self.folder, self.reporter)

@@ -334,7 +334,7 @@ def _run_rank(
     supervisor: int,
 ) -> None:
     """The life of a rank. Ends with the exit code of its failure; the supervisor shows it."""
-    _belong_to(supervisor)
+    belong_to(supervisor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(environment)
@@ -350,7 +350,7 @@ def _run_rank(
     sys.exit(code)
 
 
-def _belong_to(supervisor: int) -> None:
+def belong_to(supervisor: int) -> None:
     """Die with the supervisor, and lead a process group, so that what this rank starts can be ended with it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

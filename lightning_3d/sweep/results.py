@@ -1,0 +1,135 @@
+"""What a job came to, read from its folder. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, read_status
+from lightning_3d.sweep.jobs import Checked, Entry, Job, Skipped
+
+SKIPPED = "skipped"
+CHECKED = "checked"
+NOT_STARTED = "not started"
+
+FINAL = ("loss", "val_loss", "grad_norm")
+TYPICAL = ("tokens_per_second", "step_seconds")
+METRICS = (*FINAL, *TYPICAL, "seconds")
+
+_LOG_TAIL_BYTES = 64_000
+_OURS = "lightning_3d: "
+_NO_REASON = (f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
+
+
+class JobFailed(Exception):
+    """What a sweeper gets for a job that has no result. Its message is the reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of the table.
+
+    Attributes:
+        numbers: by name of `METRICS`; those that do not exist are left out. Losses are those of the last step that has them, speeds
+            the median over steps without the first, `seconds` from the start of the run to its end.
+        before: an earlier start of the same sweep finished it.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    status: str
+    exit_code: int | None = None
+    reason: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    folder: Path | None = None
+    before: bool = False
+
+    @classmethod
+    def of(cls, entry: Entry) -> Outcome:
+        """An entry that has not run."""
+        if isinstance(entry, Skipped):
+            return cls(entry.number, entry.overrides, SKIPPED, 2, entry.reason)
+        if isinstance(entry, Checked):
+            return cls(entry.number, entry.overrides, CHECKED, 0, entry.description)
+        return cls(entry.number, entry.overrides, NOT_STARTED, folder=entry.folder)
+
+    def ended(self, exit_code: int, reason: str = "") -> Outcome:
+        """The same job when it has run, with what its folder says."""
+        assert self.folder is not None
+        status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code in (130, 143, 129) else FAILED
+        if status == FAILED and not reason:
+            reason = reason_in_log(self.folder / "job.log")
+        return replace(self, status=status, exit_code=exit_code, reason=reason, numbers=read_numbers(self.folder))
+
+    def objective(self, metric: str | None) -> float | None:
+        """What a sweeper optimizes; without a name the validation loss, or the training loss where there is no validation."""
+        if metric is None:
+            return self.numbers.get("val_loss", self.numbers.get("loss"))
+        return self.numbers.get(metric)
+
+
+def finished_before(job: Job) -> Outcome:
+    """The outcome of a job that an earlier start of the sweep finished."""
+    return replace(Outcome.of(job).ended(0), before=True)
+
+
+def check_metric(name: str) -> None:
+    """Raises ConfigError for a number that no job has."""
+    if name not in METRICS:
+        raise ConfigError(f'hydra.launcher.metric: there is no number "{name}".{did_you_mean(name, METRICS)} There are {listed(METRICS)}.')
+
+
+def read_numbers(folder: Path) -> dict[str, float]:
+    """The numbers of a run: of its `metrics.csv`, and its duration."""
+    rows = _rows(folder / "metrics.csv")
+    numbers = {}
+    for name in FINAL:
+        values = _column(rows, name)
+        if values:
+            numbers[name] = values[-1]
+    for name in TYPICAL:
+        values = _column(rows[1:] or rows, name)  # the first step also warms up
+        if values:
+            numbers[name] = statistics.median(values)
+    status = read_status(folder)
+    if status is not None and status.seconds is not None:
+        numbers["seconds"] = status.seconds
+    return numbers
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a metrics file; none when there is no file. A last row cut off by a crash is left out."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
+
+
+def _column(rows: list[dict[str, str]], name: str) -> list[float]:
+    values = []
+    for row in rows:
+        try:
+            values.append(float(row.get(name) or ""))
+        except ValueError:  # an empty cell
+            continue
+    return values
+
+
+def reason_in_log(log: Path) -> str:
+    """Why a job ended, in a line, from what it printed: the last message of ours, with the error that follows it."""
+    if not log.is_file():
+        return ""
+    lines = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines()
+    ends = [number for number, line in enumerate(lines) if line.startswith(_OURS)]
+    starts = [number for number in ends if not lines[number].startswith(_NO_REASON)]
+    if not starts:
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    first = starts[-1]
+    following = [number for number in ends if number > first]
+    said = [line.strip() for line in lines[first : following[0] if following else len(lines)] if line.strip()]
+    message = said[0].removeprefix(_OURS)
+    return f"{message} {said[-1]}" if message.endswith(":") and len(said) > 1 else message
