@@ -30,7 +30,7 @@ from lightning_3d.hydra_errors import explain, is_composition_error
 from lightning_3d.job import agree_on_folder, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
-from lightning_3d.sweep.results import JobFailed
+from lightning_3d.sweep.compose import JobFailed
 from lightning_3d.sweep.sweep import Sweep
 
 
@@ -66,6 +66,9 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
     except Exception as error:
         if is_composition_error(error):
             return refuse(explain(error), job.outside)
+        if job.sweep is not None and not job.sweep.has_results:  # Optuna's sweeper has no best trial then
+            print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
+            return 0
         traceback.print_exc()
         return 1
     return job.exit_code

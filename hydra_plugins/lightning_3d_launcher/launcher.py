@@ -18,10 +18,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.run_status import FINISHED
-from lightning_3d.sweep.compose import compose_job, swept_overrides, task_config
-from lightning_3d.sweep.engine import Engine, Interrupted, LocalEngine
+from lightning_3d.sweep.compose import JobFailed, compose_job, swept_overrides, task_config
+from lightning_3d.sweep.engine import Engine, Interrupted, LocalEngine, interruptible
 from lightning_3d.sweep.folder import SweepFolder
-from lightning_3d.sweep.results import CHECKED, JobFailed, Outcome, check_metric
+from lightning_3d.sweep.results import CHECKED, Outcome, check_metric
 from lightning_3d.sweep.sweep import Sweep
 
 
@@ -61,15 +61,19 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch of jobs: all are composed and checked before the first starts."""
         script = None if self._ours else (sys.executable, str(Path(sys.argv[0]).absolute()))
-        composed = [
-            compose_job(self._context, self._config, overrides, initial_job_idx + number, self._sweep.folder.path, script)
-            for number, overrides in enumerate(job_overrides)
-        ]
+        folder = self._sweep.folder.path
         try:
-            outcomes = self._sweep.run([entry for entry, _ in composed])
+            with interruptible():
+                composed = [
+                    compose_job(self._context, self._config, overrides, number, folder, script)
+                    for number, overrides in enumerate(job_overrides, initial_job_idx)
+                ]
+                outcomes = self._sweep.run([entry for entry, _ in composed])
         except Interrupted as end:
             self._sweep.close()
             sys.exit(end.exit_code)
+        if not self._ours:  # train.py shows the table when the sweeper has no more batches
+            self._sweep.show_table()
         return [self._returned(outcome, config) for outcome, (_, config) in zip(outcomes, composed, strict=True)]
 
     def _returned(self, outcome: Outcome, config: DictConfig | None) -> JobReturn:

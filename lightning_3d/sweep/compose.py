@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -19,7 +20,11 @@ from lightning_3d.hydra_errors import explain, is_composition_error
 from lightning_3d.run_folder import CONFIG_FILE
 from lightning_3d.sweep.jobs import Checked, Entry, Job, Skipped
 
-_OF_THE_SWEEP = ("hydra.mode", "hydra.sweep", "hydra.run.dir", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+_OF_THE_SWEEP = ("hydra.mode", "hydra.output_subdir", "hydra.sweep", "hydra.run.dir", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+
+
+class JobFailed(CompactHydraException):
+    """What a sweeper gets for a job that has no result. Hydra shows its message, without a traceback."""
 
 
 def swept_overrides(context: HydraContext, config: DictConfig) -> list[str]:
@@ -86,7 +91,9 @@ def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: 
 def _own_command(config: DictConfig, folder: Path) -> list[str]:
     """Arguments with which another Hydra app runs from the frozen configuration in a folder, in this folder."""
     kept = [line for line in config.hydra.overrides.hydra if not line.startswith(_OF_THE_SWEEP)]
-    return [f"--config-path={folder}", f"--config-name={CONFIG_FILE}", f"hydra.run.dir='{folder}'", "hydra.mode=RUN", *kept]
+    quoted = "'" + str(folder).replace("'", "\\'") + "'"
+    ours = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]  # what Hydra leaves there is there already
+    return [f"--config-path={folder}", f"--config-name={CONFIG_FILE}", *kept, *ours]
 
 
 def _hydra_files(config: DictConfig) -> dict[str, str]:

@@ -22,11 +22,8 @@ METRICS = (*FINAL, *TYPICAL, "seconds")
 
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
-_NO_REASON = (f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
-
-
-class JobFailed(Exception):
-    """What a sweeper gets for a job that has no result. Its message is the reason."""
+_WARNINGS = (f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
+_HINT = "Set the environment variable HYDRA_FULL_ERROR"
 
 
 @dataclass(frozen=True)
@@ -125,9 +122,9 @@ def reason_in_log(log: Path) -> str:
         return ""
     lines = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines()
     ends = [number for number, line in enumerate(lines) if line.startswith(_OURS)]
-    starts = [number for number in ends if not lines[number].startswith(_NO_REASON)]
+    starts = [number for number in ends if not lines[number].startswith(_WARNINGS)]
     if not starts:
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_HINT)), "")
     first = starts[-1]
     following = [number for number in ends if number > first]
     said = [line.strip() for line in lines[first : following[0] if following else len(lines)] if line.strip()]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, RunStatus, read_status
-from lightning_3d.sweep.engine import Began, Ended, Engine, Going, Interrupted, interruptible
+from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, RUNNING, RunStatus, read_status
+from lightning_3d.sweep.engine import Began, Ended, Engine, Going, Interrupted
 from lightning_3d.sweep.folder import SweepFolder, is_finished, prepare
 from lightning_3d.sweep.jobs import Entry, Job, Skipped
 from lightning_3d.sweep.results import CHECKED, NOT_STARTED, SKIPPED, Outcome, finished_before
@@ -53,11 +53,10 @@ class Sweep:
             Interrupted: by a signal, after the running jobs were ended and the table printed.
         """
         try:
-            with interruptible():
-                jobs = self._plan(entries)
-                self._show_plan(entries, jobs)
-                self._save()
-                self._run(jobs)
+            jobs = self._plan(entries)
+            self._show_plan(entries, jobs)
+            self._save()
+            self._run(jobs)
         except Interrupted:
             self._say("")
             self._stopped()
@@ -70,10 +69,18 @@ class Sweep:
         """Print the table, where there is something to compare, and let go of the folder. Later calls do nothing."""
         if self.folder.lock is None:
             return
-        used = any(outcome.folder is not None for outcome in self.outcomes.values())
-        if used:
-            self._show_table()
-        self.folder.close(used=used)
+        self.show_table()
+        self.folder.close(used=self._used)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a job has finished."""
+        return any(outcome.status == FINISHED for outcome in self.outcomes.values())
+
+    @property
+    def _used(self) -> bool:
+        """Whether a job is, or was, to be run."""
+        return any(outcome.folder is not None for outcome in self.outcomes.values())
 
     def _plan(self, entries: Sequence[Entry]) -> list[Job]:
         """The jobs that are to be run, each with its folder ready."""
@@ -105,7 +112,8 @@ class Sweep:
                 job = event.job
                 if isinstance(event, Began):
                     begun += 1
-                    self.outcomes[job.number] = replace(self.outcomes[job.number], status=INTERRUPTED)  # until it is known
+                    self.outcomes[job.number] = replace(self.outcomes[job.number], status=RUNNING)
+                    self._save()
                     self._say(f"[{begun}/{len(jobs)}] job {job.number}: {self._describe(job.overrides)}{event.where}")
                 elif isinstance(event, Going):
                     self._show_progress(job)
@@ -125,7 +133,7 @@ class Sweep:
     def _stopped(self) -> None:
         """What has begun and is not known to have ended was interrupted."""
         for number, outcome in self.outcomes.items():
-            if outcome.status == INTERRUPTED and outcome.exit_code is None and outcome.folder is not None:
+            if outcome.status == RUNNING and outcome.folder is not None:
                 status = read_status(outcome.folder)
                 code = status.exit_code if status is not None else None
                 self.outcomes[number] = replace(outcome.ended(130), exit_code=code)
@@ -133,7 +141,7 @@ class Sweep:
     def _save(self) -> None:
         """Write `sweep.csv`, as soon as there is a job to be run."""
         outcomes = self._sorted()
-        if any(outcome.folder is not None for outcome in outcomes):
+        if self._used:
             write_csv(self.folder.path, outcomes, swept_keys(outcomes, self._known))
 
     def _sorted(self) -> list[Outcome]:
@@ -177,7 +185,10 @@ class Sweep:
         out.flush()
         self._width = len(line)
 
-    def _show_table(self) -> None:
+    def show_table(self) -> None:
+        """Print the comparison and write it, where there is something to compare."""
+        if not self._used:
+            return
         outcomes = self._sorted()
         keys = swept_keys(outcomes, self._known)
         width = shutil.get_terminal_size((120, 24)).columns
