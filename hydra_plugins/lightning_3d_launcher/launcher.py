@@ -17,6 +17,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_3d.composed import check
+from lightning_3d.config import RunPlan
 from lightning_3d.run_status import FINISHED
 from lightning_3d.sweep.compose import JobFailed, compose_job, swept_overrides, task_config
 from lightning_3d.sweep.engine import Engine, Interrupted, LocalEngine, interruptible
@@ -36,17 +38,21 @@ class SweepLauncher(Launcher):
     def __init__(self, metric: str | Sequence[str] | None = None) -> None:
         self._metrics = [metric] if metric is None or isinstance(metric, str) else list(metric)
         self._single = metric is None or isinstance(metric, str)
-        for name in self._metrics:
-            if name is not None:
-                check_metric(name)
 
     @abstractmethod
     def engine(self) -> Engine:
         """How jobs are started."""
 
+    def check(self, config: DictConfig) -> RunPlan:
+        """What a job's configuration would be where the engine runs it. Raises Lightning3DError where it cannot run."""
+        return check(config, None)
+
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take the sweep's folder, before Hydra writes into it."""
         given = any(line.startswith("hydra.sweep.dir=") for line in config.hydra.overrides.hydra)
+        for name in self._metrics:
+            if name is not None:
+                check_metric(name)
         engine = self.engine()
         folder = SweepFolder.take(Path(str(config.hydra.sweep.dir)), numbered=not given)
         with read_write(config), open_dict(config):
@@ -60,12 +66,12 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch of jobs: all are composed and checked before the first starts."""
-        script = None if self._ours else (sys.executable, str(Path(sys.argv[0]).absolute()))
+        run = self.check if self._ours else (sys.executable, str(Path(sys.argv[0]).absolute()))
         folder = self._sweep.folder.path
         try:
             with interruptible():
                 composed = [
-                    compose_job(self._context, self._config, overrides, number, folder, script)
+                    compose_job(self._context, self._config, overrides, number, folder, run)
                     for number, overrides in enumerate(job_overrides, initial_job_idx)
                 ]
                 outcomes = self._sweep.run([entry for entry, _ in composed])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,17 @@ from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.composed import check, plain
+from lightning_3d.composed import plain
+from lightning_3d.config import RunPlan
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.hydra_errors import explain, is_composition_error
 from lightning_3d.run_folder import CONFIG_FILE
 from lightning_3d.sweep.jobs import Checked, Entry, Job, Skipped
 
-_OF_THE_SWEEP = ("hydra.mode", "hydra.output_subdir", "hydra.sweep", "hydra.run.dir", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+Check = Callable[[DictConfig], RunPlan]
+"""What a composed configuration would be as a run; raises Lightning3DError for one that cannot run."""
+
+_OF_THE_SWEEP = ("hydra.mode", "hydra.output_subdir", "hydra.run.dir", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 
 
 class JobFailed(CompactHydraException):
@@ -37,7 +41,7 @@ def swept_overrides(context: HydraContext, config: DictConfig) -> list[str]:
 
 
 def compose_job(
-    context: HydraContext, sweep: DictConfig, overrides: Sequence[str], number: int, folder: Path, script: Sequence[str] | None
+    context: HydraContext, sweep: DictConfig, overrides: Sequence[str], number: int, folder: Path, run: Check | Sequence[str]
 ) -> tuple[Entry, DictConfig | None]:
     """Compose and check a job of a sweep.
 
@@ -45,7 +49,7 @@ def compose_job(
         sweep: configuration of the whole sweep.
         number: of the job.
         folder: of the sweep.
-        script: command of another app, whose own function is to be run; None: `lightning-3d run`.
+        run: the check of a job of `lightning-3d run`; or the command of another app, whose own function is to be run.
 
     Returns:
         (the job, or why it cannot run; its configuration with Hydra's part, None where it does not compose).
@@ -62,18 +66,18 @@ def compose_job(
             with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
                 config.hydra.runtime.output_dir = str(path)
             HydraConfig.instance().set_config(config)
-            return _entry(config, key, number, path, script), config
+            return _entry(config, key, number, path, run), config
     except Exception as error:
         if not is_composition_error(error):
             raise
         return Skipped(number, key, str(explain(error))), None
 
 
-def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: Path, script: Sequence[str] | None) -> Entry:
+def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: Path, run: Check | Sequence[str]) -> Entry:
     """The job of a configuration whose interpolations of Hydra can be resolved now."""
-    if script is None:
+    if callable(run):
         try:
-            plan = check(config, None)
+            plan = run(config)
         except Lightning3DError as error:
             return Skipped(number, overrides, str(error))
         if config.trainer.dry:
@@ -82,7 +86,7 @@ def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: 
         command: tuple[str, ...] = (sys.executable, "-m", "lightning_3d", "run", str(folder / CONFIG_FILE))
     else:
         frozen, ranks = plain(config), 1
-        command = (*script, *_own_command(config, folder))
+        command = (*run, *_own_command(config, folder))
     chdir = folder if config.hydra.job.chdir else None
     environment = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
     return Job(number, overrides, folder, frozen, command, ranks, environment, chdir, _hydra_files(config))
