@@ -1,0 +1,222 @@
+"""Sweeps from the command line: what Hydra composes, what other apps get, what Optuna learns, and whole sweeps of layouts."""
+
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import REPOSITORY, Result, environment, run_commands
+from test_cli import QUICK
+from test_launch import wait_until
+
+LINES: dict[str, list[str]] = {
+    "checked": ["-m", "parallelism=tp2,dp2", "trainer.dry=true"],
+    "by mode": ["hydra.mode=MULTIRUN", "parallelism=tp2,dp2", "trainer.dry=true"],
+    "all wrong": ["-m", "parallelism=tp3,tp5", "hydra.sweep.dir=there/it/is"],
+    "schedule": ["-m", "parallelism=pp4", "data.global_batch_size=2", "parallelism.micro_batch_size=1", "parallelism.schedule=1f1b,gpipe",
+                 "trainer.dry=true"],
+    "no such key": ["-m", "optimizer.lrr=1,2"],
+    "no such model": ["-m", "model=llama_tiny,nonesuch"],
+    "no such metric": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.launcher.metric=losss"],
+    "one folder": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.subdir=same"],
+    "impossible folder": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.dir=/dev/null/sweep"],
+    "quoted": ["-m", "+logger.note={_target_:x.Y,text:'a, b'},{_target_:x.Y,text:'c=d'}", "parallelism.order=[tp,cp,dp,pp]", "trainer.dry=true"],
+    "cfg": ["-m", "--cfg", "job", "parallelism=tp2,dp2"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    lines = [["train", *line, "cluster=local_cpu"] for line in LINES.values()]
+    return dict(zip(LINES, run_commands(lines, timeout=300), strict=True))
+
+
+def test_nothing_is_left_where_no_job_was_to_be_run(results: dict[str, Result]) -> None:
+    assert {name: result.left for name, result in results.items() if result.left} == {}
+    assert not any(result.torch for result in results.values())
+    assert not any("Traceback" in result.output for result in results.values())
+
+
+@pytest.mark.parametrize("name", ["checked", "by mode"])
+def test_sweep_may_be_checked_only(results: dict[str, Result], name: str) -> None:
+    assert results[name].code == 0
+    assert "job 0 checked: parallelism=tp2: tp2: 2 ranks on CPU" in results[name].output
+    assert "job 1 checked: parallelism=dp2: dp2: 2 ranks on CPU" in results[name].output
+
+
+def test_all_jobs_wrong(results: dict[str, Result]) -> None:
+    assert results["all wrong"].code == 2
+    assert results["all wrong"].output.count("does not divide 8 heads") == 2
+
+
+def test_schedule_that_needs_more_micro_batches_is_skipped(results: dict[str, Result]) -> None:
+    output = results["schedule"].output
+    assert "job 0 skipped: parallelism.schedule=1f1b: The schedule 1F1B needs at least as many micro-batches" in output
+    assert "job 1 checked: parallelism.schedule=gpipe" in output and results["schedule"].code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no such key", 'There is no configuration key "optimizer.lrr". Did you mean "optimizer.lr"?'),
+        ("no such model", 'There is no model "nonesuch".'),
+        ("no such metric", 'there is no number "losss". Did you mean "loss"?'),
+        ("one folder", "hydra.sweep.subdir must differ between jobs"),
+        ("impossible folder", "The sweep folder /dev/null/sweep cannot be used: Not a directory. Set hydra.sweep.dir."),
+        ("cfg", "Only one of --run, --multirun, --cfg"),
+    ],
+)
+def test_mistakes_in_the_command_are_one_message(results: dict[str, Result], name: str, message: str) -> None:
+    assert results[name].code == 2
+    assert results[name].output.count("lightning_3d: ") == 1 and message in results[name].output, results[name].output
+
+
+def test_values_with_quotes_and_lists(results: dict[str, Result]) -> None:
+    assert results["quoted"].code == 0, results["quoted"].output
+    assert results["quoted"].output.count("checked: logger.note={_target_:x.Y,text:") == 2
+
+
+def test_launcher_may_be_hydras_own() -> None:
+    (done,) = run_commands([["train", "-m", "hydra/launcher=basic", "parallelism=tp2,dp2", "trainer.dry=true"]])
+    assert done.code == 0 and done.output.count("2 ranks on CPU") == 2
+
+
+# Other people's apps
+
+APP = """
+import os
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config):
+    print(config, HydraConfig.get().runtime.output_dir == os.path.dirname(os.path.realpath("/proc/self/fd/1")))
+    if config.x == 2:
+        raise ValueError("x is two")
+
+main()
+"""
+
+
+def test_other_apps_run_their_own_function_in_fresh_processes(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("x: 1\ny: ${x}\ntext: a\nnumber: ${hydra:job.num}\n")
+    (tmp_path / "app.py").write_text(APP)
+    options = ["hydra/launcher=lightning_3d", "hydra.sweep.dir=s", "hydra.sweep.subdir=${hydra.job.override_dirname}"]
+    command = [sys.executable, "app.py", "-m", "x=1,2", "text='a b, c'", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1 and "job 1 failed: ValueError: x is two" in done.stdout, done.stdout + done.stderr
+    with (tmp_path / "s" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["x"], row["status"]) for row in rows] == [("1", "finished"), ("2", "failed")]
+    assert (Path(rows[0]["folder"]) / "job.log").read_text() == "{'x': 1, 'y': 1, 'text': 'a b, c', 'number': 0} True\n"
+    assert yaml.safe_load((Path(rows[1]["folder"]) / ".hydra" / "overrides.yaml").read_text()) == ["x=2", "text='a b, c'"]
+    again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert "job 0 finished before" in again.stdout and "[1/1] job 1" in again.stdout
+
+
+def test_basic_launcher_stays_the_default_of_other_apps(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("import hydra\n@hydra.main(version_base='1.3')\ndef main(config):\n    print('here', config)\nmain()\n")
+    command = [sys.executable, "app.py", "-m", "+x=1,2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 and done.stdout.count("here") == 2 and "job" not in done.stdout.replace("jobs locally", "")
+
+
+# Optuna
+
+has_optuna = pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="the extra optuna is not installed")
+
+
+@has_optuna
+@pytest.mark.timeout(600)
+def test_optuna_learns_from_the_jobs_and_goes_on_after_invalid_ones(tmp_path: Path) -> None:
+    options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra/sweeper/sampler=grid"]
+    line = ["train", "-m", *QUICK[1:], *options, "parallelism=dp1,tp3,tp1", "cluster=local_cpu", f"hydra.sweep.dir={tmp_path / 's'}"]
+    (done,) = run_commands([line], timeout=500)
+    assert done.code == 0, done.output
+    with (tmp_path / "s" / "sweep.csv").open() as file:
+        rows = {row["parallelism"]: row for row in csv.DictReader(file)}
+    assert {name: row["status"] for name, row in rows.items()} == {"dp1": "finished", "tp3": "skipped", "tp1": "finished"}
+    best = yaml.safe_load((tmp_path / "s" / "optimization_results.yaml").read_text())
+    assert best["best_value"] == min(float(rows[name]["val_loss"]) for name in ("dp1", "tp1"))
+
+
+@has_optuna
+def test_optuna_with_no_valid_trial_ends_in_a_message(tmp_path: Path) -> None:
+    options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    for more, code, message in (([], 2, "no job of this sweep has finished"), (["hydra.sweeper.max_failure_rate=0.5"], 1, "the sweeper gave up")):
+        (done,) = run_commands([["train", "-m", *options, *more, "parallelism=tp3,tp5", f"hydra.sweep.dir={tmp_path / 's'}"]])
+        assert done.code == code and message in done.output and "Traceback" not in done.output, done.output
+        assert not (tmp_path / "s").exists()
+
+
+# Whole sweeps
+
+LAYOUTS = ["tp2_pp2_dp2", "pp4_dp2", "dp8", "tp4_dp2", "tp8", "pp2_dp4"]
+SMALL = [*(line for line in QUICK[1:] if "batch_size" not in line and "layers" not in line and "head_dim" not in line)]
+SIX = [*SMALL, "model.config.num_hidden_layers=4", "model.config.head_dim=4", "data.global_batch_size=16", "parallelism.micro_batch_size=2"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_sweep_of_six_layouts_killed_half_way_and_started_again(tmp_path: Path) -> None:
+    """Six complete run folders with equal losses, one table; what had finished when the sweep was killed is not run again."""
+    sweep = tmp_path / "sweep"
+    overrides = [*SIX, f"parallelism={','.join(LAYOUTS)}", "cluster=local_cpu", f"hydra.sweep.dir={sweep}"]
+    command = [sys.executable, str(REPOSITORY / "train.py"), "-m", *overrides]
+    first = subprocess.Popen(command, env=environment(), cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
+    assert wait_until(lambda: (sweep / "2" / "metrics.csv").is_file() and (sweep / "1" / "status.json").is_file(), 1200)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert wait_until(lambda: not _processes_in(sweep), 30), "no rank outlives the sweep"
+    finished = {job: (sweep / job / "status.json").stat().st_mtime_ns for job in "01"}
+    again = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=2400)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count(" finished before: ") == 2 and "[4/4] job 5" in again.stdout
+    assert "job 2 did not finish before and begins again" in again.stdout
+    assert {job: (sweep / job / "status.json").stat().st_mtime_ns for job in "01"} == finished
+    with (sweep / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["parallelism"] for row in rows] == LAYOUTS and {row["status"] for row in rows} == {"finished"}
+    for name in ("loss", "val_loss"):
+        values = [float(row[name]) for row in rows]
+        assert max(values) - min(values) <= 1e-5 * max(values), f"{name}: {values}"
+    for row in rows:
+        names = {path.name for path in Path(row["folder"]).iterdir()}
+        assert {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", "job.log", ".hydra"} <= names
+    assert all(layout in again.stdout.rpartition("status")[2] for layout in LAYOUTS), "one table"
+
+
+def _processes_in(folder: Path) -> list[int]:
+    """Processes whose command line names a folder; ranks that were forked keep that of their parent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and str(folder) in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_interrupt_ends_the_job_and_the_sweep(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    overrides = [*QUICK[1:], "trainer.max_steps=4000", "parallelism=dp1,tp1", "cluster=local_cpu", f"hydra.sweep.dir={sweep}"]
+    command = [sys.executable, str(REPOSITORY / "train.py"), "-m", *overrides]
+    process = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert wait_until(lambda: (sweep / "0" / "metrics.csv").is_file(), 300)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    with (sweep / "sweep.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["interrupted", "not started"]
+    assert "interrupted" in output and "runs what did not finish" in output
+    assert _processes_in(sweep) == []
