@@ -56,11 +56,10 @@ class RunStatus:
             first: raise FileExistsError where there is one already; of several processes that try at once, one succeeds.
         """
         path, draft = folder / STATUS_FILE, folder / f".{STATUS_FILE}.{socket.gethostname()}.{os.getpid()}"
+        if first:
+            path.touch(exist_ok=False)
         draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        try:
-            os.link(draft, path) if first else os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        os.replace(draft, path)
 
 
 def read_status(folder: Path) -> RunStatus | None:

@@ -71,9 +71,11 @@ class SweepFolder:
         lock = (path / LOCK_FILE).open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however this process ends
-        except OSError:
+        except BlockingIOError:
             lock.close()
             raise
+        except OSError:  # a file system without locks, as some clusters mount them
+            pass
         return cls(path, created, before, lock)
 
     def close(self, *, used: bool) -> None:
