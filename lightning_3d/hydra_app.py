@@ -42,10 +42,12 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
     """
     job = TrainJob(outside)
+    before = signal.getsignal(signal.SIGTERM)
     code = _run_guarded(job, arguments)
     if job.sweep is not None:
         job.sweep.close()
         code = code or job.sweep.exit_code
+        signal.signal(signal.SIGTERM, before)
     return code
 
 
@@ -126,6 +128,8 @@ class BeforeRun(Callback):
                 f" {self.outside.world_size}. Run it without {self.outside.launcher}."
             )
             sys.exit(refuse(error, self.outside))
+        # Between jobs, and while Hydra composes them: so that a sweep that has not begun leaves no folder.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         if "max_failure_rate" in config.hydra.sweeper and not _is_given(config, "hydra.sweeper.max_failure_rate"):
             with read_write(config):
                 config.hydra.sweeper.max_failure_rate = 1.0  # Optuna's: a failed job does not stop the others

@@ -223,3 +223,14 @@ def test_interrupt_ends_the_job_and_the_sweep(tmp_path: Path) -> None:
         assert [row["status"] for row in csv.DictReader(file)] == ["interrupted", "not started"]
     assert "interrupted" in output and "runs what did not finish" in output
     assert _processes_in(sweep) == []
+
+
+def test_sweep_that_is_ended_while_it_is_composed_leaves_nothing(tmp_path: Path) -> None:
+    layouts = ",".join(f"tp{degree}" for degree in range(9, 309))
+    command = [sys.executable, str(REPOSITORY / "train.py"), "-m", f"parallelism={layouts}", "hydra.sweep.dir=a/sweep"]
+    process = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert wait_until(lambda: (tmp_path / "a" / "sweep" / "multirun.yaml").is_file(), 120)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert list(tmp_path.iterdir()) == []
