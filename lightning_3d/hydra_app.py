@@ -68,7 +68,8 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
     except Exception as error:
         if is_composition_error(error):
             return refuse(explain(error), job.outside)
-        if job.sweep is not None and not job.sweep.has_results:  # Optuna's sweeper has no best trial then
+        if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
+            # Optuna's sweeper asks for the best trial.
             print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
             return 0
         traceback.print_exc()

@@ -225,6 +225,19 @@ def test_closed_engine_ends_its_jobs(tmp_path: Path) -> None:
     assert wait_until(lambda: not is_running(pid))
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_shows_the_last_line_of_the_running_job(tmp_path: Path) -> None:
+    out = Terminal()
+    sweep = Sweep(SweepFolder.take(tmp_path / "s", numbered=False), LocalEngine(), out=out)
+    sweep.run([job(tmp_path / "s", 0, "printf 'old\\rstep 7 | loss 2\\n'; sleep 1.5")])
+    assert "\r      job 0 | step 7 | loss 2" in out.getvalue() and "old" not in out.getvalue()
+    assert "\n      job 0 finished" in out.getvalue().replace("\r", "\n")
+
+
 class InterruptedEngine:
     """The first job finishes, a signal comes in the second."""
 

@@ -114,7 +114,8 @@ class Sweep:
                     begun += 1
                     self.outcomes[job.number] = replace(self.outcomes[job.number], status=RUNNING)
                     self._save()
-                    self._say(f"[{begun}/{len(jobs)}] job {job.number}: {self._describe(job.overrides)}{event.where}")
+                    where = f" ({event.where})" if event.where else ""
+                    self._say(f"[{begun}/{len(jobs)}] job {job.number}: {self._describe(job.overrides)}{where}")
                 elif isinstance(event, Going):
                     self._show_progress(job)
                 else:
