@@ -1,4 +1,4 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run` and `lightning-3d launch`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -22,6 +22,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
 
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
+  launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
   --version   print the version
   --help      print this
 
@@ -48,9 +49,13 @@ def main(arguments: list[str]) -> int:
         return 0
     if command in ("-sc", "--shell-completion"):
         return complete(rest)
+    if command == "launch":  # the ranks are elsewhere
+        from lightning_3d.launchers import run
+
+        return run(rest)
     if command in _COMMANDS:
         return _start(_COMMANDS[command], rest)
-    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, _COMMANDS)}', file=sys.stderr)
+    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, [*_COMMANDS, "launch"])}', file=sys.stderr)
     return _REFUSED
 
 
@@ -89,7 +94,7 @@ def complete(arguments: list[str]) -> int:
         application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
         command, space, line = line.lstrip().partition(" ")
         if not space:
-            print(*(name for name in _COMMANDS if name.startswith(command)))
+            print(*(name for name in (*_COMMANDS, "launch") if name.startswith(command)))
             return 0
         if command != "train":
             return 0

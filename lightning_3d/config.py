@@ -90,6 +90,7 @@ class TrainerConfig:
     log_every_n_steps: int = 10
     checkpoint_every_n_steps: int = MISSING
     resume: str | None = None
+    auto_resume: bool = False
     start_method: str = "auto"
     dry: bool = False
     extra: dict[str, Any] = field(default_factory=dict)

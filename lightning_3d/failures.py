@@ -204,13 +204,17 @@ class StoreBoard:
         world_size: of the run.
         serves: this process holds the store's server, so that it must outlive the others' reading.
         patience: seconds to wait for the cause, and for readers.
+        before: what `store` was in the attempt before this one, where torchrun has started the ranks again.
     """
 
-    def __init__(self, store: Any, world_size: int, *, serves: bool = False, patience: float = 3.0) -> None:
+    def __init__(
+        self, store: Any, world_size: int, *, serves: bool = False, patience: float = 3.0, before: Any = None
+    ) -> None:
         self._store = store
         self._world_size = world_size
         self._serves = serves
         self._patience = patience
+        self._before = before
         self._past = ""
 
     def post(self, failure: Failure) -> bool:
@@ -248,6 +252,11 @@ class StoreBoard:
             _poll(lambda: self._store.add(f"{key}/read", 0) >= self._world_size or None, 60.0)
         return value
 
+    def told_before(self, key: str) -> str | None:
+        """What rank 0 said in the attempt before this one."""
+        key = f"lightning_3d/{key}"
+        return self._before.get(key).decode() if self._before is not None and self._before.check([key]) else None
+
     def _posted(self) -> str:
         return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
 
@@ -270,25 +279,28 @@ def connect_board(rank: int, world_size: int) -> Board:
     if world_size == 1 or "MASTER_ADDR" not in os.environ:
         return LocalBoard()
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return StoreBoard(connect_store(rank, world_size), world_size, serves=rank == 0 and not agent_serves)
+    store, before = connect_store(rank, world_size)
+    return StoreBoard(store, world_size, serves=rank == 0 and not agent_serves, before=before)
 
 
-def connect_store(rank: int, world_size: int) -> Any:
-    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun.
+def connect_store(rank: int, world_size: int) -> tuple[Any, Any]:
+    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun, and the same as it was in the
+    attempt before this one, None in the first.
 
     One connection serves all fits and evaluations of a process: if rank 0 let go of it in between, the others could reach a
     server that is just closing.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size, attempt)
 
 
 @lru_cache(maxsize=1)
-def _store_at(address: str, port: str, rank: int, world_size: int, attempt: str) -> Any:
+def _store_at(address: str, port: str, rank: int, world_size: int, attempt: int) -> tuple[Any, Any]:
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, world_size))
-    return PrefixStore(f"attempt {attempt}", store)  # what an earlier attempt posted is not about this one
+    mine = PrefixStore(f"attempt {attempt}", store)  # what an earlier attempt posted is not about this one
+    return mine, PrefixStore(f"attempt {attempt - 1}", store) if attempt > 0 else None
 
 
 class FailureReporter:

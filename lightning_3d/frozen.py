@@ -19,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config import explain_value, plan_run
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.failures import FailureReporter
-from lightning_3d.job import agree_on_folder, print_once, refuse, run_job
+from lightning_3d.job import find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank
 from lightning_3d.run_folder import CONFIG_FILE, RunFolder
+from lightning_3d.run_status import read_status
 
 _WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
 _READ_FROM_ANYWHERE = ("resume",)
@@ -68,17 +68,18 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
         print_once(plan.describe(), outside)
         return 0
 
-    def take() -> RunFolder:
-        return _take(Path(config["run_folder"]), path)
+    folder = Path(config["run_folder"])
 
-    folder: RunFolder | None
-    reporter: FailureReporter | None = None
-    if outside is None:
-        folder = take()
-    else:
-        _, folder, reporter = agree_on_folder(outside, take)
+    def take(earlier: Path | None) -> RunFolder:
+        again = earlier is not None or read_status(folder) is not None
+        return RunFolder.take(folder, config, lambda: _take(folder, path), earlier) if again else _take(folder, path)
+
+    place = find_place(outside, take)
+    if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return run_job(config, plan, outside, folder, reporter)
+    if place.resume is not None:
+        config["trainer"]["resume"] = place.resume
+    return run_job(config, plan, outside, place.folder, place.reporter)
 
 
 def read_frozen(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hydra_plugins.lightning_3d_configs.search_path import Lightning3DSearchPath
 from hydra_plugins.lightning_3d_configs.sources import ClusterSource, LayoutSource, RecipeSource
@@ -27,7 +28,7 @@ from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.failures import FailureReporter
 from lightning_3d.hydra_errors import explain, is_composition_error
-from lightning_3d.job import agree_on_folder, print_once, refuse, run_job
+from lightning_3d.job import find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
 from lightning_3d.sweep.compose import JobFailed
@@ -77,15 +78,19 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
     return job.exit_code
 
 
-def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
-    """`hydra.main` takes its arguments from `sys.argv`, and shortens tracebacks unless told otherwise, instead of
-    raising.
-    """
-    # Hydra finds plugins by walking their folders, which it cannot where an editable install maps names instead.
+def register_plugins() -> None:
+    """Hydra finds plugins by walking their folders, which it cannot where an editable install maps names instead."""
     found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # classes of modules that it loaded anew
     for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, Lightning3DLauncher):
         if plugin.__name__ not in found:
             Plugins.instance().register(plugin)
+
+
+def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
+    """`hydra.main` takes its arguments from `sys.argv`, and shortens tracebacks unless told otherwise, instead of
+    raising.
+    """
+    register_plugins()
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     installed = Path(sys.argv[0]).name == "lightning-3d"  # a shell completes for the name of the application
     sys.argv = [sys.argv[0] if installed else "train.py", *arguments]
@@ -143,16 +148,18 @@ class BeforeRun(Callback):
         given = _is_given(config, "hydra.run.dir")
         path = Path(config.hydra.run.dir)
 
-        def take() -> RunFolder:
-            return RunFolder.claim(path, numbered=not given)
+        def take(earlier: Path | None) -> RunFolder:
+            plain = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("model", "data", "optimizer", "trainer")}
+            return RunFolder.take(
+                path, {**plain, "seed": config.seed}, lambda: RunFolder.claim(path, numbered=not given), earlier
+            )
 
-        if self.outside is None:
-            self.folder = take()
-            place = self.folder.path
-        else:
-            place, self.folder, self.reporter = agree_on_folder(self.outside, take)
+        place = find_place(self.outside, take)
+        self.folder, self.reporter = place.folder, place.reporter
         with read_write(config), open_dict(config):
-            config.hydra.run.dir = str(place)
+            config.hydra.run.dir = str(place.path)
+            if place.resume is not None:
+                config.trainer.resume = place.resume
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
                 config.hydra.output_subdir = None
                 config.hydra.job_logging = {"version": 1, "root": {"level": "WARNING"}}
@@ -161,6 +168,17 @@ class BeforeRun(Callback):
 def _is_given(config: DictConfig, key: str) -> bool:
     """Whether the command line sets a key of Hydra's."""
     return any(line.startswith(f"{key}=") for line in config.hydra.overrides.hydra)
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a command line, with Hydra's own part, as `run` would get it.
+
+    Raises:
+        HydraException, OmegaConfBaseException: `explain` says what is wrong.
+    """
+    register_plugins()
+    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        return hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
 
 
 class TrainJob:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +37,49 @@ def print_once(text: str, outside: OutsideRank | None, file: Any = None) -> None
         print(text, file=file, flush=True)
 
 
-def agree_on_folder(outside: OutsideRank, take: Callable[[], RunFolder]) -> tuple[Path, RunFolder | None, FailureReporter]:
-    """Rank 0 takes a folder and tells the others, whose clocks would have named another.
+@dataclass(frozen=True)
+class Place:
+    """Where a run is, as all ranks know it.
 
-    Returns:
-        (the folder's path, the folder on rank 0, this rank's reporter of failures).
+    Attributes:
+        path: of the run folder.
+        resume: checkpoint of an earlier try to go on from.
+        folder: on rank 0, and where the ranks are still to be started.
+        reporter: of this rank's failures, where the rank is connected already.
     """
+
+    path: Path
+    resume: str | None
+    folder: RunFolder | None
+    reporter: FailureReporter | None = None
+
+
+def find_place(outside: OutsideRank | None, take: Callable[[Path | None], RunFolder]) -> Place:
+    """Take the run folder. Rank 0 does so and tells the others, whose clocks would have named another.
+
+    Args:
+        take: gets the folder of the try before this one, where torchrun has started the ranks again.
+    """
+    if outside is None:
+        folder = take(None)
+        return Place(folder.path, folder.resume, folder)
     set_master_address(outside)
     board = connect_board(outside.rank, outside.world_size)
     reporter = FailureReporter(board, outside.rank, outside.world_size)
-    folder = None
-    told: dict[str, str] = {}
+    taken = None
+    told: dict[str, str | None] = {}
     if outside.rank == 0:
+        before = json.loads(board.told_before("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
-            folder = take()
-            told = {"folder": str(folder.path)}
+            taken = take(Path(before["folder"]) if "folder" in before else None)
+            told = {"folder": str(taken.path), "resume": taken.resume}
         except ConfigError as error:
             told = {"refused": str(error)}
     if isinstance(board, StoreBoard):
         told = json.loads(board.tell_all("run_folder", json.dumps(told), outside.rank))
     if "refused" in told:
-        raise ConfigError(told["refused"])
-    return Path(told["folder"]), folder, reporter
+        raise ConfigError(str(told["refused"]))
+    return Place(Path(str(told["folder"])), told["resume"], taken, reporter)
 
 
 def run_job(
@@ -84,6 +106,8 @@ def run_job(
         return _be_rank(outside, frozen, reporter)
     folder.write_config(frozen_text(frozen))
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
+    if folder.resume is not None:
+        print_once(f"goes on from {folder.resume}", outside)
     status = RunStatus.begun()
     status.write(folder.path)
     code = 1

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightning_3d.errors import ConfigError
+import yaml
+
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.run_status import RunStatus, read_status
 
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
+SAME = ("model", "data", "optimizer", "seed")
+"""What tries of one run share. Layout, machines and length may change: checkpoints belong to the model."""
+
+_CHECKPOINTS, _MANIFEST, _LOCK = "checkpoints", "manifest.json", ".lock"
 
 
 @dataclass(frozen=True)
@@ -21,11 +32,13 @@ class RunFolder:
         path: absolute.
         created: folders that were made for it, outermost first; `path` is among them unless it was there before.
         before: names that were in it before.
+        resume: checkpoint of an earlier try of this run, to go on from; None where there is none.
     """
 
     path: Path
     created: tuple[Path, ...]
     before: frozenset[str]
+    resume: str | None = None
 
     @classmethod
     def claim(cls, path: Path, *, numbered: bool, option: str = "hydra.run.dir") -> RunFolder:
@@ -58,7 +71,46 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         before = frozenset(entry.name for entry in path.iterdir())
         (path / CONFIG_FILE).touch(exist_ok=False)
+        _hold(path)
         return cls(path, created, before)
+
+    @classmethod
+    def take(cls, path: Path, config: Mapping[str, Any], claim: Callable[[], RunFolder], earlier: Path | None = None) -> RunFolder:
+        """The folder of an earlier try of this run where there is one, else a new one.
+
+        Args:
+            path: wanted.
+            config: the configuration; with `trainer.auto_resume` what is in `path` is an earlier try.
+            claim: takes a new folder.
+            earlier: folder of the try before this one, where the launcher remembers it.
+        """
+        if config["trainer"].get("auto_resume") and (path / CONFIG_FILE).exists():
+            earlier = path
+        return claim() if earlier is None else cls.reopen(earlier, config)
+
+    @classmethod
+    def reopen(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
+        """The folder of an earlier try of this run, which went on until it was ended.
+
+        Args:
+            config: groups `SAME` of the configuration, resolved.
+
+        Raises:
+            ConfigError: it is another run's, or the earlier try has not ended.
+        """
+        path = path.absolute()
+        try:
+            earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"The configuration in the run folder {path} cannot be read: {' '.join(str(error).split())}.") from error
+        differ = [group for group in SAME if group in earlier and group in config and earlier[group] != config[group]]
+        if differ:
+            raise ConfigError(
+                f"{path} holds the files of another run: its {listed(differ)} {'differs' if len(differ) == 1 else 'differ'}, so this one"
+                " cannot go on there (trainer.auto_resume). Set hydra.run.dir to a new folder."
+            )
+        _hold(path)
+        return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest_checkpoint(path))
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
@@ -75,6 +127,7 @@ class RunFolder:
             if folder.holds_results():
                 raise FileExistsError
             RunStatus.begun().write(path, first=True)
+            _hold(path)
         except FileExistsError:
             how = f" (status: {status.status})" if status is not None else ""
             raise ConfigError(f"{path} holds a run already{how}. --folder NEW repeats it in a new folder.") from None
@@ -90,7 +143,7 @@ class RunFolder:
         """Whether training made anything worth keeping: a step or a checkpoint."""
         metrics = self.path / "metrics.csv"
         steps = len(metrics.read_text("utf-8").splitlines()) - 1 if metrics.is_file() else 0
-        return steps > 0 or any((self.path / "checkpoints").glob("*"))
+        return steps > 0 or any((self.path / _CHECKPOINTS).glob("*"))
 
     def discard(self) -> None:
         """Remove everything that this run put there."""
@@ -102,3 +155,29 @@ class RunFolder:
                 folder.rmdir()
             except OSError:  # another run is beside it
                 return
+
+
+def newest_checkpoint(path: Path) -> str | None:
+    """The complete checkpoint with the most steps in a run folder; None where there is none."""
+    found = {}
+    for manifest in (path / _CHECKPOINTS).glob(f"[!.]*/{_MANIFEST}"):
+        try:
+            found[int(json.loads(manifest.read_text("utf-8"))["global_step"]), manifest.stat().st_mtime] = manifest.parent
+        except (OSError, ValueError, KeyError, TypeError):  # being removed, or not ours
+            continue
+    return str(found[max(found)]) if found else None
+
+
+def _hold(path: Path) -> None:
+    """Let no other process take this folder while this one lives. File systems without locks cannot help.
+
+    The descriptor stays open: closing it would give up the lock (POSIX).
+    """
+    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        raise ConfigError(f"{path} belongs to a run that has not ended. Wait for its end, or set another folder.") from None
+    except OSError:
+        return

@@ -13,13 +13,14 @@ class FailAtStep(Callback):
 
     Args:
         how: "raise" an exception, "kill" this process, or "hang" the other ranks while this one raises.
+        once: fail in torchrun's first attempt only.
     """
 
-    def __init__(self, rank: int, step: int = 1, how: str = "raise") -> None:
-        self.rank, self.step, self.how = rank, step, how
+    def __init__(self, rank: int, step: int = 1, how: str = "raise", once: bool = False) -> None:
+        self.rank, self.step, self.how, self.once = rank, step, how, once
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self.step:
+        if trainer.global_step != self.step or (self.once and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"):
             return
         if trainer.global_rank == self.rank:
             if self.how == "kill":

@@ -1,0 +1,79 @@
+"""`lightning-3d launch slurm`: a script for sbatch, in which srun starts the ranks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.launchers.options import SlurmOptions
+from lightning_3d.launchers.target import Target
+from lightning_3d.launchers.tools import hand_to
+
+_WORDS = ("partition", "account", "qos", "time", "memory", "output")
+
+
+def render(target: Target, options: SlurmOptions) -> str:
+    """The script.
+
+    Raises:
+        ConfigError: a value that a line of #SBATCH cannot hold.
+    """
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in directives(target, options)), "set -eu"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
+    lines += options.setup
+    ranks = ["srun", *_srun_options(options), options.python or sys.executable, "-m", "lightning_3d"]
+    name = options.name or target.name
+    # A job that starts again has the same number, so it finds its folder.
+    arguments = target.arguments(f"outputs/{name}_${{oc.env:SLURM_JOB_ID}}")
+    return "\n".join([*lines, f"exec {shlex.join([*ranks, *arguments])}"]) + "\n"
+
+
+def directives(target: Target, options: SlurmOptions) -> list[str]:
+    """Options of sbatch, without `#SBATCH`."""
+    for key in (*_WORDS, "name"):
+        _require_word(f"launch.{key}", getattr(options, key))
+    for key in ("sbatch", "srun"):
+        for line in getattr(options, key):
+            if not line.startswith("-") or "\n" in line:
+                raise ConfigError(f'launch.{key} holds {line!r}; write options, as in ["--reservation=mine"].')
+    given = {
+        "job-name": options.name or target.name,
+        "nodes": target.nodes,
+        "ntasks-per-node": target.ranks_per_node,
+        "gpus-per-node": target.gpus_per_node or None,
+        "cpus-per-task": options.cpus_per_task,
+        "mem": options.memory,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "output": options.output,
+        "open-mode": "append",
+    }
+    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return [*lines, *(["--exclusive"] if options.exclusive else []), "--requeue" if options.requeue else "--no-requeue", *options.sbatch]
+
+
+def _srun_options(options: SlurmOptions) -> list[str]:
+    # srun takes the number of tasks and nodes from the job, but since 22.05 not the cores of a task.
+    cores = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task is not None else []
+    return ["--kill-on-bad-exit=1", *cores, *options.srun]
+
+
+def _environment(options: SlurmOptions) -> dict[str, str]:
+    for name in options.env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"launch.env holds {name!r}, which is no name of an environment variable.")
+    return options.env
+
+
+def _require_word(key: str, value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[\w.:,/%@+=\[\]-]+", value):
+        raise ConfigError(f"{key} is {value!r}; a line of #SBATCH takes letters, digits and _.:,/%@+=[]- without spaces.")
+
+
+def submit(target: Target, options: SlurmOptions) -> int:
+    """Hand the script to sbatch."""
+    return hand_to(["sbatch"], render(target, options))

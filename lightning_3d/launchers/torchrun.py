@@ -1,0 +1,85 @@
+"""`lightning-3d launch torchrun`: the command that starts the ranks of one node, the same on every node."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.launchers.options import TorchrunOptions
+from lightning_3d.launchers.target import Target
+
+PORT = 29500
+
+
+def torchrun_command(
+    target: Target,
+    python: str,
+    *,
+    endpoint: str | None,
+    run: str,
+    address: str | None = None,
+    restarts: int = 0,
+    patience: int | None = None,
+    folder: str | None = None,
+) -> list[str]:
+    """Arguments of the process that starts the ranks of a node.
+
+    Args:
+        endpoint: HOST:PORT where the nodes meet; None for a single node that meets nobody.
+        run: the name under which they meet.
+        address: of this node, as the others reach it; None is its name.
+        patience: seconds that a node waits for the others; None leaves torchrun's own.
+        folder: see `Target.arguments`.
+    """
+    options = [f"--nnodes={target.nodes}", f"--nproc-per-node={target.ranks_per_node}", f"--max-restarts={restarts}"]
+    if endpoint is None:
+        options.append("--standalone")
+    else:
+        options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run}"]
+    if address is not None:
+        options.append(f"--local-addr={address}")
+    if endpoint is not None and patience is not None:
+        options.append(f"--rdzv-conf=read_timeout={patience},join_timeout={patience}")
+    return [python, "-m", "torch.distributed.run", *options, "-m", "lightning_3d", *target.arguments(folder)]
+
+
+def command_of(target: Target, options: TorchrunOptions) -> list[str]:
+    """The command for each node of the cluster.
+
+    Raises:
+        ConfigError: several nodes that do not know where to meet.
+    """
+    endpoint = options.endpoint
+    if endpoint is None and target.nodes > 1:
+        raise ConfigError(
+            f"{target.nodes} nodes must know where to meet: launch.endpoint=HOST:{PORT}, a name or address of the first node that all"
+            " reach. The command is the same on every node."
+        )
+    if endpoint is not None:
+        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"launch.endpoint is {endpoint!r}; write HOST:PORT, for example node1:{PORT}.")
+        endpoint = f"{host}:{port}"
+    command = torchrun_command(
+        target,
+        options.python or sys.executable,
+        endpoint=endpoint,
+        run=options.name or target.name,
+        address=options.address,
+        restarts=options.restarts,
+    )
+    return ["env", *(f"{name}={value}" for name, value in options.env.items()), *command] if options.env else command
+
+
+def render(target: Target, options: TorchrunOptions) -> str:
+    """The command as a line of shell."""
+    return f"{shlex.join(command_of(target, options))}\n"
+
+
+def submit(target: Target, options: TorchrunOptions) -> int:
+    """Become torchrun on this node."""
+    command = command_of(target, options)
+    sys.stdout.flush()
+    os.execvp(command[0], command)
