@@ -7,6 +7,7 @@ ended and started again together, and then go on from the newest checkpoint in t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,6 +19,8 @@ from lightning_3d.launchers.target import Target, as_name
 from lightning_3d.launchers.tools import hand_to
 from lightning_3d.launchers.torchrun import torchrun_command
 
+# torchrun would know pod 0 by its name in the headless service, which may not resolve yet when the pod begins.
+_FIRST_POD_HOSTS = 'export PET_RDZV_CONF="$PET_RDZV_CONF,is_host=$((JOB_COMPLETION_INDEX == 0))"; exec "$@"'
 _LABEL = 63  # letters of a DNS label (RFC 1035): names of pods and services
 _NODE = "node"
 _CONTAINER = "pytorch"  # the name that the training operator asks for
@@ -31,7 +34,7 @@ def jobset(target: Target, options: KubernetesOptions) -> dict[str, Any]:
     Its headless service gives pod 0 the name NAME-node-0-0.NAME.
     """
     name = _name(target, options, before=f"-{_NODE}-0-", after="-abcde")  # Kubernetes appends five letters to names of pods
-    pod = _pod(target, options, name, master=f"{name}-{_NODE}-0-0.{name}")
+    pod = _pod(target, options, name, master=f"{name}-{_NODE}-0-0.{name}", before=["sh", "-c", _FIRST_POD_HOSTS, "sh"])
     job = {
         "parallelism": target.nodes,
         "completions": target.nodes,
@@ -72,8 +75,13 @@ def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
     return {"name": name, **space, **labels}
 
 
-def _pod(target: Target, options: KubernetesOptions, name: str, master: str) -> dict[str, Any]:
-    """The pod of a node, the same on every node."""
+def _pod(target: Target, options: KubernetesOptions, name: str, master: str, before: Sequence[str] = ()) -> dict[str, Any]:
+    """The pod of a node, the same on every node.
+
+    Args:
+        master: name of the first pod.
+        before: command that becomes torchrun.
+    """
     if not options.image:
         raise ConfigError("launch.image must be given: a container image that has this package, its dependencies and your data's readers.")
     if options.env.keys() & {"MASTER_ADDR", "MASTER_PORT"}:
@@ -83,14 +91,19 @@ def _pod(target: Target, options: KubernetesOptions, name: str, master: str) -> 
         options.python,
         endpoint=f"{master}:{options.port}",
         run=name,
-        patience=options.patience,
         folder=_folder(target, options, name),
     )
-    environment = {"MASTER_ADDR": master, "MASTER_PORT": str(options.port), "PYTHONUNBUFFERED": "1", **options.env}
+    environment = {
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(options.port),
+        "PET_RDZV_CONF": f"read_timeout={options.patience},join_timeout={options.patience}",
+        "PYTHONUNBUFFERED": "1",
+        **options.env,
+    }
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": options.image,
-        "command": [_literal(word) for word in command],
+        "command": [_literal(word) for word in (*before, *command)],
         "env": [{"name": key, "value": _literal(value)} for key, value in environment.items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in options.secrets],
         "ports": [{"name": _PORT, "containerPort": options.port}],

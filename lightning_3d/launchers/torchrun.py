@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.launchers.options import TorchrunOptions
@@ -21,7 +22,7 @@ def torchrun_command(
     run: str,
     address: str | None = None,
     restarts: int = 0,
-    patience: int | None = None,
+    meeting: Mapping[str, int] | None = None,
     folder: str | None = None,
 ) -> list[str]:
     """Arguments of the process that starts the ranks of a node.
@@ -30,7 +31,7 @@ def torchrun_command(
         endpoint: HOST:PORT where the nodes meet; None for a single node that meets nobody.
         run: the name under which they meet.
         address: of this node, as the others reach it; None is its name.
-        patience: seconds that a node waits for the others; None leaves torchrun's own.
+        meeting: settings of the c10d rendezvous; seconds and 0 or 1.
         folder: see `Target.arguments`.
     """
     options = [f"--nnodes={target.nodes}", f"--nproc-per-node={target.ranks_per_node}", f"--max-restarts={restarts}"]
@@ -40,8 +41,8 @@ def torchrun_command(
         options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run}"]
     if address is not None:
         options.append(f"--local-addr={address}")
-    if endpoint is not None and patience is not None:
-        options.append(f"--rdzv-conf=read_timeout={patience},join_timeout={patience}")
+    if meeting:
+        options.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in meeting.items()))
     return [python, "-m", "torch.distributed.run", *options, "-m", "lightning_3d", *target.arguments(folder)]
 
 
@@ -52,6 +53,7 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
         ConfigError: several nodes that do not know where to meet.
     """
     endpoint = options.endpoint
+    meeting: dict[str, int] = {}
     if endpoint is None and target.nodes > 1:
         raise ConfigError(
             f"{target.nodes} nodes must know where to meet: launch.endpoint=HOST:{PORT}, a name or address of the first node that all"
@@ -62,6 +64,8 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"launch.endpoint is {endpoint!r}; write HOST:PORT, for example node1:{PORT}.")
         endpoint = f"{host}:{port}"
+        if options.address == host:  # torchrun compares the endpoint with this machine's name, which may mean another address
+            meeting["is_host"] = 1
     command = torchrun_command(
         target,
         options.python or sys.executable,
@@ -69,6 +73,7 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
         run=options.name or target.name,
         address=options.address,
         restarts=options.restarts,
+        meeting=meeting,
     )
     return ["env", *(f"{name}={value}" for name, value in options.env.items()), *command] if options.env else command
 
