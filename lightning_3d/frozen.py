@@ -22,7 +22,6 @@ from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.job import find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank
 from lightning_3d.run_folder import CONFIG_FILE, RunFolder
-from lightning_3d.run_status import read_status
 
 _WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
 _READ_FROM_ANYWHERE = ("resume",)
@@ -71,8 +70,7 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
     folder = Path(config["run_folder"])
 
     def take(earlier: Path | None) -> RunFolder:
-        again = earlier is not None or read_status(folder) is not None
-        return RunFolder.take(folder, config, lambda: _take(folder, path), earlier) if again else _take(folder, path)
+        return RunFolder.take(folder, config, lambda: _take(folder, path), earlier)
 
     place = find_place(outside, take)
     if outside is not None:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from hydra_plugins.lightning_3d_configs.search_path import Lightning3DSearchPath
 from hydra_plugins.lightning_3d_configs.sources import ClusterSource, LayoutSource, RecipeSource
 from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
+from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
 from lightning_3d.composed import check, plain
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
@@ -81,7 +82,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
 def register_plugins() -> None:
     """Hydra finds plugins by walking their folders, which it cannot where an editable install maps names instead."""
     found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # classes of modules that it loaded anew
-    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, Lightning3DLauncher):
+    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, Lightning3DLauncher, Lightning3DSlurmLauncher):
         if plugin.__name__ not in found:
             Plugins.instance().register(plugin)
 

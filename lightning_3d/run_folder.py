@@ -80,11 +80,13 @@ class RunFolder:
 
         Args:
             path: wanted.
-            config: the configuration; with `trainer.auto_resume` what is in `path` is an earlier try.
+            config: the configuration; with `trainer.auto_resume`, and in a job that SLURM has started again, what is in `path` is an
+                earlier try.
             claim: takes a new folder.
             earlier: folder of the try before this one, where the launcher remembers it.
         """
-        if config["trainer"].get("auto_resume") and (path / CONFIG_FILE).exists():
+        again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        if again and (path / CONFIG_FILE).exists():
             earlier = path
         return claim() if earlier is None else cls.reopen(earlier, config)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.config import check_keys
+from lightning_3d.composed import check
+from lightning_3d.config import RunPlan, check_keys
 from lightning_3d.errors import ConfigError, LayoutError, listed
 
 _NOT_FOR_A_LAUNCH = {
@@ -65,18 +67,37 @@ def find_target(overrides: Sequence[str], *, counted: bool, elsewhere: bool) -> 
         Lightning3DError: as `lightning-3d train trainer.dry=true` would, and where nodes are not known.
     """
     _refuse_options(overrides)
-    from lightning_3d.composed import check
     from lightning_3d.hydra_app import compose
 
     config = compose(overrides)
     if config.get("trainer") is not None and config.trainer.get("dry"):
         raise ConfigError("trainer.dry=true starts nothing on the nodes either. Use lightning-3d launch KIND --dry.")
+    plan = check_for_nodes(config, counted=counted, elsewhere=elsewhere)
+    ranks, nodes, gpus = plan.layout.world_size, int(config.cluster.nodes), config.cluster.gpus_per_node or 0
+    folder = [line.partition("=")[2] for line in overrides if line.lstrip("+").startswith("hydra.run.dir=")]
+    return Target(
+        name=_name(config, plan.layout.name),
+        nodes=nodes,
+        ranks_per_node=ranks // nodes,
+        gpus_per_node=gpus if plan.accelerator == "gpu" else 0,
+        overrides=tuple(overrides),
+        folder=folder[-1] if folder else None,
+    )
+
+
+def check_for_nodes(config: DictConfig, *, counted: bool = True, elsewhere: bool = False) -> RunPlan:
+    """Check a configuration for the nodes of its cluster, which this machine need not be one of.
+
+    Raises:
+        Lightning3DError: as `find_target` does.
+    """
     _require_complete(config)
+    config = copy.deepcopy(config)
     with read_write(config), open_dict(config):
         config.trainer.dry = True
         if elsewhere:
             config.trainer.resume = None
-        plan = check(config, None)
+    plan = check(config, None)
     cluster = check_keys(config).cluster
     if counted and cluster.gpus_per_node is None:
         raise ConfigError(
@@ -89,16 +110,7 @@ def find_target(overrides: Sequence[str], *, counted: bool, elsewhere: bool) -> 
             f"Layout {plan.layout} has {ranks} ranks, which {cluster.nodes} nodes cannot share equally. Set cluster.nodes to"
             f" {listed([count for count in range(1, ranks + 1) if ranks % count == 0], last='or')}."
         )
-    folder = [line.partition("=")[2] for line in overrides if line.lstrip("+").startswith("hydra.run.dir=")]
-    gpus = (cluster.gpus_per_node or 0) if plan.accelerator == "gpu" else 0
-    return Target(
-        name=_name(config, plan.layout.name),
-        nodes=cluster.nodes,
-        ranks_per_node=ranks // cluster.nodes,
-        gpus_per_node=gpus,
-        overrides=tuple(overrides),
-        folder=folder[-1] if folder else None,
-    )
+    return plan
 
 
 def _refuse_options(overrides: Sequence[str]) -> None:

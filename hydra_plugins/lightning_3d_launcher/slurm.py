@@ -1,0 +1,42 @@
+"""`hydra/launcher=slurm`: each job of `-m` is a job of SLURM, on the nodes that its cluster says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hydra_plugins.lightning_3d_launcher.launcher import SweepLauncher
+from lightning_3d.config import RunPlan, explain_value
+from lightning_3d.errors import ConfigError
+from lightning_3d.launchers.target import check_for_nodes
+from lightning_3d.sweep.engine import Engine
+from lightning_3d.sweep.slurm import SlurmEngine, SlurmResources
+
+
+class Lightning3DSlurmLauncher(SweepLauncher):
+    """Jobs run on a SLURM cluster whose nodes see the files of this machine.
+
+    Args:
+        jobs_at_once: jobs that are queued or running at the same time; None is all.
+        poll_seconds: between looks at the queue.
+        resources: see `SlurmResources`.
+    """
+
+    def __init__(self, metric: Any = None, jobs_at_once: int | None = None, poll_seconds: float = 5.0, **resources: Any) -> None:
+        super().__init__(metric)
+        self._jobs_at_once = jobs_at_once
+        self._poll_seconds = poll_seconds
+        self._resources = resources
+
+    def check(self, config: DictConfig) -> RunPlan:
+        return check_for_nodes(config)
+
+    def engine(self) -> Engine:
+        try:
+            resources = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SlurmResources), self._resources))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"hydra.launcher.{explain_value(error)}") from error
+        assert isinstance(resources, SlurmResources)
+        return SlurmEngine(resources, self._jobs_at_once, poll_seconds=self._poll_seconds)
