@@ -71,7 +71,8 @@ def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | N
             )
         in_step = "SLURM_STEP_ID" in environment and environment.get("SLURM_JOB_NAME") not in _NOT_IN_SLURM_STEP
         if in_step and "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
-            world, nodes = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NNODES", 1))
+            nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", 1)))
+            world = int(environment["SLURM_NTASKS"])
             local_rank = int(environment.get("SLURM_LOCALID", 0))
             return OutsideRank(int(environment["SLURM_PROCID"]), local_rank, world, max(1, world // nodes), "slurm")
     except ValueError as error:
@@ -87,13 +88,15 @@ def set_master_address(outside: OutsideRank) -> None:
     Raises:
         ConfigError: srun was started in a way that Lightning refuses.
     """
-    if outside.launcher == "slurm" and "MASTER_ADDR" not in os.environ:
+    if outside.launcher == "slurm" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         from lightning.fabric.plugins.environments import SLURMEnvironment
 
         try:
             cluster = SLURMEnvironment()
         except RuntimeError as error:  # options of srun that Lightning does not take
             raise ConfigError(str(error)) from error
+        if nodes := os.environ.get("SLURM_STEP_NODELIST"):  # a step may have fewer nodes than its job
+            os.environ.setdefault("MASTER_ADDR", cluster.resolve_root_node_address(nodes))
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = cluster.main_address, str(cluster.main_port)
 
 

@@ -95,7 +95,7 @@ def test_printed_script_goes_to_sbatch_and_a_failing_rank_ends_the_job(slurm: Sl
 def running(slurm: Slurm, tmp_path: Path) -> str:
     """A job of many steps that has done some."""
     job = submit(slurm, tmp_path, "launch.name=long", "trainer.max_steps=4000", "trainer.checkpoint_every_n_steps=2")
-    wait_until(lambda: (tmp_path / "outputs" / f"long_{job}" / "checkpoints" / "step_4").exists() or ended(slurm, job), 300)
+    wait_until(lambda: (tmp_path / "outputs" / f"long_{job}" / "checkpoints" / "step_4.ckpt").exists() or ended(slurm, job), 300)
     assert not ended(slurm, job), printed(tmp_path, job)
     return job
 

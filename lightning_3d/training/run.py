@@ -135,6 +135,7 @@ def _quiet() -> None:
     """Lightning announces hardware, seeds and tips, DeepSpeed what it compiles; the run says what matters itself."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # The last one was told before the ranks were started.
-    for message in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", "A step has .* pipeline stages.*"):
+    # Who starts the ranks is the user's choice; the last one was told before they were started.
+    known = ("The `srun` command is available.*", ".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", "A step has .*")
+    for message in known:
         warnings.filterwarnings("ignore", message=message)
