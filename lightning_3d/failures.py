@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from lightning_3d.attempts import name_attempt
 from lightning_3d.errors import Lightning3DError
 
 FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
@@ -204,17 +205,17 @@ class StoreBoard:
         world_size: of the run.
         serves: this process holds the store's server, so that it must outlive the others' reading.
         patience: seconds to wait for the cause, and for readers.
-        before: what `store` was in the attempt before this one, where torchrun has started the ranks again.
+        lasting: a store that outlives this attempt, where torchrun may start the ranks again.
     """
 
     def __init__(
-        self, store: Any, world_size: int, *, serves: bool = False, patience: float = 3.0, before: Any = None
+        self, store: Any, world_size: int, *, serves: bool = False, patience: float = 3.0, lasting: Any = None
     ) -> None:
         self._store = store
         self._world_size = world_size
         self._serves = serves
         self._patience = patience
-        self._before = before
+        self._lasting = lasting
         self._past = ""
 
     def post(self, failure: Failure) -> bool:
@@ -246,6 +247,8 @@ class StoreBoard:
         key = f"lightning_3d/{key}"
         if rank == 0:
             self._store.set(key, value)
+            if self._lasting is not None:
+                self._lasting.set(key, value)
         value = self._store.get(key).decode()
         self._store.add(f"{key}/read", 1)
         if rank == 0:
@@ -253,9 +256,9 @@ class StoreBoard:
         return value
 
     def told_before(self, key: str) -> str | None:
-        """What rank 0 said in the attempt before this one."""
+        """What rank 0 said last in an attempt before this one."""
         key = f"lightning_3d/{key}"
-        return self._before.get(key).decode() if self._before is not None and self._before.check([key]) else None
+        return self._lasting.get(key).decode() if self._lasting is not None and self._lasting.check([key]) else None
 
     def _posted(self) -> str:
         return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
@@ -278,29 +281,33 @@ def connect_board(rank: int, world_size: int) -> Board:
         return FolderBoard(Path(folder))
     if world_size == 1 or "MASTER_ADDR" not in os.environ:
         return LocalBoard()
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store, before = connect_store(rank, world_size)
-    return StoreBoard(store, world_size, serves=rank == 0 and not agent_serves, before=before)
+    store, lasting = connect_store(rank, world_size)
+    return StoreBoard(store, world_size, serves=rank == 0 and not store_outlives_ranks(), lasting=lasting)
+
+
+def store_outlives_ranks() -> bool:
+    """Whether torchrun serves the store, and keeps it with all that is in it when it starts the ranks again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect_store(rank: int, world_size: int) -> tuple[Any, Any]:
-    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun, and the same as it was in the
-    attempt before this one, None in the first.
+    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun: this attempt's part of it, and
+    all of it where it outlives the attempt. Collective over the world.
 
     One connection serves all fits and evaluations of a process: if rank 0 let go of it in between, the others could reach a
     server that is just closing.
     """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size, attempt)
+    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size)
 
 
 @lru_cache(maxsize=1)
-def _store_at(address: str, port: str, rank: int, world_size: int, attempt: int) -> tuple[Any, Any]:
+def _store_at(address: str, port: str, rank: int, world_size: int) -> tuple[Any, Any]:
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, world_size))
-    mine = PrefixStore(f"attempt {attempt}", store)  # what an earlier attempt posted is not about this one
-    return mine, PrefixStore(f"attempt {attempt - 1}", store) if attempt > 0 else None
+    if not store_outlives_ranks():
+        return PrefixStore("lightning_3d", store), None
+    return PrefixStore(name_attempt(store, rank, world_size), store), store
 
 
 class FailureReporter:

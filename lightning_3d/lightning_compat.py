@@ -164,6 +164,8 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+    from lightning_3d.failures import connect_store, store_outlives_ranks
+
     reset_seed()
     environment = strategy.cluster_environment
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
@@ -173,7 +175,10 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     device = strategy.root_device
     backend = _get_default_process_group_backend_for_device(device)
     settle_gloo_at_exit()
-    _init_dist_connection(environment, backend, timeout=timeout)
+    place: dict[str, Any] = {}
+    if store_outlives_ranks() and strategy.world_size > 1:  # torch 2.13 would read the addresses of ranks that are gone
+        place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
+    _init_dist_connection(environment, backend, timeout=timeout, **place)
 
 
 @contextmanager
