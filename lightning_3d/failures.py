@@ -297,11 +297,12 @@ def connect_store(rank: int, world_size: int) -> tuple[Any, Any]:
     One connection serves all fits and evaluations of a process: if rank 0 let go of it in between, the others could reach a
     server that is just closing.
     """
-    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size, restarts)
 
 
 @lru_cache(maxsize=1)
-def _store_at(address: str, port: str, rank: int, world_size: int) -> tuple[Any, Any]:
+def _store_at(address: str, port: str, rank: int, world_size: int, restarts: str) -> tuple[Any, Any]:
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, world_size))

@@ -101,11 +101,10 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         wait_until(lambda: slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D", cwd=folder).stdout.strip() == str(len(NODES)), 60)
         yield slurm
     finally:
-        if len(daemons) > 1:
-            slurm.run("scancel", "--signal=KILL", "--full", "-u", "root", cwd=folder, timeout=60)
-            slurm.run("scancel", "-u", "root", cwd=folder, timeout=60)
-            with contextlib.suppress(TimeoutError):
-                wait_until(lambda: slurm.run("squeue", "-h", cwd=folder).stdout.strip() == "", 30)
+        with contextlib.suppress(TimeoutError, OSError, subprocess.TimeoutExpired):  # the daemons end in any case
+            if len(daemons) > 1:
+                slurm.run("scancel", "-u", "root", cwd=Path("/"), timeout=60)
+                wait_until(lambda: slurm.run("squeue", "-h", cwd=Path("/")).stdout.strip() == "", 60)
         for daemon in reversed(daemons):
             daemon.terminate()
             try:
