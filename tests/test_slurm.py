@@ -136,3 +136,24 @@ def test_requeued_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path, running
     slurm.wait(running, 120)
     assert len(losses(folder)) > before + 4, printed(tmp_path, running)
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == [folder.name]
+
+
+def test_sweep_submits_a_job_for_each_layout(slurm: Slurm, tmp_path: Path, here: list[float]) -> None:
+    pytest.importorskip("submitit")
+    sweep = ["-m", "hydra/launcher=slurm", "cluster.nodes=2", "parallelism=tp2_dp2,pp2_dp2,tp3", "hydra.sweep.dir=sweep"]
+    options = ["hydra.launcher.poll_seconds=1", "hydra.launcher.minutes=10", "hydra.launcher.cpus_per_task=1"]
+    done = slurm.run(sys.executable, "-m", "lightning_3d", "train", *sweep, *options, *RUN[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("(SLURM job ") == 2 and "job 2 skipped" in done.stdout, done.stdout
+    for number in "01":
+        assert losses(tmp_path / "sweep" / number) == pytest.approx(here, rel=1e-5)
+        assert (tmp_path / "sweep" / number / "job.log").read_text().count("run folder: ") == 1
+
+
+def test_sweep_says_why_a_job_failed(slurm: Slurm, tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    sweep = ["-m", "hydra/launcher=slurm", "cluster.nodes=2", "seed=0,1", "hydra.sweep.dir=sweep", "hydra.launcher.poll_seconds=1"]
+    done = slurm.run(sys.executable, "-m", "lightning_3d", "train", *sweep, *RUN, *FAULTY, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.count("exit code 1") == 2, done.stdout
+    assert (tmp_path / "sweep" / "0" / "job.log").read_text().count("ArithmeticError: rank 3 cannot go on") == 1
