@@ -147,6 +147,7 @@ def _configure(folder: Path) -> None:
         "ReturnToService=2",
         "KillWait=30",
         "MinJobAge=3600",
+        f"FirstJobId={1000 + os.getpid() % 8000}",  # ranks meet at a port made of the job's number, also those of other sessions
         *(
             f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr={name} Port={port} CPUs=8 RealMemory=8000 State=UNKNOWN"
             for name, port in zip(NODES, ports[1:], strict=True)
