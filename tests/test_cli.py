@@ -56,7 +56,7 @@ def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
     assert results["run"].code == 0, results["run"].output
     assert results["run"].left == [], "everything is in the run folder"
     names = {path.name for path in (folder / "run").iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", "train.log", ".hydra"}
+    assert names == {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", "train.log", ".hydra", ".lock"}
     assert list((folder / "run" / "checkpoints").iterdir())
     with (folder / "run" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -83,7 +83,7 @@ def _pod(target: Target, options: KubernetesOptions, name: str, master: str, bef
         before: command that becomes torchrun.
     """
     if not options.image:
-        raise ConfigError("launch.image must be given: a container image that has this package, its dependencies and your data's readers.")
+        raise ConfigError("launch.image must be given: a container image with this package and its dependencies.")
     if options.env.keys() & {"MASTER_ADDR", "MASTER_PORT"}:
         raise ConfigError("launch.env must not name MASTER_ADDR and MASTER_PORT, where the nodes meet; launch.port is the port.")
     command = torchrun_command(

@@ -74,7 +74,7 @@ def find_target(overrides: Sequence[str], *, counted: bool, elsewhere: bool) -> 
         raise ConfigError("trainer.dry=true starts nothing on the nodes either. Use lightning-3d launch KIND --dry.")
     plan = check_for_nodes(config, counted=counted, elsewhere=elsewhere)
     ranks, nodes, gpus = plan.layout.world_size, int(config.cluster.nodes), config.cluster.gpus_per_node or 0
-    folder = [line.partition("=")[2] for line in overrides if line.lstrip("+").startswith("hydra.run.dir=")]
+    folder = [line.partition("=")[2].strip("'\"") for line in overrides if line.lstrip("+").startswith("hydra.run.dir=")]
     return Target(
         name=_name(config, plan.layout.name),
         nodes=nodes,
