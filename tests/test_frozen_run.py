@@ -75,7 +75,8 @@ def test_prepared_folder_is_taken_once(results: dict[str, Result], folder: Path)
 def test_run_is_repeated_in_a_new_folder(results: dict[str, Result], folder: Path) -> None:
     assert results["repeated"].code == 0, results["repeated"].output
     assert losses(folder / "repeated") == losses(folder / "train")
-    assert {path.name for path in (folder / "repeated").iterdir()} == {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", ".lock"}
+    names = {path.name for path in (folder / "repeated").iterdir()}
+    assert names == {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", ".lock"}
     assert str(folder / "train") not in (folder / "repeated" / "config.yaml").read_text()
 
 

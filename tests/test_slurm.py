@@ -140,7 +140,7 @@ def test_requeued_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path, running
 
 def test_sweep_submits_a_job_for_each_layout(slurm: Slurm, tmp_path: Path, here: list[float]) -> None:
     pytest.importorskip("submitit")
-    sweep = ["-m", "hydra/launcher=slurm", "cluster.nodes=2", "parallelism=tp2_dp2,pp2_dp2,tp3", "hydra.sweep.dir=sweep"]
+    sweep = ["-m", "hydra/launcher=slurm", "cluster.nodes=2", "parallelism=tp2_dp2,tp4,tp3", "hydra.sweep.dir=sweep"]
     options = ["hydra.launcher.poll_seconds=1", "hydra.launcher.minutes=10", "hydra.launcher.cpus_per_task=1"]
     done = slurm.run(sys.executable, "-m", "lightning_3d", "train", *sweep, *options, *RUN[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stdout
