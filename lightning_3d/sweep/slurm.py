@@ -114,7 +114,7 @@ class SlurmEngine:
                         yield Began(job)
                         yield Ended(job, 1, f"it cannot be submitted: {_last_line(error)}")
                     else:
-                        yield Began(job, f" (SLURM job {running[job].job_id})")
+                        yield Began(job, f"SLURM job {running[job].job_id}" if self._resources.executor == "slurm" else "")
                 time.sleep(self._poll_seconds)
                 alive = self._alive(running)
                 for job, submitted in list(running.items()):
