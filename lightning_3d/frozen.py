@@ -17,7 +17,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_3d.config import explain_value, plan_run
+from lightning_3d.config import plan_run
+from lightning_3d.config_keys import explain_value
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.job import find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank

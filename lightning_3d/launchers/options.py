@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_3d.config import explain_value, unknown_key
+from lightning_3d.config_keys import explain_value, unknown_key
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout_rules import check_sizes
 
