@@ -25,6 +25,7 @@ from hydra_plugins.lightning_3d_configs.sources import ClusterSource, LayoutSour
 from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
 from lightning_3d.composed import check, plain
+from lightning_3d.config import RunPlan
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.failures import FailureReporter
@@ -118,7 +119,7 @@ class BeforeRun(Callback):
             if config.trainer.dry:
                 print_once(plan.describe(), self.outside)
                 sys.exit(0)
-            self._take_folder(config)
+            self._take_folder(config, plan)
         except Lightning3DError as error:
             sys.exit(refuse(error, self.outside))
         except Exception:
@@ -145,15 +146,14 @@ class BeforeRun(Callback):
         """Hand over to the job what was decided."""
         task_function.folder, task_function.reporter = self.folder, self.reporter
 
-    def _take_folder(self, config: DictConfig) -> None:
+    def _take_folder(self, config: DictConfig, run_plan: RunPlan) -> None:
         given = _is_given(config, "hydra.run.dir")
         path = Path(config.hydra.run.dir)
 
         def take(earlier: Path | None) -> RunFolder:
-            plain = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("model", "data", "optimizer", "trainer")}
-            return RunFolder.take(
-                path, {**plain, "seed": config.seed}, lambda: RunFolder.claim(path, numbered=not given), earlier
-            )
+            plain = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer", "trainer")}
+            plain |= {"model": dict(run_plan.model), "seed": config.seed}
+            return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
         place = find_place(self.outside, take)
         self.folder, self.reporter = place.folder, place.reporter
