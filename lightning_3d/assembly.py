@@ -18,6 +18,7 @@ from lightning_3d.adapters import refuse_tuners
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.expert_parallel import ExpertParallel, deal_experts, expert_specs
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
@@ -27,7 +28,7 @@ from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages,
 from lightning_3d.plans import ParallelPlan, find_pipeline_module, read_plan
 from lightning_3d.randomness import RandomState
 from lightning_3d.sharding import ShardSpec, reduction_groups, replicated
-from lightning_3d.tensor_parallel import TensorParallel, rewrite, shard_specs
+from lightning_3d.tensor_parallel import TensorParallel, TokenParts, rewrite, shard_specs
 
 
 @dataclass
@@ -141,6 +142,8 @@ class Partition:
 
 
 _PARTITION = "_lightning_3d_partition"
+_COMMUNICATES = {"tp_region", "tp_context", "expert_parallel"}
+"""Attributes of layers that communicate."""
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module | None:
@@ -175,7 +178,6 @@ def assemble(
     """
     layout = mesh.layout
     name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
-    plan.require_dense(layout.tp, layout.pp)
     _check(module, plan, layout, schedule)
     broadcast_eager(root, mesh)
     owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
@@ -188,15 +190,22 @@ def assemble(
     process_blocks(find_blocks(module, plan), block_options)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
-    if layout.tp > 1:
-        inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
-        context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None)
-        rewrite(module, plan, inner, context)
+    _cut_layers(module, plan, {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local, mesh, random)
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
-    cut = tuple((found, layer) for found, layer in module.named_modules() if {"tp_region", "tp_context"} & vars(layer).keys())
+    cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
     return parts
+
+
+def _cut_layers(module: nn.Module, plan: ParallelPlan, specs: dict[str, ShardSpec], mesh: Mesh, random: RandomState) -> None:
+    """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
+    tensor = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None)
+    if mesh.layout.ep > 1:
+        tokens = TokenParts(tensor) if tensor.size > 1 else None
+        deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
+    if tensor.size > 1:
+        rewrite(module, plan, specs, tensor)
 
 
 def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
@@ -215,10 +224,10 @@ def _find_plan(
     """The pipelined module with its name and plan; without tensor and pipeline parallelism none is needed."""
     try:
         name, module = find_pipeline_module(root, pipeline_module, user_plan)
-        plan = read_plan(module, user_plan)
+        plan = read_plan(module, user_plan).for_experts(layout.ep)
         refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
-        if layout.tp * layout.pp > 1 or user_plan is not None or pipeline_module is not None:
+        if layout.tp * layout.pp * layout.ep > 1 or user_plan is not None or pipeline_module is not None:
             raise
         return "", root, ParallelPlan({})
     if layout.pp > 1 and not plan.layers:
@@ -291,6 +300,7 @@ def _all_specs(
     """The specification of every parameter of the whole model, aliases of tied ones included."""
     prefix = f"{name}." if name else ""
     inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp")) if mesh.size("tp") > 1 else {}
+    inner |= expert_specs(module, plan, mesh.layout.ep, mesh.expert_index, mesh.index("tp"))
     names_of: dict[int, list[str]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(full_name)
@@ -298,9 +308,8 @@ def _all_specs(
     parameters = dict(root.named_parameters(remove_duplicate=False))
     for aliases in names_of.values():
         canonical = aliases[0]
-        if canonical.startswith(prefix) and inner:
-            spec = inner[canonical.removeprefix(prefix)]
-        else:
+        spec = inner.get(canonical.removeprefix(prefix)) if canonical.startswith(prefix) else None
+        if spec is None:
             spec = replicated(canonical, tuple(parameters[canonical].shape), mesh.size("tp"))
         spec = replace(spec, name=canonical, pp_replicas=owners.ranks_of(aliases))
         for alias in aliases:

@@ -411,8 +411,8 @@ class Lightning3DStrategy(TrainerCollectives):
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        together = self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
-        to_come = None if trainer.predicting and self.zero.stage < 3 else batches_to_come(trainer)
+        together = self.layout.ep > 1 or self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
+        to_come = None if trainer.predicting and self.zero.stage < 3 and self.layout.ep == 1 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
         self._same_batch.check(batch)

@@ -43,10 +43,12 @@ class Cell:
     dtype: str = "float32"
     vp: int | None = None  # stages per pipeline rank; None for what the schedule implies
     options: tuple[tuple[str, Any], ...] = ()  # further arguments of the strategy
+    ep: int = 1
 
     @property
     def layout(self) -> str:
-        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + (f"_vp{self.vp}" if self.vp else "")
+        further = (f"_{axis}{degree}" for axis, degree in (("ep", self.ep), ("vp", self.vp)) if degree and degree > 1)
+        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + "".join(further)
 
     @property
     def world_size(self) -> int:
@@ -124,7 +126,7 @@ def assert_same_training(
     """Train ``model`` on ``layout`` and on one process; fail where they differ by more than rounding.
 
     Args:
-        layout: every degree of "tp", "pp", "dp" and "vp" that is not 1, as in "tp2_dp4".
+        layout: every degree of "tp", "pp", "dp", "ep" and "vp" that is not 1, as in "tp2_dp4".
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}

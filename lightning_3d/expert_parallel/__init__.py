@@ -1,0 +1,6 @@
+"""Mixtures of experts: experts dealt over the ranks of a stage, tokens sent to them, and what keeps their load balanced."""
+
+from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel, TokenCut
+from lightning_3d.expert_parallel.experts import deal_experts, expert_specs
+
+__all__ = ["DispatchedExperts", "ExpertParallel", "TokenCut", "deal_experts", "expert_specs"]
