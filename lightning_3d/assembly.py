@@ -18,7 +18,8 @@ from lightning_3d.adapters import refuse_tuners
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
-from lightning_3d.expert_parallel import ExpertParallel, deal_experts, expert_specs
+from lightning_3d.expert_options import ExpertOptions
+from lightning_3d.expert_parallel import ExpertParallel, Routers, attend_calls, deal_experts, expert_specs, make_routers
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
@@ -43,6 +44,7 @@ class LocalModel:
         assignment: all stages of the pipeline.
         parameters: of each of this rank's stages, by stage.
         state: shared by gates and engine.
+        routers: of a mixture of experts.
         lost: a fit failed when other ranks had the values of some parameters.
     """
 
@@ -53,6 +55,7 @@ class LocalModel:
     assignment: StageAssignment
     parameters: dict[int, list[nn.Parameter]]
     state: PipelineState
+    routers: Routers | None = None
     lost: bool = False
 
     @property
@@ -61,6 +64,10 @@ class LocalModel:
         prefix = f"{self.name}." if self.name else ""
         return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
 
+    def after_optimizer_step(self) -> None:
+        """What of the model changes from step to step without a gradient."""
+        if self.routers is not None:
+            self.routers.update_biases()
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -162,6 +169,7 @@ def assemble(
     device: torch.device,
     weights_device: torch.device | None = None,
     block_options: BlockOptions = BlockOptions(),  # noqa: B008 - frozen
+    expert_options: ExpertOptions = ExpertOptions(),  # noqa: B008
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -169,7 +177,7 @@ def assemble(
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
-        block_options: what happens around the forward of blocks.
+        block_options: what happens around the forward of blocks. expert_options: what routers do beside routing.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -187,12 +195,16 @@ def assemble(
     blueprint = Blueprint(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
+    routers = make_routers(module, plan.experts, expert_options, mesh, device)
     process_blocks(find_blocks(module, plan), block_options)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
     _cut_layers(module, plan, {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local, mesh, random)
+    if routers is not None:
+        routers.watch(module)
+        attend_calls(module, routers)
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint)
-    parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
+    parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state, routers)
     cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
     return parts

@@ -2,5 +2,16 @@
 
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel, TokenCut
 from lightning_3d.expert_parallel.experts import deal_experts, expert_specs
+from lightning_3d.expert_parallel.routers import Routers, RouterStatistics, attend_calls, make_routers
 
-__all__ = ["DispatchedExperts", "ExpertParallel", "TokenCut", "deal_experts", "expert_specs"]
+__all__ = [
+    "DispatchedExperts",
+    "ExpertParallel",
+    "RouterStatistics",
+    "Routers",
+    "TokenCut",
+    "attend_calls",
+    "deal_experts",
+    "expert_specs",
+    "make_routers",
+]
