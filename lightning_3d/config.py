@@ -42,7 +42,7 @@ from lightning_3d.zero_options import NONE, ZeroOptions
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
-MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config")
+MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_parameters", "config")
 
 
 @dataclass
