@@ -85,7 +85,7 @@ class DispatchedExperts:
             returned = torch.cat([returned, returned.new_zeros(1, *returned.shape[1:])])
         place = torch.full((rows * choices,), sum(sent), dtype=order.dtype, device=order.device)
         place[order] = torch.arange(sum(sent), dtype=order.dtype, device=order.device)
-        outputs = returned[place].view(rows, choices, -1)
+        outputs = returned[place].view(rows, choices, hidden_states.shape[-1])
         return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
     def _exchange_counts(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
