@@ -13,6 +13,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_3d.expert_parallel import ExpertParallel, deal_experts
+from lightning_3d.expert_parallel.dispatch import exchange
 from lightning_3d.expert_parallel.losses import fits
 from lightning_3d.plans import Cut, ParallelPlan
 from lightning_3d.sharding import cut_along
@@ -120,6 +121,20 @@ def test_each_pair_travels_once_each_way_with_one_wait(name: str) -> None:
         assert len(result.sent) == 5 and result.sent[0] == EXPERTS and result.waits == 1
     for way in range(1, 5):
         assert sum(result.sent[way] for result in found) == pairs * HIDDEN
+
+
+def exchange_halves() -> list[float]:
+    """Two ranks exchange halves of a bf16 tensor, and its gradient back."""
+    rank = dist.get_rank()
+    x = torch.full((4, 3), float(rank + 1), dtype=torch.bfloat16, requires_grad=True)
+    result = exchange(x, dist.group.WORLD, [1, 3], [1, 1] if rank == 0 else [3, 3])
+    (result * (rank + 1)).sum().backward()
+    assert result.dtype == x.grad.dtype == torch.bfloat16
+    return [*result[:, 0].tolist(), *x.grad[:, 0].tolist()]
+
+
+def test_bf16_travels_as_it_is() -> None:
+    assert run_ranks(exchange_halves, 2) == [[1, 2, 1, 2, 2, 2], [1, 1, 1, 2, 2, 2, 1, 2, 2, 2]]
 
 
 def test_room_is_given_to_first_choices_then_to_earlier_tokens() -> None:
