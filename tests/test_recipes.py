@@ -3,7 +3,7 @@
 import re
 from copy import deepcopy
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ ON_GPUS = [name for name in RECIPES if not name.endswith("cpu")]
 KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
 LAYOUTS += ["tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2"]
+EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8"]
 
 
 def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
@@ -48,7 +49,7 @@ def test_a_recipe_passes_the_checks(name: str) -> None:
 def test_there_are_recipes_for_all_published_models() -> None:
     models = {recipe(name)[0].model.name for name in RECIPES}
     assert models >= {name for name in options("model") if not name.endswith("tiny")}
-    assert {recipe(name)[1].layout.name for name in ON_GPUS} == set(LAYOUTS)
+    assert {recipe(name)[1].layout.name for name in ON_GPUS} == {*LAYOUTS, *EXPERT_LAYOUTS}
     assert {"llama3_70b_256xa100", "llama3_70b_512xh100", "llama3_70b_1024xh100"} <= set(RECIPES)
 
 
@@ -78,33 +79,38 @@ def test_a_recipe_says_why_and_how(name: str) -> None:
     assert trillions is not None and tokens * config.trainer.max_steps == pytest.approx(float(trillions[1]) * 1e12, rel=0.06)
 
 
-def stage_parameters(spec: ModelSpec, layout: Layout) -> float:
-    """Parameters of the largest rank: an even share of the blocks, and an embedding or a head beside them."""
+def stage_parameters(spec: ModelSpec, layout: Layout) -> tuple[float, float]:
+    """(others, those of dealt experts) of the largest rank: an even share of the blocks, and an embedding or a head beside them."""
     embedding = spec.vocab * spec.hidden
-    assert spec.parameters is not None and not spec.tied
+    assert spec.parameters is not None and spec.shapes is not None and not spec.tied
+    experts = sum(prod(shape) for shape in spec.shapes.values() if len(shape) == 3) if layout.ep > 1 else 0
     outside = 2 * embedding if layout.pp == 1 else embedding
-    return ((spec.parameters - 2 * embedding) / layout.pp + outside) / layout.tp
+    others = (spec.parameters - experts - 2 * embedding) / layout.pp + outside
+    return others / layout.tp, experts / layout.pp / layout.ep
 
 
-def state_bytes(parameters: float, plan: RunPlan) -> float:
-    """Of one rank with bf16 parameters and AdamW, at its largest: the table of docs/zero.md."""
-    dp = plan.layout.dp
-    optimizer = 12 * parameters / (dp if plan.zero.stage else 1)
+def state_bytes(parameters: float, experts: float, plan: RunPlan) -> float:
+    """Of one rank with bf16 parameters and AdamW, at its largest: the table of docs/zero.md. Those of experts are reduced once a step."""
+    layout = plan.layout
+    same = layout.tp * layout.dp / layout.ep  # ranks of a stage with the same experts
+    of_experts = experts * (2 + 8 + 12 / (same if plan.zero.stage else 1))
+    optimizer = 12 * parameters / (layout.dp if plan.zero.stage else 1)
     if plan.zero.reduce == "step":  # the gradients, and beside them for a moment the copy that is reduced
-        return 2 * parameters + 8 * parameters + optimizer
+        return 2 * parameters + 8 * parameters + optimizer + of_experts
     buckets = 3 * 32 * 2**20
-    return 2 * parameters + 4 * parameters / dp + buckets + optimizer
+    return 2 * parameters + 4 * parameters / layout.dp + buckets + optimizer + of_experts
 
 
 def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
     """Of one rank, with bf16 activations of a block in the style of Llama, roughly.
 
     Whole on every tensor-parallel rank are, in bytes of a token, the float32 and bf16 copies of two norms and the residuals, 20 h;
-    cut are four tensors as wide as the MLP and four as wide as all heads, of 2 bytes.
+    cut are four tensors as wide as the MLP and four as wide as all heads, of 2 bytes. A mixture has the MLPs that see a token, with even
+    loads, and for each of them four copies of the token, on its way and back.
     """
     layout, blocks = plan.layout, plan.blocks
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    everything = tokens * (20 * spec.hidden + (8 * spec.intermediate + 8 * heads) / layout.tp)
+    everything = tokens * (20 * spec.hidden + (8 * mlp_width(spec) + 8 * heads + 8 * spec.top_k * spec.hidden) / layout.tp)
     repeated = tokens * (4 * heads - 4 * kv_heads) / layout.tp
     kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden}[blocks.recompute]
     held = layout.pp  # stages' forwards before the first backward, on the first rank
@@ -117,11 +123,20 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
     return recomputed * kept + (count - recomputed) * everything + again + logits
 
 
+def mlp_width(spec: ModelSpec) -> int:
+    """Of all MLPs of a block that see a token."""
+    if not spec.experts or spec.shapes is None:
+        return spec.intermediate
+    last = f"model.layers.{spec.layers - 1}.mlp."
+    shared = sum(shape[0] for name, shape in spec.shapes.items() if name.startswith(f"{last}shared") and name.endswith("up_proj.weight"))
+    return spec.top_k * spec.shapes[f"{last}experts.down_proj"][2] + shared
+
+
 def predicted_bytes(config: DictConfig, plan: RunPlan) -> tuple[float, float]:
     """(state, activations) of the fullest rank."""
     spec = ModelSpec.from_config(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
     tokens = plan.micro_batch_size * config.data.sequence_length
-    return state_bytes(stage_parameters(spec, plan.layout), plan), activation_bytes(spec, plan, tokens)
+    return state_bytes(*stage_parameters(spec, plan.layout), plan), activation_bytes(spec, plan, tokens)
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
@@ -140,6 +155,7 @@ def test_a_recipe_fits_the_memory_of_its_gpus(name: str) -> None:
         ("llama3_1_8b_8xh100", {"zero_stage": 0}),
         ("llama3_1_8b_64xh100", {"layout": "dp64"}),
         ("qwen2_5_32b_128xh100", {"layout": "tp2_pp4_dp16"}),
+        ("mixtral_8x7b_64xh100", {"layout": "dp64_ep8"}),
     ],
     ids=str,
 )
@@ -186,7 +202,7 @@ def test_every_model_on_every_published_layout(model: str) -> None:
         else:
             with pytest.raises(LayoutError, match=rf"tp {tp} |{spec.layers} layers"):
                 plan_run(config)
-    refused = 1 if model.endswith("tiny") else 6 if model == "qwen2_5_7b" else 0  # 16 stages for 4 layers; tp8 for 28 heads
+    refused = 1 if model.endswith("tiny") else 6 if model in ("qwen2_5_7b", "qwen2_57b_a14b") else 0  # 16 stages for 4 layers; tp8 for 28 heads
     assert len(passed) == len(LAYOUTS) - refused
 
 
