@@ -3,6 +3,7 @@
 ``pytest`` runs each axis and each ZeRO stage with some family, ``pytest -m full`` all families on all layouts.
 """
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import models
 import parity
 import pytest
 import torch
+from command_line import run_commands
 from parity import assert_same_training
 from plain_module import VOCABULARY, LanguageModel, TextData
 from ranks import run_ranks
@@ -179,3 +181,21 @@ def test_refusals(layout: str, model: str, options: dict[str, Any], words: list[
         assert message.split(":")[0] in ("ConfigError", "PlanError", "LayoutError")
 
 
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_main_job_trains_a_mixture(tmp_path: Path) -> None:
+    """Eight ranks in three dimensions and a fourth laid over them, from the command line; the loss falls and loads are written."""
+    overrides = ["model=mixtral_tiny", "parallelism=tp2_ep4_dp4", "parallelism.moe_aux_loss=0.01", "trainer.log_every_n_steps=5"]
+    overrides += ["trainer.max_steps=30", "trainer.val_check_interval=30", f"hydra.run.dir={tmp_path / 'run'}"]
+    [result] = run_commands([["train", *overrides]], timeout=500)
+    assert result.code == 0, result.output
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    assert float(steps[-1]["loss"]) < float(steps[0]["loss"]) - 1
+    assert all(float(step["aux_loss"]) >= 1.9 and 1 <= float(step["max_load"]) <= 4 for step in steps)
+    with (tmp_path / "run" / "routers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows[::4]] == ["5", "10", "15", "20", "25", "30"] and len({row["layer"] for row in rows}) == 4
+    assert all(sum(map(int, row["tokens"].split())) == 2 * 16 * 128 for row in rows)
