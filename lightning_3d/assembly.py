@@ -18,6 +18,8 @@ from lightning_3d.adapters import refuse_tuners
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.expert_options import ExpertOptions
+from lightning_3d.expert_parallel import ExpertParallel, Routers, attend_calls, deal_experts, expert_specs, make_routers
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
@@ -32,6 +34,7 @@ from lightning_3d.sharding import ShardSpec, reduction_groups, replicated
 from lightning_3d.tensor_parallel import (
     SequenceRegions,
     TensorParallel,
+    TokenParts,
     deal_sequence,
     find_regions,
     gather_regions,
@@ -53,6 +56,7 @@ class LocalModel:
         assignment: all stages of the pipeline.
         parameters: of each of this rank's stages, by stage.
         state: shared by gates and engine.
+        routers: of a mixture of experts.
         lost: a fit failed when other ranks had the values of some parameters.
     """
 
@@ -63,6 +67,7 @@ class LocalModel:
     assignment: StageAssignment
     parameters: dict[int, list[nn.Parameter]]
     state: PipelineState
+    routers: Routers | None = None
     lost: bool = False
 
     @property
@@ -71,6 +76,10 @@ class LocalModel:
         prefix = f"{self.name}." if self.name else ""
         return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
 
+    def after_optimizer_step(self) -> None:
+        """What of the model changes from step to step without a gradient."""
+        if self.routers is not None:
+            self.routers.update_biases()
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -152,6 +161,8 @@ class Partition:
 
 
 _PARTITION = "_lightning_3d_partition"
+_COMMUNICATES = {"tp_region", "tp_context", "expert_parallel"}
+"""Attributes of layers that communicate."""
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module | None:
@@ -170,6 +181,7 @@ def assemble(
     device: torch.device,
     weights_device: torch.device | None = None,
     block_options: BlockOptions = BlockOptions(),  # noqa: B008 - frozen
+    expert_options: ExpertOptions = ExpertOptions(),  # noqa: B008
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -177,7 +189,7 @@ def assemble(
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
-        block_options: what happens around the forward of blocks.
+        block_options: what happens around the forward of blocks. expert_options: what routers do beside routing.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -187,7 +199,6 @@ def assemble(
     """
     layout = mesh.layout
     name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
-    plan.require_dense(layout.tp, layout.pp)
     _check(module, plan, layout, schedule)
     broadcast_eager(root, mesh)
     owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
@@ -202,20 +213,38 @@ def assemble(
     context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None, sequence)
     if regions is not None:
         gather_regions(module, regions, context)
+    routers = make_routers(module, plan.experts, expert_options, mesh, device)
     process_blocks(find_blocks(module, plan), block_options)
     if regions is not None:
         deal_sequence(module, regions, context)
         random.deals_sequence = True
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
-    if layout.tp > 1:
-        inner = {spec_name.removeprefix(f"{name}."): spec for spec_name, spec in local.items()} if name else local
-        rewrite(module, plan, inner, context, regions)
+    _cut_layers(module, plan, {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local, mesh, context, regions)
+    if routers is not None:
+        routers.watch(module)
+        attend_calls(module, routers)
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
-    parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state)
-    cut = tuple((found, layer) for found, layer in module.named_modules() if {"tp_region", "tp_context"} & vars(layer).keys())
+    parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state, routers)
+    cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
     return parts
+
+
+def _cut_layers(
+    module: nn.Module,
+    plan: ParallelPlan,
+    specs: dict[str, ShardSpec],
+    mesh: Mesh,
+    tensor: TensorParallel,
+    regions: SequenceRegions | None,
+) -> None:
+    """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
+    if mesh.layout.ep > 1:
+        tokens = TokenParts(tensor) if tensor.size > 1 else None
+        deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
+    if tensor.size > 1:
+        rewrite(module, plan, specs, tensor, regions)
 
 
 def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
@@ -234,10 +263,10 @@ def _find_plan(
     """The pipelined module with its name and plan; without tensor and pipeline parallelism none is needed."""
     try:
         name, module = find_pipeline_module(root, pipeline_module, user_plan)
-        plan = read_plan(module, user_plan)
+        plan = read_plan(module, user_plan).for_experts(layout.ep)
         refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
-        if layout.tp * layout.pp > 1 or user_plan is not None or pipeline_module is not None:
+        if layout.tp * layout.pp * layout.ep > 1 or user_plan is not None or pipeline_module is not None:
             raise
         return "", root, ParallelPlan({})
     if layout.pp > 1 and not plan.layers:
@@ -334,6 +363,7 @@ def _all_specs(
     """The specification of every parameter of the whole model, aliases of tied ones included."""
     prefix = f"{name}." if name else ""
     inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp"), regions) if mesh.size("tp") > 1 else {}
+    inner |= expert_specs(module, plan, mesh.layout.ep, mesh.expert_index, mesh.index("tp"))
     names_of: dict[int, list[str]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(full_name)
@@ -341,9 +371,8 @@ def _all_specs(
     parameters = dict(root.named_parameters(remove_duplicate=False))
     for aliases in names_of.values():
         canonical = aliases[0]
-        if canonical.startswith(prefix) and inner:
-            spec = inner[canonical.removeprefix(prefix)]
-        else:
+        spec = inner.get(canonical.removeprefix(prefix)) if canonical.startswith(prefix) else None
+        if spec is None:
             spec = replicated(canonical, tuple(parameters[canonical].shape), mesh.size("tp"))
         spec = replace(spec, name=canonical, pp_replicas=owners.ranks_of(aliases))
         for alias in aliases:

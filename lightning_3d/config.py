@@ -23,6 +23,7 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config_keys import check_group_keys, check_type, data_options, explain_value
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
+from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.launch import OutsideRank
 from lightning_3d.layout import AXES, Layout, divisors, nearest_layouts
 from lightning_3d.layout_rules import (
@@ -43,7 +44,7 @@ from lightning_3d.zero_options import NONE, ZeroOptions
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
-MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "config", "pretrained", "lora")
+MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_parameters", "config", "pretrained", "lora")
 
 
 @dataclass
@@ -67,6 +68,10 @@ class ParallelismConfig:
     offload_activations: bool = False
     compile: bool = False
     sequence_parallel: bool | None = None
+    moe_aux_loss: float | None = None
+    moe_z_loss: float = 0.0
+    moe_bias_update: float = 0.0
+    moe_capacity_factor: float | None = None
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 
@@ -190,13 +195,14 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp)
+    experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
     _check_trainer(run.trainer)
     _check_targets(run)
     LoraOptions.of(run.model)
     run.model = complete_model(run.model, dry=run.trainer.dry)
-    micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule)
+    micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule, experts)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
@@ -385,13 +391,16 @@ def _check_targets(run: RunConfig) -> None:
                 )
 
 
-def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str) -> tuple[int, int]:
+def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
     """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
     if not isinstance(run.model.get("config"), dict):
         raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
     spec = ModelSpec.from_config(run.model["config"])
     if spec.experts and spec.top_k > spec.experts:
         raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
+    if experts.asked_for and not spec.experts:
+        name = experts.asked_for[0]
+        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Leave it out.")
     check_model(
         layout,
         heads=spec.heads,

@@ -88,12 +88,24 @@ def _without_compiling() -> Iterator[None]:
         torch.compile = compile_
 
 
+EXPERTS = "experts"
+"""Name of the one group of experts that DeepSpeed is told of."""
+
+
 def deepspeed_engine(
-    module: nn.Module, optimizer: Any, groups: Any, config: dict[str, Any], device: torch.device, *, on_host: bool = False
+    module: nn.Module,
+    optimizer: Any,
+    groups: Any,
+    config: dict[str, Any],
+    device: torch.device,
+    *,
+    on_host: bool = False,
+    expert_group: Any = None,
 ) -> Any:
     """`deepspeed.initialize` (0.19) where process groups exist already. Collective over the data-parallel ranks.
 
     With `on_host` the parameters, of one data-parallel rank alone, are and stay in host memory, and `offload_optimizer` is configured.
+    The parameters in groups of the optimizer with "moe" and the "name" `EXPERTS` are sharded over `expert_group` instead.
 
     - It takes the device from `LOCAL_RANK`, which not every launcher sets.
     - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, waits for ever where
@@ -109,6 +121,8 @@ def deepspeed_engine(
     attributes = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
     local_rank = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(device.index or 0)
+    if expert_group is not None:
+        _announce_experts(module, optimizer, expert_group)
     try:
         with _without_broadcast(deepspeed.DeepSpeedEngine) if on_host else nullcontext():
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, mpu=groups, config=config)
@@ -126,6 +140,30 @@ def deepspeed_engine(
     if on_host:
         _keep_parameters_on_host(engine.optimizer)
     return engine
+
+
+def _announce_experts(module: nn.Module, optimizer: Any, expert_group: Any) -> None:
+    """Let an engine shard some groups of parameters over ranks of their own, as it does for its mixtures of experts (0.19).
+
+    It looks for a `deepspeed.moe.layer.MoE` in the module, finds process groups by name in two dicts of `deepspeed.utils.groups`, and
+    knows a parameter of an expert by `allreduce` and `group_name`.
+    """
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
+    from torch import nn
+
+    class Marker(MoE):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = 1
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            """The groups exist."""
+
+    module.add_module(EXPERTS, Marker())
+    groups._EXPERT_PARALLEL_GROUP[EXPERTS] = groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = expert_group
+    for parameter in (parameter for group in optimizer.param_groups if group.get("moe") for parameter in group["params"]):
+        parameter.allreduce, parameter.group_name = False, EXPERTS
 
 
 @contextmanager
@@ -170,14 +208,14 @@ def _keep_parameters_on_host(zero: Any) -> None:
 def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
     """The flat buffers of a ZeRO stage 1 engine (`DeepSpeedZeroOptimizer`, 0.19), one for each parameter group.
 
-    `bit16_groups`, `bit16_groups_flat`, `parallel_partitioned_bit16_groups` and `single_partition_of_fp32_groups` are
-    not public; they have these names for parameters of any type.
+    `bit16_groups`, `bit16_groups_flat`, `parallel_partitioned_bit16_groups`, `single_partition_of_fp32_groups` and, for each of them,
+    `real_dp_process_group` are not public; they have these names for parameters of any type.
     """
     from torch.distributed import get_rank
 
     zero = engine.optimizer
-    rank = get_rank(zero.dp_process_group)
-    partitions = [parts[rank] for parts in zero.parallel_partitioned_bit16_groups]
+    ranks = [get_rank(group) for group in zero.real_dp_process_group]
+    partitions = [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
     columns = (zero.bit16_groups, zero.bit16_groups_flat, partitions, zero.single_partition_of_fp32_groups)
     return [DeepSpeedGroup(list(parameters), *tensors) for parameters, *tensors in zip(*columns, strict=True)]
 
@@ -227,3 +265,5 @@ def release_deepspeed(engine: Any) -> None:
     engine.mpu = None
     comm.cdb = None
     groups.mpu = None
+    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+        known.pop(EXPERTS, None)

@@ -148,6 +148,25 @@ class Layout:
         indices = product(*(range(self.size(axis)) for axis in varied))
         return tuple(sorted(self.rank(**{**place, **dict(zip(varied, index, strict=True))}) for index in indices))
 
+    def expert_groups(self) -> list[tuple[int, ...]]:
+        """All groups of `ep` ranks that deal the experts of a stage among them: neighbours when its ranks are counted with tp
+        innermost, then cp, then dp. Ranks rise within a group, and a rank's place in it tells which experts it has.
+        """
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            place = at["tp"] + self.tp * (at["cp"] + self.cp * at["dp"])
+            found.setdefault((at["pp"], place // self.ep), []).append(rank)
+        return sorted(tuple(group) for group in found.values())
+
+    def expert_data_groups(self) -> list[tuple[int, ...]]:
+        """All groups of ranks of one stage that have the same experts; ranks rise within a group."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for group in self.expert_groups():
+            for index, rank in enumerate(group):
+                found.setdefault((self.coordinates(rank)["pp"], index), []).append(rank)
+        return sorted(tuple(sorted(group)) for group in found.values())
+
     def require_world_size(self, launched: int) -> None:
         """Refuse a number of launched ranks that is not this layout's.
 

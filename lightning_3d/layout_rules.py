@@ -107,37 +107,55 @@ def check_schedule(layout: Layout, schedule: str) -> ScheduleInfo:
 
 
 def check_available(layout: Layout) -> None:
-    """Refuse axes that this version does not have.
+    """Refuse axes that this version does not have, and expert groups that do not fill the ranks of a stage.
 
     Raises:
-        LayoutError: cp or ep above 1.
+        LayoutError: cp above 1; an ep that does not divide tp * cp * dp.
     """
-    for axis, what in (("cp", "Context"), ("ep", "Expert")):
-        if getattr(layout, axis) > 1:
-            raise LayoutError(
-                f"{what} parallelism ({axis} {getattr(layout, axis)} in {layout}) is not available in this version."
-                f" Use {_without(layout, axis)}, which has as many ranks."
-            )
+    if layout.cp > 1:
+        raise LayoutError(
+            f"Context parallelism (cp {layout.cp} in {layout}) is not available in this version."
+            f" Use {_without(layout, 'cp')}, which has as many ranks."
+        )
+    _check_expert_groups(layout)
+
+
+def _check_expert_groups(layout: Layout) -> None:
+    ranks = layout.tp * layout.cp * layout.dp
+    if ranks % layout.ep == 0:
+        return
+    relation = "is more than" if layout.ep > ranks else "does not divide"
+    factors = " * ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1) or "no axis above 1"
+    raise LayoutError(
+        f"Expert parallelism is laid over the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} of {layout}"
+        f" ({factors}). Use {listed((replace(layout, ep=ep).name for ep in _near(divisors(ranks), layout.ep)), last='or')}."
+    )
+
+
+def _near(choices: Sequence[int], wanted: int) -> list[int]:
+    """The largest choice up to `wanted` and the smallest above it."""
+    return [*[max(choice for choice in choices if choice <= wanted)], *[choice for choice in choices if choice > wanted][:1]]
 
 
 def _check_experts(layout: Layout, experts: int | None) -> None:
-    if layout.ep > 1 and experts is None:
+    if layout.ep == 1:
+        return
+    if experts is None:
         raise LayoutError(
             f"Layout {layout} has expert parallelism (ep {layout.ep}), but the model is dense: it has no experts to"
             f" distribute. Use {replace(layout, ep=1)}."
         )
-    if experts is not None and (layout.tp > 1 or layout.pp > 1):
-        data_only = Layout(dp=layout.world_size, order=layout.order)
+    if experts % layout.ep:
+        ranks = layout.tp * layout.cp * layout.dp
+        fits = [ep for ep in divisors(experts) if ranks % ep == 0]
         raise LayoutError(
-            f"The model is a mixture of {experts} experts. Without expert parallelism, which is not available in this"
-            f" version, only tp 1 and pp 1 are exact, but the layout is {layout}. Use {data_only}."
+            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, of which every rank gets as many. Use"
+            f" {listed((replace(layout, ep=ep).name for ep in _near(fits, layout.ep)), last='or')}."
         )
 
 
 def _without(layout: Layout, axis: str) -> Layout:
     """The layout without an axis; its ranks become data parallel."""
-    if axis == "ep":
-        return replace(layout, ep=1)
     return replace(layout, **{axis: 1, "dp": layout.dp * getattr(layout, axis)})
 
 

@@ -62,6 +62,11 @@ class Mesh:
         self._by_ranks[tuple(range(layout.world_size))] = _world()
         for axes in GROUPS:
             self._create_missing(layout.groups(*axes), "+".join(axes))
+        self._experts = _containing(self.rank, layout.expert_groups())
+        self._expert_data = _containing(self.rank, layout.expert_data_groups())
+        if layout.ep > 1:
+            self._create_missing(layout.expert_groups(), "experts")
+            self._create_missing(layout.expert_data_groups(), "expert data")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._apart: dict[str, dist.ProcessGroup] = {}
         if dist.get_backend() not in _HOST_BACKENDS and layout.pp > 1:
@@ -88,6 +93,26 @@ class Mesh:
     def control(self) -> dist.ProcessGroup:
         """Over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
         return self._apart.get("control") or self.group("pp")
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """Over the ranks that deal the experts of this stage among them, in the order of `expert_index`."""
+        return self.group_for(self._experts)
+
+    @property
+    def expert_index(self) -> int:
+        """Which of the ep parts of its stage's experts this rank has."""
+        return self._experts.index(self.rank)
+
+    @property
+    def expert_data_group(self) -> dist.ProcessGroup:
+        """Over the ranks of this stage that have the same experts."""
+        return self.group_for(self._expert_data)
+
+    @property
+    def expert_data_ranks(self) -> tuple[int, ...]:
+        """Global ranks of `expert_data_group`, rising."""
+        return self._expert_data
 
     def index(self, axis: str) -> int:
         """This rank's index along an axis."""
@@ -206,6 +231,10 @@ def _world() -> dist.ProcessGroup:
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(ranks)))
+
+
+def _containing(rank: int, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return next(group for group in groups if rank in group)
 
 
 def _neighbours(pipeline: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import nn
@@ -22,7 +22,8 @@ ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
 EMBEDDING_STYLES = frozenset({"embedding_rowwise", "embedding_colwise"})
 REPLICATED_STYLES = frozenset({"replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
 DENSE_STYLES = COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | REPLICATED_STYLES
-EXPERT_STYLES = frozenset({"moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts", "ep_router"})
+EXPERT_MODULE_STYLES = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
+EXPERT_STYLES = EXPERT_MODULE_STYLES | {"moe_identity_expert", "grouped_gemm", "ep_router"}
 OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
 
@@ -53,7 +54,8 @@ class ParallelPlan:
         before, after: modules that run before and after the blocks, in order of execution.
         embedding: name of the token embedding that is cut by vocabulary, or None.
         head: name of the linear layer that makes the logits and is cut by vocabulary, or None.
-        experts: the modules that belong to a mixture of experts.
+        experts: the modules that hold the experts of a mixture, called with (tokens, experts of each token, their weights).
+        ep: pattern of a module or parameter name -> how it is dealt to expert-parallel ranks, in the place of `tp`.
     """
 
     tp: dict[str, Cut]
@@ -63,15 +65,23 @@ class ParallelPlan:
     embedding: str | None = None
     head: str | None = None
     experts: tuple[str, ...] = ()
+    ep: dict[str, Cut] = field(default_factory=dict)
 
-    def require_dense(self, tp: int, pp: int) -> None:
-        """Refuse a mixture of experts on more than data-parallel ranks. Raises PlanError."""
-        if self.experts and (tp > 1 or pp > 1):
+    def for_experts(self, ep: int) -> ParallelPlan:
+        """The plan for `ep` expert-parallel ranks: with more than one, experts are dealt out whole and not cut.
+
+        Raises:
+            PlanError: nothing says how the experts are dealt.
+        """
+        if ep == 1:
+            return self
+        if not self.ep:
             raise PlanError(
-                f"The model is a mixture of experts ('{self.experts[0]}' and {len(self.experts) - 1} more), which does"
-                f" not work with tp={tp}, pp={pp} yet. The nearest layout that works is tp = pp = 1, all ranks data"
-                " parallel."
+                f"The layout has ep={ep}, but the model's plan says nothing of experts: it is dense, or its experts are no module of one"
+                " tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts': 'ep_dispatch_experts', 'blocks.*.experts.up':"
+                " 'grouped_gemm', ...}}."
             )
+        return replace(self, tp=self.tp | self.ep)
 
     def cut_of(self, name: str) -> Cut | None:
         """The entry for the module or parameter called `name`; an exact name wins over a pattern."""
@@ -85,17 +95,18 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
 
     Args:
         module: the whole pipelined module, on meta or not.
-        user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}}`, either key may be absent. The
-            order of "pp" is the order of execution, and the `nn.ModuleList` in it is the blocks.
+        user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}, "ep": {pattern: style}}`, any key may be
+            absent. The order of "pp" is the order of execution, and the `nn.ModuleList` in it is the blocks.
 
     Raises:
         PlanError: no plan is declared, a style or name is unknown, or the blocks are not one `nn.ModuleList`.
     """
     user_plan = user_plan or {}
-    if unknown := set(user_plan) - {"tp", "pp"}:
-        raise PlanError(f"A plan has the keys 'tp' and 'pp', but this one has {sorted(unknown)}.")
+    if unknown := set(user_plan) - {"tp", "pp", "ep"}:
+        raise PlanError(f"A plan has the keys 'tp', 'pp' and 'ep', but this one has {sorted(unknown)}.")
     declared_tp, declared_pp = _declared(module)
     tp = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
+    ep = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
     # Some families declare the head only, which is no pipeline plan.
     pp = list(user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else ()))
     if not tp and not pp:
@@ -105,15 +116,15 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
             " or give the class the attributes _tp_plan and _pp_plan."
         )
     names = _names(module)
-    if user_plan.get("tp"):
-        _require_matches(tp, names)
+    for key, given in (("tp", tp), ("ep", ep)):
+        if user_plan.get(key):
+            _require_matches(given, names)
     layers, before, after = _pipeline_order(module, pp)
     head = _find_head(module, after)
     embedding = _find_embedding(module, before, head)
-    experts = tuple(
-        name for name in names for pattern, cut in tp.items() if cut.style in EXPERT_STYLES and _matches(pattern, name)
-    )
-    plan = ParallelPlan(tp, layers, before, after, experts=experts)
+    patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
+    experts = tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
+    plan = ParallelPlan(tp, layers, before, after, experts=experts, ep=ep)
     return _with_vocabulary(module, plan, embedding, head)
 
 
@@ -198,6 +209,19 @@ def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     pp.update(_as_dict(getattr(type(module), "_pp_plan", None)))
     # The instance's plan is the same, or what a user has set (model.tp_plan = ...).
     return _as_dict(vars(module).get("_tp_plan")) or tp, pp
+
+
+def _declared_ep(module: nn.Module) -> dict[str, Any]:
+    """How the module's configuration, or that of its children, deals experts to expert-parallel ranks."""
+    if not is_transformers_model(module):
+        return _as_dict(own(module, "_ep_plan"))
+    ep: dict[str, Any] = {}
+    if getattr(module, "base_model", module) is module:
+        ep.update(_as_dict(getattr(module.config, "base_model_ep_plan", None)))
+    for name, child in module.named_children():
+        if is_transformers_model(child):
+            ep.update({f"{name}.{pattern}": style for pattern, style in _declared_ep(child).items()})
+    return ep
 
 
 def _as_dict(plan: Any) -> dict[str, Any]:

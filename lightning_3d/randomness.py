@@ -8,6 +8,7 @@ for its own heads and columns. Nothing is saved: a recomputed block sets the sam
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -163,3 +164,8 @@ def _mix(state: int, value: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def global_seed() -> int:
+    """The one that `seed_everything` was given; 0 without."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))

@@ -47,7 +47,8 @@ class ShardSpec:
         pp_replicas: pipeline coordinates that hold the parameter (two for an embedding tied across stages); empty where there is
             no pipeline.
         tied_to: canonical name of the parameter that this one is tied to, when this one is a copy of it.
-        expert: the parameter belongs to one expert of a mixture, reduced over its own data-parallel group.
+        expert: the parameter is a part of the experts of a mixture, dealt over expert-parallel ranks: its gradient and state belong to
+            the ranks of the stage that have the same experts, whatever their tensor-parallel coordinate.
     """
 
     name: str
@@ -77,11 +78,18 @@ class ShardSpec:
 
     def is_uneven(self, tp_size: int) -> bool:
         """Whether tensor-parallel ranks hold shards of different sizes, a vocabulary that they do not divide for example."""
+        if self.expert:
+            return False
         shards = tp_size // len(self.tp_replicas)
         return prod(self.local_shape) * shards != prod(self.global_shape)
 
     def counts_in_norm(self, tp_index: int, pp_index: int) -> bool:
-        """Whether the rank at these coordinates is the one that adds this shard to a global sum, so that replicas count once."""
+        """Whether the rank at these coordinates is the one that adds this shard to a global sum, so that replicas count once.
+
+        Always for experts: the ranks that have the same ones are data-parallel to each other.
+        """
+        if self.expert:
+            return True
         first_stage = min(self.pp_replicas) if self.pp_replicas else pp_index
         return tp_index == min(self.tp_replicas) and pp_index == first_stage
 

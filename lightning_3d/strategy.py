@@ -6,7 +6,6 @@ micro-batches, `zero` owns gradients and optimizer.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -45,6 +44,7 @@ from lightning_3d.checkpoint import (
     take_pipeline_state,
 )
 from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.fp8 import multiply_in_float8, require_fp8
 from lightning_3d.layout import Layout
@@ -62,6 +62,7 @@ from lightning_3d.lightning_compat import (
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine, runs_now
 from lightning_3d.precision import precision_of
+from lightning_3d.randomness import global_seed
 from lightning_3d.schedules import find_schedule
 from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
@@ -93,6 +94,7 @@ class Lightning3DStrategy(TrainerCollectives):
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: of the model's blocks, see
             `BlockOptions`.
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
+        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -123,6 +125,10 @@ class Lightning3DStrategy(TrainerCollectives):
         compile: bool = False,
         sequence_parallel: bool | None = None,
         fp8: bool = False,
+        moe_aux_loss: float | None = None,
+        moe_z_loss: float = 0.0,
+        moe_bias_update: float = 0.0,
+        moe_capacity_factor: float | None = None,
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -145,6 +151,7 @@ class Lightning3DStrategy(TrainerCollectives):
         degrees = self.layout or Layout()
         self.blocks.require_suits(self.schedule, tp=degrees.tp, pp=degrees.pp)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
+        self.experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
         self.fp8 = fp8
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
@@ -294,10 +301,11 @@ class Lightning3DStrategy(TrainerCollectives):
                 module,
                 self._require_mesh(),
                 schedule=self.schedule,
-                seed=self._seed if self._seed is not None else _global_seed(),
+                seed=self._seed if self._seed is not None else global_seed(),
                 device=self.root_device,
                 weights_device=torch.device("cpu") if self.zero.stage == 3 else None,
                 block_options=self.blocks,
+                expert_options=self.experts,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
@@ -338,6 +346,7 @@ class Lightning3DStrategy(TrainerCollectives):
             self.root_device,
             context=self._step_context,
             after_first_backward=check,
+            routers=parts.routers,
         )
         self._same_batch = SameBatch(mesh, self.root_device)
 
@@ -413,8 +422,8 @@ class Lightning3DStrategy(TrainerCollectives):
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        together = self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
-        to_come = None if trainer.predicting and self.zero.stage < 3 else batches_to_come(trainer)
+        together = self.layout.ep > 1 or self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
+        to_come = None if trainer.predicting and self.zero.stage < 3 and self.layout.ep == 1 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
         self._same_batch.check(batch)
@@ -452,10 +461,11 @@ class Lightning3DStrategy(TrainerCollectives):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
     ) -> Any:
-        assert self._backend is not None and self.lightning_module is not None
+        assert self._backend is not None and self.lightning_module is not None and self.model_parts is not None
         result = closure()
         run_after_closure(self.precision_plugin, self.lightning_module, optimizer)
         self._backend.step()
+        self.model_parts.after_optimizer_step()
         return result
 
     def _clip_gradients(
@@ -587,10 +597,6 @@ class Lightning3DStrategy(TrainerCollectives):
 
 def _keep_gradients(*args: Any, **kwargs: Any) -> None:
     """In the place of `LightningModule.optimizer_zero_grad` during a fit."""
-
-
-def _global_seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 if "lightning_3d" not in StrategyRegistry.available_strategies():

@@ -4,6 +4,9 @@ They are small enough for 20 steps in seconds and awkward on purpose: key/value 
 vocabularies that 2 and 4 do not divide, tied embeddings, biases, packed projections, layers of different kinds.
 """
 
+import inspect
+import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +62,66 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"vocab_size": 68, "num_key_value_heads": 2, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
 }
+# Mixtures of 8 experts, of which a token sees 2.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 8}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "vocab_size": 72,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "vocab_size": 64,
+            "num_key_value_heads": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [],
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "vocab_size": 71,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "vocab_size": 68,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+        },
+    ),
+}
 PLAIN = "plain"
 MODELS = (*FAMILIES, PLAIN)
 # Whose blocks are made in other ways: norms behind layers, norms over all heads between gather pairs, parallel branches, multipliers.
@@ -69,7 +132,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"vocab_size": 64, "num_key_value_heads": 2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0}),
     "gemma2": ("Gemma2", {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}),
     "starcoder2": ("Starcoder2", {"vocab_size": 64, "num_key_value_heads": 2, "residual_dropout": 0.0}),
-    "deepseek_v3": (
+    "deepseek_v3_dense": (
         "DeepseekV3",
         {
             "vocab_size": 64,
@@ -93,20 +156,23 @@ def build(name: str, layers: int = 4) -> nn.Module:
         return PlainModel(layers)
     import transformers
 
-    prefix, own = (FAMILIES | OTHERS)[name]
+    prefix, own = (FAMILIES | MIXTURES | OTHERS)[name]
     config_class = getattr(transformers, prefix + ("TextConfig" if name == "gemma3" else "Config"))
     settings = COMMON | own | {"num_hidden_layers": layers}
     if name == "gemma3":
         kinds = ("sliding_attention", "sliding_attention", "full_attention")
         settings["layer_types"] = [kinds[index % 3] for index in range(layers)]
-    model = getattr(transformers, prefix + "ForCausalLM")(config_class(**settings))
+    config = config_class(**settings)
+    if name in MIXTURES and torch.get_default_dtype() == torch.float64:
+        config._experts_implementation = "eager"  # grouped matrix products do not know float64
+    model = getattr(transformers, prefix + "ForCausalLM")(config)
     if torch.get_default_dtype() == torch.float64:
         keep_double(model)
     return model
 
 
 def keep_double(model: nn.Module) -> None:
-    """Let the RMS norms of a Transformers model compute in the dtype of their input.
+    """Let the RMS norms and routers of a Transformers model compute in the dtype of their input.
 
     They round to float32 inside, whatever the model's dtype. Then a gradient that was scaled before the norm instead of
     after the step, or summed in another order, is rounded to another float32, and float64 would show 1e-8 for equal
@@ -115,8 +181,9 @@ def keep_double(model: nn.Module) -> None:
     doubled: dict[type, type] = {}
     for module in model.modules():
         kind = type(module)
-        if kind.__name__.endswith("RMSNorm"):
-            doubled[kind] = doubled.get(kind) or _double_norm(kind)
+        if kind.__name__.lower().endswith(("rmsnorm", "topkrouter")):
+            made = _double_norm if kind.__name__.endswith("RMSNorm") else _double_router
+            doubled[kind] = doubled.get(kind) or made(kind)
             object.__setattr__(module, "__class__", doubled[kind])
 
 
@@ -131,8 +198,18 @@ def _double_norm(kind: type) -> type:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
+def _double_router(kind: type) -> type:
+    """The router's own code with float64 where it says float32."""
+    source = textwrap.dedent(inspect.getsource(kind.forward))  # type: ignore[attr-defined]
+    for single, double in (("torch.float32", "torch.float64"), ("dtype=torch.float,", "dtype=torch.float64,"), (".float()", ".double()")):
+        source = source.replace(single, double)
+    scope: dict[str, Any] = {}
+    exec(source, vars(sys.modules[kind.__module__]), scope)
+    return type(kind.__name__, (kind,), scope)
+
+
 def vocabulary(name: str) -> int:
-    return PlainModel.vocabulary if name == PLAIN else (FAMILIES | OTHERS)[name][1]["vocab_size"]
+    return PlainModel.vocabulary if name == PLAIN else (FAMILIES | MIXTURES | OTHERS)[name][1]["vocab_size"]
 
 
 @dataclass(frozen=True)

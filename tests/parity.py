@@ -43,10 +43,12 @@ class Cell:
     dtype: str = "float32"
     vp: int | None = None  # stages per pipeline rank; None for what the schedule implies
     options: tuple[tuple[str, Any], ...] = ()  # further arguments of the strategy
+    ep: int = 1
 
     @property
     def layout(self) -> str:
-        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + (f"_vp{self.vp}" if self.vp else "")
+        further = (f"_{axis}{degree}" for axis, degree in (("ep", self.ep), ("vp", self.vp)) if degree and degree > 1)
+        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + "".join(further)
 
     @property
     def world_size(self) -> int:
@@ -63,12 +65,16 @@ class Cell:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a micro-batch: twice as many micro-batches as pipeline ranks, so that all phases of a schedule run."""
+        """Rows of a micro-batch: twice as many micro-batches as pipeline ranks, so that all phases of a schedule run; with losses of
+        routers as many as the reference's."""
+        if self.recipe.routers:
+            return 4
         return Recipe().global_batch // self.dp // (2 * self.pp)
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(self.model, self.layers, self.dtype)
+        routers = tuple((key.removeprefix("moe_"), value) for key, value in self.options if key.startswith("moe_"))
+        return Recipe(self.model, self.layers, self.dtype, routers=routers, data_ranks=self.dp if routers else 1)
 
     @property
     def name(self) -> str:
@@ -124,11 +130,11 @@ def assert_same_training(
     """Train ``model`` on ``layout`` and on one process; fail where they differ by more than rounding.
 
     Args:
-        layout: every degree of "tp", "pp", "dp" and "vp" that is not 1, as in "tp2_dp4".
+        layout: every degree of "tp", "pp", "dp", "ep" and "vp" that is not 1, as in "tp2_dp4".
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith("zero_")))
+    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "moe_"))))
     return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees), **strategy)
 
 
@@ -147,6 +153,8 @@ def measure(cell: Cell, **strategy: Any) -> Measured:
     parts = run_ranks(train_on_rank, cell.world_size, cell.recipe, **strategy_arguments(cell) | strategy, timeout=180)
     seconds = time.monotonic() - started
     error, drift = differences(parts, expected)
+    if cell.recipe.routers:
+        assert_same_routers(parts, expected, cell)
     return Measured(cell, error, limits(cell.dtype, noise), noise, drift, seconds)
 
 
@@ -166,6 +174,17 @@ def differences(parts: list["Part"], expected: Run) -> tuple[Noise, float]:
         assert (part.losses, part.grad_norms) == (parts[0].losses, parts[0].grad_norms), "ranks report different values"
     weights, drift = assemble(parts)
     return compare(Run(parts[0].losses, parts[0].grad_norms, weights), expected), drift
+
+
+def assert_same_routers(parts: list["Part"], expected: Run, cell: Cell) -> None:
+    """All ranks report the losses of the routers that one process has, and as many tokens as there are."""
+    for part in parts:
+        found = [loss for step in part.routers for loss in (step.aux_loss, step.z_loss)]
+        wanted = [loss for losses in expected.router_losses for loss in losses]
+        tolerance = TOLERANCES[cell.dtype][0]
+        assert max(abs(a - b) / b for a, b in zip(found, wanted, strict=True)) < tolerance, (found[:4], wanted[:4])
+        pairs = 2 * models.SEQUENCE * cell.recipe.global_batch
+        assert all(sum(tokens) == pairs for step in part.routers for tokens in step.tokens)
 
 
 def assert_same_run(parts: list["Part"], expected: Run, dtype: str = "float32") -> None:
@@ -197,6 +216,7 @@ class Part:
     grad_norms: list[float]
     weights: dict[str, Tensor]
     specs: dict[str, Any]
+    routers: list[Any] = dataclasses.field(default_factory=list)  # of each step, see StepResult
 
 
 def assemble(parts: list[Part]) -> tuple[dict[str, Tensor], float]:
@@ -282,6 +302,7 @@ class StepValues(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.routers: list[Any] = []
         self._batches: list[Any] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -291,6 +312,7 @@ class StepValues(pl.Callback):
             total = sum(batch.weight for batch in self._batches)
             self.losses.append(sum(batch.loss * batch.weight for batch in self._batches) / total)
             self.grad_norms.append(step.grad_norm)
+            self.routers.append(step.routers)
             self._batches = []
 
 
@@ -340,4 +362,4 @@ def fit_on_rank(
     )
     trainer.fit(module, datamodule=Data(rows, None if batches else recipe.global_batch // plan.layout.dp // accumulate))
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return Part(values.losses, values.grad_norms, weights, dict(plan.specs))
+    return Part(values.losses, values.grad_norms, weights, dict(plan.specs), values.routers)

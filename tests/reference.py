@@ -8,7 +8,7 @@ Of the package it uses only ``initialize``, for the same initial weights.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import models
@@ -36,6 +36,8 @@ class Recipe:
     trained: tuple[str, ...] = ("",)  # parts of the names of the parameters that are trained; the others are frozen
     lora: tuple[tuple[str, Any], ...] = ()  # arguments of LoraConfig; PEFT decides what is trained then
     adapted_in_memory: bool = False  # PEFT finds the weights of the model; else adapters are made with the model
+    routers: tuple[tuple[str, float], ...] = ()  # coefficients of router losses: "aux_loss", "z_loss"; and "bias_update"
+    data_ranks: int = 1  # micro-batches are those that so many ranks read; where losses of micro-batches are no sums over tokens
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -49,6 +51,7 @@ class Run:
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, Tensor]
+    router_losses: list[tuple[float, float]] = field(default_factory=list)  # per step, before their coefficients
 
 
 def data(recipe: Recipe) -> models.Batch:
@@ -107,7 +110,13 @@ def train(recipe: Recipe, micro_batch: int = 4) -> Run:
     """Run the recipe's own data with micro-batches of ``micro_batch`` consecutive rows."""
     rows = data(recipe)
     starts = range(0, recipe.steps * recipe.global_batch, recipe.global_batch)
-    return train_on(recipe, [split(cut(rows, start, recipe.global_batch), micro_batch) for start in starts])
+    batches = [cut(rows, start, recipe.global_batch) for start in starts]
+    return train_on(recipe, [[part for own in dealt(batch, recipe.data_ranks) for part in split(own, micro_batch)] for batch in batches])
+
+
+def dealt(batch: models.Batch, ranks: int) -> list[models.Batch]:
+    """What each of so many data-parallel ranks reads of a global batch."""
+    return [{key: value[rank::ranks] for key, value in batch.items()} for rank in range(ranks)]
 
 
 @one_thread()
@@ -121,24 +130,72 @@ def train_on(recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], s
     task = models.task(recipe.model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    losses, norms = [], []
+    losses, norms, router_losses = [], [], []
+    routers = RouterReference(model, recipe)
     for micro_batches in global_batches:
         count = row_count if step is not None else functools.partial(target_count, recipe.model)
         whole = sum(count(micro_batch) for micro_batch in micro_batches)
         loss = 0.0
+        of_routers = [0.0, 0.0]
         for micro_batch in micro_batches:
             if step is not None:
                 part = step(model, micro_batch) * count(micro_batch) / whole
             else:
                 part = task.token_losses(model, micro_batch).sum() / whole
-            part.backward()
             loss += part.item()
+            for index, (value, coefficient) in enumerate(routers.losses() if recipe.routers else ()):
+                share = value * count(micro_batch) / whole
+                of_routers[index] += share.item()
+                part = part + coefficient * share
+            part.backward()
         losses.append(loss)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.clip).item())
         optimizer.step()
         optimizer.zero_grad()
+        routers.after_step()
+        router_losses.append((of_routers[0], of_routers[1]))
     weights = {f"model.{name}": value.detach().clone() for name, value in model.named_parameters()}
-    return Run(losses, norms, weights)
+    return Run(losses, norms, weights, router_losses)
+
+
+class RouterReference:
+    """Losses of routers from their logits, as the papers define them, layer by layer, with loops over experts."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self._coefficients = dict(recipe.routers)
+        self._routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._loads = [torch.zeros(router.num_experts) for router in self._routers]
+        for index, router in enumerate(self._routers if recipe.routers else ()):
+            router.register_forward_hook(functools.partial(self._keep, index))
+
+    def _keep(self, index: int, router: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, _, chosen = output
+        self._seen.append((logits, chosen))
+        for expert in chosen.flatten().tolist():
+            self._loads[index][expert] += 1
+
+    def losses(self) -> list[tuple[Tensor, float]]:
+        """(value, coefficient) of the balancing loss and the z-loss of the last micro-batch, means over layers."""
+        balancing, z = [], []
+        for router, (logits, chosen) in zip(self._routers, self._seen, strict=True):
+            scores = logits.softmax(-1)
+            if hasattr(router, "e_score_correction_bias"):
+                scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+            experts = range(logits.shape[1])
+            fractions = [(chosen == expert).any(-1).to(logits.dtype).mean() for expert in experts]
+            balancing.append(logits.shape[1] * sum(fractions[expert] * scores[:, expert].mean() for expert in experts))
+            z.append(logits.exp().sum(-1).log().square().mean())
+        self._seen = []
+        means = [sum(values) / len(values) for values in (balancing, z)]
+        return [(mean, self._coefficients.get(name, 0.0)) for mean, name in zip(means, ("aux_loss", "z_loss"), strict=True)]
+
+    def after_step(self) -> None:
+        speed = self._coefficients.get("bias_update", 0.0)
+        for router, loads in zip(self._routers, self._loads, strict=True):
+            if speed:
+                router.e_score_correction_bias += speed * torch.sign(loads.mean() - loads)
+            loads.zero_()
 
 
 def split(batch: models.Batch, rows: int) -> list[models.Batch]:
@@ -191,4 +248,6 @@ def _relative(values: list[float], others: list[float]) -> float:
 def reference(recipe: Recipe) -> tuple[Run, Noise]:
     """The reference run with micro-batches of 4, and what one micro-batch instead of many changes in it."""
     run = train(recipe)
+    if recipe.routers:
+        return run, Noise(0.0, 0.0, 0.0)  # other micro-batches are another function
     return run, compare(train(recipe, recipe.global_batch), run)

@@ -15,6 +15,7 @@ from lightning_3d.layout_rules import (
     check_number,
     check_sizes,
     few_micro_batches,
+    resolve_available,
     resolve_layout,
 )
 from lightning_3d.schedules import SCHEDULES
@@ -158,17 +159,29 @@ def test_f11_expert_parallelism_on_a_dense_model():
     assert "the model is dense" in refusal(check_model, parse("dp4_ep2"))
 
 
-@pytest.mark.parametrize("name", ["tp2_dp2", "pp4"])
-def test_a_mixture_of_experts_trains_on_data_parallel_ranks_only(name: str):
-    message = refusal(check_model, parse(name), experts=8)
-    assert "a mixture of 8 experts" in message
-    assert message.endswith(f"but the layout is {name}. Use dp4.")
-    check_model(parse("dp4"), experts=8)
+def test_f10_expert_parallelism_that_does_not_divide_the_experts():
+    message = refusal(check_model, parse("dp12_ep12"), experts=8)
+    assert "ep 12 in dp12_ep12 does not divide the model's 8 experts" in message
+    assert message.endswith("Use dp12_ep4.")
+    assert refusal(check_model, parse("dp6_ep3"), experts=8).endswith("Use dp6_ep2.")
 
 
-@pytest.mark.parametrize(("name", "instead"), [("dp2_cp2", "dp4"), ("dp2_ep2", "dp2")])
-def test_axes_of_later_versions_are_refused(name: str, instead: str):
-    assert f"Use {instead}, which has as many ranks." in refusal(check_model, parse(name), experts=8)
+@pytest.mark.parametrize(
+    ("name", "relation", "instead"),
+    [("dp2_ep4", "is more than the 2", "dp2_ep2"), ("tp2_dp3_ep4", "does not divide the 6", "tp2_dp3_ep3 or tp2_dp3_ep6")],
+)
+def test_expert_groups_fill_the_ranks_of_a_stage(name: str, relation: str, instead: str):
+    message = refusal(resolve_available, name, None, None, None)
+    assert relation in message and message.endswith(f"Use {instead}.")
+
+
+@pytest.mark.parametrize("name", ["tp2_dp2", "pp4", "dp4_ep4", "tp2_ep2", "tp2_pp2_dp4_ep8"])
+def test_a_mixture_of_experts_trains_on_every_axis(name: str):
+    check_model(parse(name), experts=8)
+
+
+def test_axes_of_later_versions_are_refused():
+    assert "Use dp4, which has as many ranks." in refusal(check_model, parse("dp2_cp2"), experts=8)
 
 
 def test_f13_sequence_that_tp_does_not_divide():

@@ -30,6 +30,21 @@ REQUIRED = {
     "qwen3_8b",
     "qwen3_32b",
     "llama_tiny",
+    "mixtral_8x7b",
+    "mixtral_8x22b",
+    "mixtral_tiny",
+    "qwen3_30b_a3b",
+    "qwen2_57b_a14b",
+    "deepseek_v2_lite",
+}
+# Billions of parameters in all, and those that see a token, as published: arXiv:2401.04088 (table 1), mistral.ai/news/mixtral-8x22b,
+# arXiv:2505.09388 (section 2), arXiv:2407.10671 (table 1), arXiv:2405.04434 (appendix B.1, which leaves out the embedding).
+PUBLISHED = {
+    "mixtral_8x7b": (47, 13),
+    "mixtral_8x22b": (141, 39),
+    "qwen3_30b_a3b": (30.5, 3.3),
+    "qwen2_57b_a14b": (57.4, 14),
+    "deepseek_v2_lite": (15.7, 2.4),
 }
 TINY_LLAMA = {
     "model_type": "llama",
@@ -39,6 +54,9 @@ TINY_LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def read(path: Any) -> dict[str, Any]:
@@ -71,6 +89,7 @@ def test_parameters_equal_transformers_and_the_published_count(path: Any) -> Non
     assert (
         spec.parameters == sum(parameter.numel() for parameter in model.parameters()) == entry["published_parameters"]
     )
+    assert spec.active_parameters == entry.get("active_parameters", spec.parameters)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -86,15 +105,32 @@ def test_sizes_equal_those_of_transformers(path: Any) -> None:
     assert (spec.vocab, spec.max_positions) == (config.vocab_size, config.max_position_embeddings)
     assert spec.tied == config.tie_word_embeddings
     assert spec.intermediate == config.intermediate_size
-    assert (spec.experts, spec.top_k) == (0, 0)
+    experts = next((value for name in EXPERTS if (value := getattr(config, name, None))), 0)
+    assert (spec.experts, spec.top_k) == (experts, config.num_experts_per_tok if experts else 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_mixtures_have_the_published_number_of_parameters(name: str) -> None:
+    """In all and for each token; counted on the model of Transformers, an expert being one entry of its tensors."""
+    entry = read(conf_folder() / "model" / f"{name}.yaml")
+    config = transformers_config(entry["config"])
+    counts = {key: parameter.numel() for key, parameter in on_meta(entry["config"]).named_parameters()}
+    experts = next(value for key in EXPERTS if (value := getattr(config, key, None)))
+    unused = sum(count // experts * (experts - config.num_experts_per_tok) for key, count in counts.items() if ".experts." in key)
+    total, active = PUBLISHED[name]
+    assert entry["active_parameters"] == sum(counts.values()) - unused
+    assert sum(counts.values()) == pytest.approx(total * 1e9, rel=0.01)
+    embedding = counts["model.embed_tokens.weight"] if name == "deepseek_v2_lite" else 0
+    assert entry["active_parameters"] - embedding == pytest.approx(active * 1e9, rel=0.03)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_transformers_knows_every_field(path: Any) -> None:
     """Transformers keeps unknown fields without a word, so a misspelt one would leave a default in place."""
     fields = {key: value for key, value in read(path)["config"].items() if key != "model_type"}
-    known = AutoConfig.for_model(read(path)["config"]["model_type"]).to_dict()
-    assert fields.keys() <= known.keys()
+    config = AutoConfig.for_model(read(path)["config"]["model_type"])
+    read_all_the_same = {"head_dim"} if config.model_type == "qwen3_moe" else set()
+    assert fields.keys() <= {*config.to_dict(), *config.attribute_map, *read_all_the_same}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"])
@@ -169,9 +205,23 @@ def test_an_unknown_family_still_gives_its_sizes() -> None:
 
 
 def test_experts_are_seen() -> None:
-    fields = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    fields = {**TINY_LLAMA, "model_type": "jamba", "num_experts": 8, "num_experts_per_tok": 2}
     spec = ModelSpec.from_config(fields)
     assert (spec.experts, spec.top_k, spec.parameters) == (8, 2, None)
+
+
+@pytest.mark.parametrize("name", ["mixtral_tiny", "qwen3_moe_tiny", "deepseek_v3_tiny"])
+def test_flops_of_a_mixture_equal_those_that_torch_counts(name: str) -> None:
+    """Of experts those of the tokens that they see."""
+    fields = {**read(conf_folder() / "model" / f"{name}.yaml")["config"], "num_hidden_layers": 2}
+    config = transformers_config(fields)
+    config._experts_implementation = "eager"
+    seq = 24
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, seq, dtype=torch.long))
+    spec = ModelSpec.from_config(fields)
+    assert 3 * counter.get_total_flops() / seq == pytest.approx(spec.flops_per_token(seq), rel=1e-3)
 
 
 @pytest.mark.parametrize(

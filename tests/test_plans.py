@@ -7,6 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_3d.errors import LayoutError, PlanError
+from lightning_3d.expert_parallel import expert_specs
 from lightning_3d.plans import Cut, ParallelPlan, find_pipeline_module, read_plan
 from lightning_3d.tensor_parallel import shard_specs
 
@@ -136,7 +137,7 @@ def test_a_module_without_a_plan_is_refused_with_what_to_write() -> None:
         ({"tp": {"blocks.*.qq": "colwise"}}, "'blocks.*.qq' matches no module.*blocks.*.q"),
         ({"pp": {"blocks": (), "nrom": ()}}, "'nrom', which is not a module.*norm"),
         ({"pp": {"embed": (), "head": ()}}, "exactly one nn.ModuleList"),
-        ({"pipeline": {}}, "keys 'tp' and 'pp'"),
+        ({"pipeline": {}}, "keys 'tp', 'pp' and 'ep'"),
     ],
 )
 def test_a_plan_with_a_mistake_is_refused(plan: dict, message: str) -> None:
@@ -144,7 +145,8 @@ def test_a_plan_with_a_mistake_is_refused(plan: dict, message: str) -> None:
         read_plan(models.build(models.PLAIN), plan)
 
 
-def test_a_mixture_of_experts_is_right_on_data_parallel_ranks_only() -> None:
+def test_experts_are_cut_or_dealt() -> None:
+    """Over tensor-parallel ranks each expert is cut; with expert parallelism, experts are dealt out whole."""
     config = MixtralConfig(
         vocab_size=32,
         hidden_size=16,
@@ -156,14 +158,23 @@ def test_a_mixture_of_experts_is_right_on_data_parallel_ranks_only() -> None:
     )
     model = MixtralForCausalLM(config)
     plan = read_plan(model)
-    assert plan.experts
-    plan.require_dense(tp=1, pp=1)
-    for tp, pp in ((2, 1), (1, 2)):
-        with pytest.raises(PlanError, match=f"mixture of experts.*tp={tp}, pp={pp}.*tp = pp = 1"):
-            plan.require_dense(tp, pp)
-    with pytest.raises(PlanError, match="mixture of experts"):
-        shard_specs(model, plan, 2, 0)
-    assert all(not spec.is_cut for spec in shard_specs(model, plan, 1, 0).values())
+    experts = "model.layers.0.mlp.experts"
+    assert plan.experts == (experts,)
+    shapes = {name: spec.local_shape for name, spec in shard_specs(model, plan, 2, 0).items()}
+    assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == ((4, 16, 16), (4, 16, 8))
+    dealt = expert_specs(model, plan.for_experts(2), ep_size=2, ep_index=1, tp_index=0)
+    assert {name: spec.boxes[0].global_offset for name, spec in dealt.items()} == {
+        f"{experts}.gate_up_proj": (2, 0, 0),
+        f"{experts}.down_proj": (2, 0, 0),
+    }
+    assert all(spec.expert and spec.local_shape[0] == 2 for spec in dealt.values())
+    whole = shard_specs(model, plan.for_experts(2), 2, 0)
+    assert not whole[f"{experts}.gate_up_proj"].is_cut
+
+
+def test_expert_parallelism_needs_a_plan_for_experts() -> None:
+    with pytest.raises(PlanError, match="ep=2, but the model's plan says nothing of experts"):
+        read_plan(tiny_llama(num_attention_heads=4)).for_experts(2)
 
 
 def tiny_llama(**settings: int) -> LlamaForCausalLM:

@@ -3,7 +3,7 @@
 import re
 from copy import deepcopy
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,10 @@ PUBLISHED = [name for name in MODELS if not name.endswith("tiny")]
 KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
 LAYOUTS += ["tp8_pp4_dp2", "tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2"]
+EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8"]
+
+ROOM = 0.8
+"""How much of a GPU's memory a recipe may be predicted to need; the rest is for communication, workspaces and holes."""
 
 
 def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
@@ -50,7 +54,7 @@ def test_a_recipe_passes_the_checks(name: str) -> None:
 def test_there_are_recipes_for_all_published_models() -> None:
     models = {recipe(name)[0].model.name for name in RECIPES}
     assert models >= set(PUBLISHED)
-    assert {recipe(name)[1].layout.name for name in ON_GPUS} == set(LAYOUTS)
+    assert {recipe(name)[1].layout.name for name in ON_GPUS} == {*LAYOUTS, *EXPERT_LAYOUTS}
     assert {"llama3_70b_256xa100", "llama3_70b_512xh100", "llama3_70b_1024xh100"} <= set(RECIPES)
 
 
@@ -93,35 +97,45 @@ def test_a_recipe_for_finetuning_starts_from_a_folder(name: str) -> None:
         plan_run(config)
 
 
-def stage_parameters(spec: ModelSpec, layout: Layout) -> float:
-    """Parameters of the largest rank: an even share of the blocks, and an embedding or a head beside them."""
+def stage_parameters(spec: ModelSpec, layout: Layout) -> tuple[float, float]:
+    """(others, those of dealt experts) of the largest rank: an even share of the blocks, and an embedding or a head beside them."""
     embedding = spec.vocab * spec.hidden
-    assert spec.parameters is not None and not spec.tied
+    assert spec.parameters is not None and spec.shapes is not None and not spec.tied
+    experts = sum(prod(shape) for shape in spec.shapes.values() if len(shape) == 3) if layout.ep > 1 else 0
     outside = 2 * embedding if layout.pp == 1 else embedding
-    return ((spec.parameters - 2 * embedding) / layout.pp + outside) / layout.tp
+    others = (spec.parameters - experts - 2 * embedding) / layout.pp + outside
+    return others / layout.tp, experts / layout.pp / layout.ep
 
 
-def state_bytes(parameters: float, trained: float, plan: RunPlan) -> float:
-    """Of one rank with bf16 parameters and AdamW, at its largest: the table of docs/zero.md."""
-    dp = plan.layout.dp
-    optimizer = 12 * trained / (dp if plan.zero.stage else 1)
+def state_bytes(parameters: float, experts: float, trained: float, plan: RunPlan) -> float:
+    """Of one rank with bf16 parameters and AdamW, at its largest: the table of docs/zero.md. Those of experts are reduced once a step.
+
+    Args:
+        trained: how many of `parameters` are.
+    """
+    layout = plan.layout
+    same = layout.tp * layout.dp / layout.ep  # ranks of a stage with the same experts
+    of_experts = experts * (2 + 8 + 12 / (same if plan.zero.stage else 1))
+    optimizer = 12 * trained / (layout.dp if plan.zero.stage else 1)
     if plan.zero.reduce == "step":  # the gradients, and beside them for a moment the copy that is reduced
-        return 2 * parameters + 8 * trained + optimizer
+        return 2 * parameters + 8 * trained + optimizer + of_experts
     buckets = 3 * 32 * 2**20
-    return 2 * parameters + 4 * trained / dp + buckets + optimizer
+    return 2 * parameters + 4 * trained / layout.dp + buckets + optimizer + of_experts
 
 
 def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
     """Of one rank, with bf16 activations of a block in the style of Llama, roughly.
 
-    Whole on every tensor-parallel rank are, in bytes of a token, the float32 and bf16 copies of two norms and the residuals, 20 h;
-    cut are four tensors as wide as the MLP and four as wide as all heads, of 2 bytes.
+    In bytes of a token: the float32 and bf16 copies of two norms and the residuals, 20 h, four tensors as wide as the MLP and four as
+    wide as all heads, of 2 bytes. Tensor-parallel ranks share all of them, with sequence parallelism. A mixture has the MLPs that see
+    a token, with even loads, and for each of them four copies of the token, on its way and back.
     """
     layout, blocks = plan.layout, plan.blocks
+    assert blocks.sequence_parallel is None
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    everything = tokens * (20 * spec.hidden + (8 * spec.intermediate + 8 * heads) / layout.tp)
+    everything = tokens * (20 * spec.hidden + 8 * mlp_width(spec) + 8 * heads + 8 * spec.top_k * spec.hidden) / layout.tp
     repeated = tokens * (4 * heads - 4 * kv_heads) / layout.tp
-    kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden}[blocks.recompute]
+    kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden / layout.tp}[blocks.recompute]
     held = layout.pp  # stages' forwards before the first backward, on the first rank
     if layout.vp > 1:
         held = 2 * (layout.pp - 1) + (layout.vp - 1) * layout.pp + 1
@@ -132,13 +146,22 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
     return recomputed * kept + (count - recomputed) * everything + again + logits
 
 
+def mlp_width(spec: ModelSpec) -> int:
+    """Of all MLPs of a block that see a token."""
+    if not spec.experts or spec.shapes is None:
+        return spec.intermediate
+    last = f"model.layers.{spec.layers - 1}.mlp."
+    shared = sum(shape[0] for name, shape in spec.shapes.items() if name.startswith(f"{last}shared") and name.endswith("up_proj.weight"))
+    return spec.top_k * spec.shapes[f"{last}experts.down_proj"][2] + shared
+
+
 def predicted_bytes(config: DictConfig, plan: RunPlan) -> tuple[float, float]:
     """(state, activations) of the fullest rank."""
     spec = ModelSpec.from_config(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
     tokens = plan.micro_batch_size * config.data.sequence_length
-    parameters, rank = stage_parameters(spec, plan.layout), config.model.lora.r
+    (parameters, experts), rank = stage_parameters(spec, plan.layout), config.model.lora.r
     trained = parameters if rank is None else rank * sum(sum(shape) for shape in (spec.shapes or {}).values() if len(shape) == 2)
-    return state_bytes(parameters, trained, plan), activation_bytes(spec, plan, tokens)
+    return state_bytes(parameters, experts, trained, plan), activation_bytes(spec, plan, tokens)
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
@@ -146,17 +169,18 @@ def test_a_recipe_fits_the_memory_of_its_gpus(name: str) -> None:
     config, plan = recipe(name)
     state, activations = predicted_bytes(config, plan)
     assert state < 0.6 * config.cluster.memory
-    assert state + activations < 0.8 * config.cluster.memory
+    assert state + activations < ROOM * config.cluster.memory
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("llama3_70b_256xa100", {"recompute": "none"}),
+        ("llama3_70b_256xa100", {"recompute": "none", "recompute_every": 1}),
         ("llama3_70b_256xa100", {"layout": "tp8_dp32"}),
         ("llama3_1_8b_8xh100", {"zero_stage": 0}),
         ("llama3_1_8b_64xh100", {"layout": "dp64"}),
         ("qwen2_5_32b_128xh100", {"layout": "tp2_pp4_dp16"}),
+        ("mixtral_8x7b_64xh100", {"layout": "dp64_ep8"}),
         ("llama3_1_8b_finetune_8xh100", {"zero_stage": 0}),
         ("llama3_70b_finetune_64xa100", {"layout": "tp8_pp2_dp4", "recompute": "none"}),
     ],
@@ -165,7 +189,7 @@ def test_a_recipe_fits_the_memory_of_its_gpus(name: str) -> None:
 def test_without_what_its_comment_gives_reasons_for_it_would_not_fit(name: str, change: dict[str, object]) -> None:
     config = deepcopy(recipe(name)[0])
     config.parallelism.update(change)
-    assert sum(predicted_bytes(config, plan_run(config))) > config.cluster.memory
+    assert sum(predicted_bytes(config, plan_run(config))) > ROOM * config.cluster.memory
 
 
 COMMANDS = ["recipe={} --cfg job", "recipe={} trainer.dry=true"]

@@ -54,9 +54,13 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["250 tokens", "tp is 4", "248 or 252", "sequence_parallel=false"],
     ),
     "f14_positions": (["data.sequence_length=5000"], ["5000 tokens", "only 1024 positions"]),
-    "mixture_of_experts": (
-        ["+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],
-        ["mixture of 4 experts", "only tp 1 and pp 1", "dp8"],
+    "f10_ep_experts": (
+        ["parallelism=dp8_ep8", "+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],
+        ["ep 8", "4 experts", "dp8_ep4"],
+    ),
+    "f10_ep_ranks": (
+        ["parallelism=dp2_ep4", "+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],
+        ["ep 4", "more than the 2", "dp2_ep2"],
     ),
     "f15_top_k": (
         ["parallelism=dp2", "+model.config.num_local_experts=2", "+model.config.num_experts_per_tok=4"],

@@ -71,8 +71,17 @@ def _cost(modules: Iterable[nn.Module]) -> tuple[float, float]:
             for parameter in child.parameters(recurse=False):
                 parameters += parameter.numel()
                 if parameter.ndim > 1 and not isinstance(child, nn.Embedding):
-                    flops += 2.0 * parameter.numel()
+                    flops += 2.0 * parameter.numel() * _used(child, parameter)
     return flops, parameters
+
+
+def _used(module: nn.Module, parameter: nn.Parameter) -> float:
+    """The part of a parameter that sees a token: of experts, one matrix each, those that it is sent to."""
+    experts, config = getattr(module, "num_experts", None), getattr(module, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if parameter.ndim == 3 and isinstance(chosen, int) and parameter.shape[0] == experts:
+        return chosen / experts
+    return 1.0
 
 
 def keep_owned(

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.expert_parallel import Routers, RouterStatistics
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineEngine
 from lightning_3d.randomness import RandomState
@@ -32,11 +33,13 @@ class StepResult:
         loss: mean over the global batch (per target token, or per row where the loss did not come through `loss_function`).
         weight: target tokens (or rows) of the global batch.
         grad_norm: global norm before clipping; None until it was computed.
+        routers: of a mixture of experts; their losses are not in `loss`.
     """
 
     loss: float
     weight: float
     grad_norm: float | None = None
+    routers: RouterStatistics | None = None
 
     @property
     def tokens(self) -> float:
@@ -50,6 +53,7 @@ class StepRunner:
         module: the user's module.
         context: a new precision context for each call of the user's step, by hook name.
         after_first_backward: called once, when the first step has its unreduced gradients.
+        routers: of a mixture of experts.
 
     Attributes:
         inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
@@ -65,6 +69,7 @@ class StepRunner:
         device: torch.device,
         context: Callable[[str], AbstractContextManager[Any]],
         after_first_backward: Callable[[], None] | None = None,
+        routers: Routers | None = None,
     ) -> None:
         self._module = module
         self._engine = engine
@@ -74,6 +79,7 @@ class StepRunner:
         self._device = device
         self._context = context
         self._check = after_first_backward
+        self._routers = routers
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
@@ -101,13 +107,14 @@ class StepRunner:
             The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
         """
         with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self._check is None):
-            self._begin(step, place)
+            self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
             if self._check is not None:
                 self._check()
                 self._check = None
             loss, weight, checksum, extras = self._share()
+            routers = self._routers.finish(weight) if self._routers is not None else None
             self._accumulated = weight + (self._accumulated if place else 0.0)
             if ends:
                 backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
@@ -116,7 +123,7 @@ class StepRunner:
         if extras:
             outputs = self._tell(outputs, whole=False)
         outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
-        return StepResult(loss, weight), outputs
+        return StepResult(loss, weight, routers=routers), outputs
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
         """Forward only: `hook` is "validation", "test" or "predict".
@@ -143,8 +150,10 @@ class StepRunner:
         outputs, weights = zip(*kept, strict=True)
         return merge_outputs(outputs, weights)
 
-    def _begin(self, step: int, place: int = 0) -> None:
+    def _begin(self, step: int, place: int = 0, *, training: bool = False) -> None:
         self._step, self._place = step, place
+        if self._routers is not None:
+            self._routers.begin(training=training)
         self._sums, self._outputs = [], []
         self._log.begin()
 
@@ -152,6 +161,8 @@ class StepRunner:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
         self._weights.begin()
         filler = micro_batches.is_filler(index)
+        if self._routers is not None:
+            self._routers.expect(micro_batches.rows, filler=filler)
         self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
         try:
             with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
@@ -173,9 +184,11 @@ class StepRunner:
             )
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:
-        """Set the random state of a micro-batch, which no other of the step shares."""
+        """What runs next belongs to a micro-batch: set its random state, which no other of the step shares."""
         batch = self._place * self._mesh.size("dp") + self._mesh.index("dp")
         self._random.begin(self._step, batch * len(micro_batches) + index)
+        if self._routers is not None:
+            self._routers.enter(index)
 
     def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
         """Keep what the last stage produced; return the loss times its weight, to be differentiated."""

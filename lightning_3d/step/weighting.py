@@ -57,13 +57,24 @@ class TokenMeanLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        shift_labels = shift_labels.to(logits.device)
+        shift_labels = _targets(labels, shift_labels, ignore_index).to(logits.device)
         tokens = (shift_labels != ignore_index).sum()
         self._weights.count_tokens(tokens)
         return token_losses(logits, shift_labels, ignore_index).sum() / tokens.clamp(min=1)
+
+
+    @staticmethod
+    def count_targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+        """How many target tokens a call with these labels averages over."""
+        return (_targets(labels, shift_labels, -100) != -100).sum()
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The token that each position predicts."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def weigh_loss(root: nn.Module, weights: LossWeights) -> None:

@@ -3,6 +3,7 @@
 from lightning_3d.tensor_parallel.checks import check_replicated_gradients
 from lightning_3d.tensor_parallel.context import TensorParallel
 from lightning_3d.tensor_parallel.cuts import resolve
+from lightning_3d.tensor_parallel.experts import TokenParts
 from lightning_3d.tensor_parallel.logits import VocabParallelLogits
 from lightning_3d.tensor_parallel.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.tensor_parallel.rewrite import rewrite, shard_specs
@@ -11,6 +12,7 @@ from lightning_3d.tensor_parallel.sequence import SequenceRegions, deal_sequence
 __all__ = [
     "SequenceRegions",
     "TensorParallel",
+    "TokenParts",
     "VocabParallelLogits",
     "check_replicated_gradients",
     "deal_sequence",

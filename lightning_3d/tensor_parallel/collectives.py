@@ -133,7 +133,8 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int,
         padding[dim] = longest - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
     gathered = x.new_empty((len(sizes), *x.shape))
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13, where the old name warns
+    gather(gathered.flatten(0, 1), x.contiguous(), group=group)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
 
 

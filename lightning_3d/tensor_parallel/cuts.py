@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_3d.adapters import base_layer, is_adapter, is_lora_linear, lora_variant
 from lightning_3d.errors import LayoutError, PlanError
-from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, EXPERT_STYLES, ROW_STYLES, Cut, ParallelPlan
+from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.sharding import even_range
 from lightning_3d.tensor_parallel.heads import Heads, heads_of, is_key_or_value
 
@@ -39,9 +39,8 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int) -> dict[str, Cu
     """The cut of every module and parameter that the plan names and that is here, with heads filled in.
 
     Raises:
-        PlanError: a style that its module cannot have, or a mixture of experts.
+        PlanError: a style that its module cannot have.
     """
-    plan.require_dense(tp_size, 1)
     cuts = dict(_named(module, plan))
     for parent, names in _by_parent(cuts).items():
         heads = heads_of(module, parent, {name: cuts[name] for name in names})
@@ -201,10 +200,8 @@ def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut])
 
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
     """Styles are about one kind of layer each, and a subclass must reach its forward, where the collective goes."""
-    if style in EXPERT_STYLES:
-        raise PlanError(
-            f"'{name}' belongs to a mixture of experts ({style}), which tensor parallelism does not cut yet."
-        )
+    if style == "moe_identity_expert":
+        raise PlanError(f"'{name}' has experts without weights ({style}), which tensor parallelism does not cut.")
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear

@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.adapters import is_adapter
-from lightning_3d.classes import combined
+from lightning_3d.classes import combined, specialize
 from lightning_3d.errors import PlanError
 from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
 from lightning_3d.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.tensor_parallel.context import TensorParallel
 from lightning_3d.tensor_parallel.cuts import resolve, share, width
+from lightning_3d.tensor_parallel.experts import TensorParallelExperts
 from lightning_3d.tensor_parallel.heads import heads_of, local_attributes
 from lightning_3d.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -104,6 +105,8 @@ def rewrite(
         name: width(module.get_submodule(name), cut.style) for name, cut in cuts.items() if _is_layer(module, name, cut)
     }
     _shard_parameters(module, specs)
+    for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts"):
+        specialize(module.get_submodule(name), TensorParallelExperts, tp_context=context)
     gathered = sequence.parents if sequence is not None else frozenset()
     regions = _regions(cuts, context, gathered)
     for name in widths:
@@ -171,7 +174,7 @@ def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
             known.setdefault(id(parameter), specs[name])
     for name, parameter in named:
         spec = known[id(parameter)]
-        if not spec.is_cut:
+        if not spec.is_cut or spec.expert:  # experts are dealt by expert parallelism
             continue
         if id(parameter) not in shards:
             shard = nn.Parameter(spec.cut(parameter.detach()), requires_grad=parameter.requires_grad)

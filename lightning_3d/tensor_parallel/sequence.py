@@ -41,7 +41,7 @@ class SequenceRegions:
         parents: names of the modules that work on the whole sequence, attentions and MLPs.
         closed: those of them between whose layers tensors are whole on every rank (gather pairs).
         ends: names of the row-parallel layers.
-        wholes: names of attentions that are not cut: every rank computes all of them.
+        wholes: names of attentions that are not cut and of mixtures of experts: their input is gathered, and what follows is their affair.
     """
 
     layers: str
@@ -74,8 +74,11 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         raise PlanError("The plan names no blocks ('pp'), so nothing says where a sequence could be dealt out.")
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
-    for name, cut in cuts.items():
-        if name.startswith(f"{plan.layers}.") and cut.style in COLUMN_STYLES | ROW_STYLES and name in modules:
+    mixtures = frozenset(name.rpartition(".")[0] for name in plan.experts if name in modules)
+    layers = [name for name in cuts if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, mixtures)]
+    for name in layers:
+        cut = cuts[name]
+        if cut.style in COLUMN_STYLES | ROW_STYLES:
             parents.setdefault(name.rpartition(".")[0], set()).add(cut.style)
     for parent, styles in parents.items():
         if parent.count(".") < plan.layers.count(".") + 2:
@@ -84,17 +87,15 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
             raise PlanError(f"'{parent}' is cut, and stands inside another module that is.")
         if not styles & COLUMN_STYLES or not styles & ROW_STYLES:
             raise PlanError(f"The cut of '{parent}' has no way in or no way out: its layers are {', '.join(sorted(styles))}.")
-    blocks = module.get_submodule(plan.layers)
-    wholes = {
-        name for index, block in enumerate(blocks.children()) for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents))
-    }
+    blocks = module.get_submodule(plan.layers).named_children()
+    wholes = {name for index, block in blocks for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)}
     closed = {parent for parent, styles in parents.items() if styles & COLUMN_STYLES <= {"colwise_gather_output"}}
     ends = {name for name, cut in cuts.items() if name.rpartition(".")[0] in parents and cut.style in ROW_STYLES}
     return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes))
 
 
-def _mixing(name: str, module: nn.Module, parents: frozenset[str]) -> Iterator[str]:
-    """Attentions that are no regions.
+def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: frozenset[str]) -> Iterator[str]:
+    """Attentions that are no regions, and mixtures of experts.
 
     Raises:
         PlanError: another module with parameters that may mix tokens.
@@ -106,9 +107,9 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str]) -> Iterator[s
         if "Norm" in type(child).__name__ or isinstance(child, _BY_TOKEN) or is_adapter(child):
             continue
         if any(parent.startswith(f"{inner}.") for parent in parents):
-            yield from _mixing(inner, child, parents)
+            yield from _mixing(inner, child, parents, mixtures)
             continue
-        if "attention" in type(child).__name__.lower():
+        if inner in mixtures or "attention" in type(child).__name__.lower():
             yield inner
             continue
         raise PlanError(f"'{inner}' ({type(child).__name__}) is not cut, and it is not known whether it treats every token by itself.")
@@ -189,7 +190,7 @@ class GatheredRegion:
 
 
 class WholeRegion:
-    """Mixin for an attention that is not cut: every rank computes all of it and goes on with its part."""
+    """Mixin for an attention that is not cut, or a mixture of experts: every rank gives it all tokens, and goes on with its part."""
 
     tp_context: TensorParallel
 

@@ -17,8 +17,11 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from torch import Tensor
 from typing_extensions import override
 
-COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss")
-"""Columns of `metrics.csv`; an empty cell is a number that does not exist for that step."""
+COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped")
+"""Columns of `metrics.csv`; an empty cell is a number that does not exist for that step.
+
+Of a mixture of experts: the balancing loss, and of the layer where they are largest the tokens of the fullest expert divided by the mean,
+and the fraction of tokens that found no room."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class StepNumbers:
         tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
         seconds: from the batch being there to the end of the optimizer step; waiting for data, validation and
             checkpoints are not in it.
+        routers: of a mixture of experts, see `lightning_3d.expert_parallel.RouterStatistics`; None for a dense model.
     """
 
     step: int
@@ -41,6 +45,7 @@ class StepNumbers:
     lr: float
     tokens: float
     seconds: float
+    routers: Any = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,7 +75,7 @@ class StepClock:
         # The loss is read first: on an accelerator that waits for the step to end.
         seconds = time.perf_counter() - self._started
         norm = None if grad_norm is None else float(grad_norm)
-        return StepNumbers(trainer.global_step, loss, norm, self._lr, tokens, seconds)
+        return StepNumbers(trainer.global_step, loss, norm, self._lr, tokens, seconds, getattr(last, "routers", None))
 
 
 def _loss_of(trainer: Trainer, outputs: Any) -> float:
@@ -139,6 +144,10 @@ class MetricsCSV(Callback):
             "tokens_per_second": f"{numbers.tokens_per_second:.1f}",
             "step_seconds": f"{numbers.seconds:.6f}",
         }
+        if numbers.routers is not None:
+            self._row["aux_loss"] = f"{numbers.routers.aux_loss:.9g}"
+            self._row["max_load"] = f"{max(numbers.routers.max_over_mean):.4f}"
+            self._row["dropped"] = f"{max(numbers.routers.dropped):.4f}"
         self._write_row()
 
     @override
@@ -270,6 +279,8 @@ def progress_line(recent: Iterable[StepNumbers], total: int | None) -> str:
     speed = sum(step.tokens for step in steps) / seconds if seconds > 0 else 0.0
     place = f"step {latest.step}" if total is None else f"step {latest.step:{len(str(total))}d}/{total}"
     line = f"{place} | loss {latest.loss:.4f} | {speed:,.0f} tokens/s | {mean:.3f} s/step"
+    if latest.routers is not None:
+        line += f" | fullest expert {max(latest.routers.max_over_mean):.2f} x mean"
     if total is not None:
         line += f" | {format_seconds(max(0, total - latest.step) * mean)} left"
     return line

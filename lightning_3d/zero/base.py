@@ -304,6 +304,24 @@ class DataParallelBackend(ABC):
         """Number of them."""
         return self._mesh.size("dp") * self._mesh.size("cp")
 
+    @property
+    def _expert_group(self) -> dist.ProcessGroup:
+        """The ranks of this stage that have the same experts, where these are dealt over expert-parallel ranks."""
+        return self._mesh.expert_data_group if self._mesh.layout.ep > 1 else self._group
+
+    @property
+    def _norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together count every element of a gradient that is whole on each data-parallel rank."""
+        return self._mesh.group("tp", "cp", "pp") if self._mesh.layout.ep == 1 else dist.group.WORLD
+
+    def _counts(self, entry: Trained) -> bool:
+        """Whether this rank adds the whole gradient of a parameter to the global norm."""
+        mesh = self._mesh
+        if entry.spec.expert:
+            return mesh.rank == mesh.expert_data_ranks[0]
+        first = mesh.index("cp") == 0 and (mesh.layout.ep == 1 or mesh.index("dp") == 0)
+        return first and entry.spec.counts_in_norm(mesh.index("tp"), mesh.index("pp"))
+
     def _alone(self) -> list[nn.Parameter]:
         """Parameters that are reduced in collectives of their own, where the order of a sum matters: above two ranks.
 

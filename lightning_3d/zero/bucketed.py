@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,13 +22,14 @@ class BucketedBackend(DataParallelBackend):
     """
 
     _masters: dict[nn.Parameter, nn.Parameter]
-    _flats: list[FlatGradients]
+    _flats: list[tuple[FlatGradients, dist.ProcessGroup]]
+    _local: list[nn.Parameter]
     _optimizer: Optimizer | None = None
 
     @property
     def collectives(self) -> int:
         """All-reduces of gradients over the data-parallel ranks in one step."""
-        return sum(flat.collectives for flat in self._flats)
+        return sum(flat.collectives for flat, _ in self._flats)
 
     def _install(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -37,40 +39,42 @@ class BucketedBackend(DataParallelBackend):
                 self._masters[entry.parameter] = nn.Parameter(entry.parameter.detach().to(torch.float32))
         if self._masters:
             swap_parameters(optimizer, self._masters)
-        self._flats = []
-        if self._data_ranks > 1:
-            for dtype in sorted({sum_dtype(entry.parameter) for entry in self._trained}, key=str):
-                slots = end_to_end(e.parameter for e in self._trained if sum_dtype(e.parameter) == dtype)
-                self._flats.append(
-                    FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=self._alone(), waves=self._waves)
-                )
+        self._flats, self._local = [], []
+        for experts, group in ((False, self._group), (True, self._expert_group)):
+            members = [entry.parameter for entry in self._trained if entry.spec.expert == experts]
+            if dist.get_world_size(group) == 1:
+                self._local += members
+                continue
+            for dtype in sorted({sum_dtype(parameter) for parameter in members}, key=str):
+                slots = end_to_end(parameter for parameter in members if sum_dtype(parameter) == dtype)
+                alone = [] if experts else self._alone()
+                flat = FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, alone=alone, waves=self._waves)
+                self._flats.append((flat, group))
 
     @torch.no_grad()
     def _begin_step(self) -> None:
         super()._begin_step()
-        for flat in self._flats:
+        for flat, _ in self._flats:
             flat.forget()
         for parameter, master in self._masters.items():
             follow_writes(master, parameter)  # by a callback that clips weights, for example
 
     def _start_reducing(self, wave: int) -> None:
-        for flat in self._flats:
-            flat.start(wave, self._sums, self._group)
+        for flat, group in self._flats:
+            flat.start(wave, self._sums, group)
 
     def _reduce_data_parallel(self, scale: float | Tensor) -> None:
-        if self._data_ranks > 1:
-            for flat in self._flats:
-                flat.all_reduce(self._sums, self._group, scale)
-        elif not (isinstance(scale, float) and scale == 1.0):
-            scale_(list(self._sums.present()), scale)
+        for flat, group in self._flats:
+            flat.all_reduce(self._sums, group, scale)
+        if not (isinstance(scale, float) and scale == 1.0):
+            scale_([gradient for gradient in map(self._sums.__getitem__, self._local) if gradient is not None], scale)
         for parameter, master in self._masters.items():
             master.grad = self._sums[parameter]
 
     def _global_norm(self) -> float:
-        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
-        counted = (e.parameter for e in self._trained if e.spec.counts_in_norm(tp, pp) and self._mesh.index("cp") == 0)
+        counted = (entry.parameter for entry in self._trained if self._counts(entry))
         gradients = (gradient for gradient in map(self._sums.__getitem__, counted) if gradient is not None)
-        return global_norm(gradients, self._device, self._mesh.group("tp", "cp", "pp"))
+        return global_norm(gradients, self._device, self._norm_group)
 
     def _gradients(self) -> Iterator[Tensor]:
         return self._sums.present()
@@ -113,7 +117,7 @@ class BucketedBackend(DataParallelBackend):
 
     def _release(self) -> None:
         self._optimizer = None
-        self._masters, self._flats = {}, []
+        self._masters, self._flats, self._local = {}, [], []
 
 
 def swap_parameters(optimizer: Optimizer, masters: dict[nn.Parameter, nn.Parameter]) -> None:

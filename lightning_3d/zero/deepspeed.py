@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.deepspeed_compat import (
+    EXPERTS,
     DeepSpeedGroup,
     deepspeed_engine,
     deepspeed_groups,
@@ -61,15 +62,27 @@ class DeepSpeedBackend(DataParallelBackend):
     _engine: Any = None
     _partitions: Sequence[Partition] = ()
     _flat: FlatGradients | None = None
+    _expert_flat: FlatGradients | None = None
     _eager: EagerReduction | None = None
     _untouched: Sequence[nn.Parameter] = ()
     _entries: dict[int, Trained]
     _optimizer: Optimizer | None = None
+    _twins: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     @property
     def collectives(self) -> int:
         """All-reduces of gradients over the data-parallel ranks in one step."""
-        return self._flat.collectives if self._flat is not None else 0
+        return sum(flat.collectives for flat in (self._flat, self._expert_flat) if flat is not None)
+
+    @property
+    def _dense(self) -> list[Partition]:
+        """Parts of parameters that all data-parallel ranks have."""
+        return [partition for partition in self._partitions if not partition.experts]
+
+    @property
+    def _experts(self) -> list[Partition]:
+        """Parts of parameters that only ranks with the same experts have."""
+        return [partition for partition in self._partitions if partition.experts]
 
     def _check(self, optimizer: Optimizer) -> None:
         super()._check(optimizer)
@@ -102,60 +115,98 @@ class DeepSpeedBackend(DataParallelBackend):
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
             group["params"].sort(key=lambda parameter: id(parameter) in uneven)
+        self._twins = self._split_off_experts(optimizer)
         if not self._trained:  # a wholly frozen stage; its data-parallel replicas are frozen too
             return
         self._start_engine([entry.parameter for entry in self._trained], optimizer, Groups(self._mesh))
         self._lay_out()
+
+    def _split_off_experts(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Take parts of experts out of the optimizer's groups: (group, another with its options, which DeepSpeed alone sees)."""
+        twins = []
+        for group in optimizer.param_groups:
+            experts = [parameter for parameter in group["params"] if self._entry(parameter).spec.expert]
+            if experts:
+                dealt = {id(parameter) for parameter in experts}
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in dealt]
+                twins.append((group, {**group, "params": experts, "moe": True, "name": EXPERTS}))
+        return twins
+
+    @contextmanager
+    def _groups_for_deepspeed(self, optimizer: Optimizer) -> Iterator[None]:
+        """Hide parameter groups that are empty on this rank, which DeepSpeed would remove for good, and show those of experts.
+
+        Schedulers have one learning rate per group and address them by position.
+        """
+        groups = optimizer.param_groups
+        for group, twin in self._twins:
+            twin.update({key: value for key, value in group.items() if key not in ("params", "name")})
+        shown = (*groups, *(twin for _, twin in self._twins))
+        optimizer.param_groups = [group for group in shown if group["params"]]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
 
     def _start_engine(self, parameters: list[nn.Parameter], optimizer: Optimizer, groups: Groups) -> None:
         """Let DeepSpeed take over the parameters in the groups of `optimizer`."""
         import_deepspeed(self._device)
         on_host = self._zero.offload == PARAMETERS
         config = _config(parameters[0].dtype, offload=self._zero.offload != NONE, pin=self._device.type != "cpu")
-        with _without_empty_groups(optimizer):
+        expert_group = self._expert_group if self._twins else None
+        with self._groups_for_deepspeed(optimizer):
             holder = _Holder([*parameters, *self._fill_up(optimizer, groups)], stays=on_host)
-            self._engine = deepspeed_engine(holder, optimizer, groups, config, self._device, on_host=on_host)
+            self._engine = deepspeed_engine(
+                holder, optimizer, groups, config, self._device, on_host=on_host, expert_group=expert_group
+            )
             found = deepspeed_groups(self._engine)
         for group in found:
             group.parameters[:] = [parameter for parameter in group.parameters if id(parameter) in self._entries]
-        bases = accumulate((group.flat.numel() for group in found), initial=0)
-        self._partitions = [Partition(group, base, optimizer, self._device) for group, base in zip(found, bases, strict=False)]
+        dense = len(found) - len(self._twins)
+        self._partitions = [
+            Partition(group, base, optimizer, self._device, experts=experts)
+            for experts, groups_of_kind in ((False, found[:dense]), (True, found[dense:]))
+            for group, base in zip(groups_of_kind, accumulate((group.flat.numel() for group in groups_of_kind), initial=0), strict=False)
+        ]
 
     def _fill_up(self, optimizer: Optimizer, groups: Groups) -> list[nn.Parameter]:
         """Zeros behind the parameters of each group where that makes a rank's part of it a number of whole vectors."""
         on_cpu = self._zero.offload != NONE or self._device.type == "cpu"
         fillers = []
         for group in optimizer.param_groups if on_cpu and rounds_by_place(optimizer) else ():
-            missing = -sum(parameter.numel() for parameter in group["params"]) % (VECTOR * groups.get_data_parallel_world_size())
+            ranks = dist.get_world_size(self._expert_group) if group.get("moe") else groups.get_data_parallel_world_size()
+            missing = -sum(parameter.numel() for parameter in group["params"]) % (VECTOR * ranks)
             fillers.append(nn.Parameter(group["params"][0].new_zeros(missing)))
             group["params"].append(fillers[-1])
         return fillers
 
     def _lay_out(self) -> None:
         """All gradients in DeepSpeed's flat buffers, one behind the other; those that are reduced at once apart from the others."""
-        slots = [
-            Slot(slot.parameter, partition.base + slot.start, partition.base + slot.stop)
-            for partition in self._partitions
-            for slot in partition.slots
-        ]
+        if self._experts:
+            self._expert_flat = self._in_buffers(self._experts)
+        if not self._dense:
+            return
+        slots = _slots(self._dense)
         ranks = range(dist.get_world_size(self._group))
         # A part that is reduce-scattered whole would wait for the last of several stages.
         if self._zero.reduce == MICRO_BATCH or (self._reduce_scatters and len(self._stages) > 1):
-            shares = [share for partition in self._partitions for share in partition.shares(ranks)]
+            shares = [share for partition in self._dense for share in partition.shares(ranks)]
             self._eager = self._reduce_eagerly(slots, shares, at_once=self._zero.reduce == MICRO_BATCH)
         if self._eager is None:
-            numel = self._partitions[-1].base + self._partitions[-1].numel
-            cuts = [(partition.base, partition.base + partition.numel) for partition in self._partitions]
-            self._flat = FlatGradients(
-                slots,
-                numel,
-                bucket_bytes=self._bucket_bytes,
-                alone=self._alone(),
-                waves=self._waves,
-                cuts=cuts if self._reduce_scatters else None,
-            )
+            self._flat = self._in_buffers(self._dense)
         else:
             self._flat = self._rest([slot.parameter for slot in slots])
+
+    def _in_buffers(self, partitions: Sequence[Partition]) -> FlatGradients:
+        """The reduction, once for each step, of all gradients of some partitions."""
+        return FlatGradients(
+            _slots(partitions),
+            partitions[-1].base + partitions[-1].numel,
+            bucket_bytes=self._bucket_bytes,
+            alone=self._alone(),
+            waves=self._waves,
+            cuts=[(partition.base, partition.base + partition.numel) for partition in partitions] if self._reduce_scatters else None,
+        )
 
     def _rest(self, parameters: Iterable[nn.Parameter]) -> FlatGradients | None:
         """The reduction of what is summed over other ranks first, and therefore once for each step."""
@@ -201,11 +252,12 @@ class DeepSpeedBackend(DataParallelBackend):
         for partition in self._partitions:
             for slot in partition.owned_slots:
                 partition.follow_writes(slot)  # by a callback that clips weights, for example
-        if self._flat is not None:
-            self._flat.forget()
+        for flat in (self._flat, self._expert_flat):
+            if flat is not None:
+                flat.forget()
         if self._eager is not None:
             take = None if self._zero.reduce == MICRO_BATCH else self._take_sum
-            self._eager.begin([partition.new_gradient() for partition in self._partitions], take)
+            self._eager.begin([partition.new_gradient() for partition in self._dense], take)
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
         parameters = list(parameters)
@@ -218,6 +270,8 @@ class DeepSpeedBackend(DataParallelBackend):
             self._eager.flush(self._stages[len(self._stages) - 1 - wave])
         if self._flat is not None:
             self._flat.start(wave, self._sums, self._group)
+        if self._expert_flat is not None:
+            self._expert_flat.start(wave, self._sums, self._expert_group)
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if self._eager is None or parameter not in self._eager or self._zero.reduce == STEP:
@@ -229,32 +283,36 @@ class DeepSpeedBackend(DataParallelBackend):
         self._untouched = []
         if self._eager is not None:
             self._untouched = self._eager.finish(scale, self._take_sum)
-        if self._flat is None:
-            return
-        if self._eager is None and self._reduce_scatters:
-            parts = self._flat.reduce_scatter(self._sums, self._group, scale)
-            for partition, part in zip(self._partitions, parts, strict=True):
-                partition.gradient = part
+        if self._flat is not None and self._eager is not None:
+            flat = self._flat.all_reduce(self._sums, self._group, scale)
+            for partition in self._dense:
+                _add_owned(partition, self._flat, flat)
+            self._untouched = [*self._untouched, *self._flat.nowhere]
+        elif self._flat is not None:
+            self._reduce_buffers(self._flat, self._dense, self._group, scale)
+        if self._expert_flat is not None:
+            self._reduce_buffers(self._expert_flat, self._experts, self._expert_group, scale)
+        if self._zero.stage > 1:
+            self._sums.clear()
+
+    def _reduce_buffers(
+        self, layout: FlatGradients, partitions: Sequence[Partition], group: dist.ProcessGroup, scale: float | Tensor
+    ) -> None:
+        if self._reduce_scatters:
+            parts = layout.reduce_scatter(self._sums, group, scale)
         else:
-            self._all_reduce(self._flat, scale)
-        self._untouched = [*self._untouched, *self._flat.nowhere]
+            flat = layout.all_reduce(self._sums, group, scale)
+            parts = [partition.owned_part(flat) for partition in partitions]
+            if self._zero.stage > 1:
+                parts = [part.clone() for part in parts]
+        for partition, part in zip(partitions, parts, strict=True):
+            partition.gradient = part
+        self._untouched = [*self._untouched, *layout.nowhere]
 
     def _take_sum(self, parameter: nn.Parameter) -> Tensor | None:
         gradient = self._sums[parameter]
         self._sums[parameter] = None
         return gradient
-
-    def _all_reduce(self, layout: FlatGradients, scale: float | Tensor) -> None:
-        flat = layout.all_reduce(self._sums, self._group, scale)
-        for partition in self._partitions:
-            if self._eager is not None:
-                _add_owned(partition, layout, flat)
-            elif self._zero.stage == 1:
-                partition.gradient = partition.owned_part(flat)
-            else:
-                partition.gradient = partition.owned_part(flat).clone()
-        if self._zero.stage > 1:
-            self._sums.clear()
 
     def _gradients(self) -> Iterator[Tensor]:
         for partition in self._partitions:
@@ -277,7 +335,7 @@ class DeepSpeedBackend(DataParallelBackend):
             return
         if type(self._optimizer).__name__ == CPU_ADAM:
             revive_cpu_adam(self._optimizer)
-        with _without_empty_groups(self._optimizer), self._kept(self._untouched):
+        with self._groups_for_deepspeed(self._optimizer), self._kept(self._untouched):
             set_deepspeed_gradients(self._engine, list(self._gradients()))
             self._engine.step()
         for partition in self._partitions:
@@ -304,7 +362,8 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         assert self._optimizer is not None
-        groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
+        with self._groups_for_deepspeed(self._optimizer):
+            groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
         for partition in self._partitions:
             master = partition.group.master
             made = {}  # one state for all parameters of the partition, which have taken the same steps
@@ -331,12 +390,12 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def _release(self) -> None:
         if self._engine is not None and self._optimizer is not None:
-            with _without_empty_groups(self._optimizer):
+            with self._groups_for_deepspeed(self._optimizer):
                 release_deepspeed(self._engine)
         if self._eager is not None:
             self._eager.close()
-        self._engine = self._flat = self._eager = self._optimizer = None
-        self._partitions, self._untouched, self._entries = [], [], {}
+        self._engine = self._flat = self._expert_flat = self._eager = self._optimizer = None
+        self._partitions, self._untouched, self._entries, self._twins = [], [], {}, []
 
 
 class Partition:
@@ -347,6 +406,7 @@ class Partition:
         base: where the group begins in the flat buffer of all gradients.
         optimizer: has the state of `group.master`.
         device: of gradients. Master weights, and the parameters of `group` too, may be in host memory.
+        experts: the parameters are parts of experts, dealt to the ranks that have the same ones; `base` counts among those.
 
     Attributes:
         slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted
@@ -354,8 +414,11 @@ class Partition:
         gradient: reduced gradient of the part, float32, between reduction and step.
     """
 
-    def __init__(self, group: DeepSpeedGroup, base: int, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, group: DeepSpeedGroup, base: int, optimizer: Optimizer, device: torch.device, *, experts: bool = False
+    ) -> None:
         self.group = group
+        self.experts = experts
         self.base = base
         self.numel = group.flat.numel()
         self.gradient: Tensor | None = None
@@ -428,6 +491,15 @@ class Partition:
             name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == master.shape
         }
         return {**per_element, "master": master.data}
+
+
+def _slots(partitions: Iterable[Partition]) -> list[Slot]:
+    """All parameters of some partitions, one buffer behind the other."""
+    return [
+        Slot(slot.parameter, partition.base + slot.start, partition.base + slot.stop)
+        for partition in partitions
+        for slot in partition.slots
+    ]
 
 
 def _add_owned(partition: Partition, layout: FlatGradients, flat: Tensor) -> None:
@@ -533,17 +605,3 @@ def _config(dtype: torch.dtype, *, offload: bool = False, pin: bool = False) -> 
         # The check sends, also to pipeline ranks that train nothing and wait elsewhere, and would leave out steps.
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
     }
-
-
-@contextmanager
-def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Hide parameter groups that are empty on this rank from DeepSpeed, which would remove them for good.
-
-    Schedulers have one learning rate per group and address them by position.
-    """
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups

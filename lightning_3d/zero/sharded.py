@@ -39,6 +39,7 @@ class ShardedBackend(DeepSpeedBackend):
             self._units.open()
         else:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+            dealt = {name for name, spec in self._specs.items() if spec.expert}
             self._units = ParameterUnits(
                 module,
                 blocks,
@@ -48,6 +49,7 @@ class ShardedBackend(DeepSpeedBackend):
                 is_active=is_active,
                 finished=self._block_finished,
                 on_host=self._zero.offload == PARAMETERS,
+                apart={key: self._expert_group for key, name in self._names.items() if name in dealt},
             )
 
     @contextmanager
@@ -76,7 +78,7 @@ class ShardedBackend(DeepSpeedBackend):
     def abandon(self) -> bool:
         if self._units is None:
             return False
-        if dist.get_world_size(self._group) == 1:
+        if all(dist.get_world_size(unit.group) == 1 for unit in self._units.all):
             self.make_whole()
             return False
         self._units.close()
@@ -101,8 +103,12 @@ class ShardedBackend(DeepSpeedBackend):
         if self._pieces:
             self._start_engine([piece for piece, _ in self._pieces.values()], optimizer, Groups(self._mesh, sharded=False))
         self._places = {id(slot.parameter): (partition, slot) for partition in self._partitions for slot in partition.owned_slots}
-        if order:
-            self._lay_out_units(end_to_end(order))
+        dealt = {id(parameter) for parameter in order if trained[id(parameter)].spec.expert}
+        if len(dealt) < len(order):
+            self._lay_out_units(end_to_end(parameter for parameter in order if id(parameter) not in dealt))
+        if dealt:
+            slots = end_to_end(parameter for parameter in order if id(parameter) in dealt)
+            self._expert_flat = FlatGradients(slots, slots[-1].stop, bucket_bytes=self._bucket_bytes, waves=self._waves)
 
     def _lay_out_units(self, slots: Sequence[Slot]) -> None:
         """Trained parameters one behind the other, and which rank keeps which of their elements."""
@@ -112,6 +118,7 @@ class ShardedBackend(DeepSpeedBackend):
             Share(rank, places[id(slot.parameter)].start + first, places[id(slot.parameter)].start + last)
             for rank in range(dist.get_world_size(self._group))
             for unit in self._units.all
+            if unit.group == self._group
             for slot, first, last in unit.owned(rank)
             if id(slot.parameter) in places
         ]
@@ -126,13 +133,15 @@ class ShardedBackend(DeepSpeedBackend):
 
     def _begin_step(self) -> None:
         self._sums.clear()
-        if self._flat is not None:
-            self._flat.forget()
+        for flat in (self._flat, self._expert_flat):
+            if flat is not None:
+                flat.forget()
         for partition in self._partitions:
             partition.new_gradient()
         if self._eager is not None:
             take = None if self._zero.reduce == MICRO_BATCH else self._take_sum
-            self._eager.begin([self._target(parameter) for parameter in self._pieces], take)
+            dense = [parameter for parameter, (piece, _) in self._pieces.items() if not self._entry(piece).spec.expert]
+            self._eager.begin([self._target(parameter) for parameter in dense], take)
 
     def _target(self, parameter: nn.Parameter) -> Tensor:
         """Where the gradient of this rank's piece of a parameter is summed."""
@@ -156,6 +165,10 @@ class ShardedBackend(DeepSpeedBackend):
         if self._flat is not None:
             self._add_rest(self._flat, self._flat.all_reduce(self._sums, self._group, scale))
             absent += self._flat.nowhere
+        if self._expert_flat is not None:
+            self._add_rest(self._expert_flat, self._expert_flat.all_reduce(self._sums, self._expert_group, scale))
+            absent += self._expert_flat.nowhere
+        if self._flat is not None or self._expert_flat is not None:
             self._sums.clear()
         self._untouched = [self._pieces[parameter][0] for parameter in absent if parameter in self._pieces]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ class Unit:
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device, uploads: Uploads | None = None
     ) -> None:
-        self._group, self._uploads = group, uploads
+        self.group, self._uploads = group, uploads
         self.slots = end_to_end(parameters)
         self.numel = self.slots[-1].stop
         self.part_numel = -(-self.numel // dist.get_world_size(group))
@@ -96,7 +96,7 @@ class Unit:
         self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
         if self._uploads is None:
             part = torch.cat([*(piece.detach() for piece in self.pieces.values()), self._padding])
-            self._work = (all_gather_flat(self._flat, part, self._group), part)
+            self._work = (all_gather_flat(self._flat, part, self.group), part)
             return
         for parameter, piece in self.pieces.items():
             if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed's
@@ -106,7 +106,7 @@ class Unit:
             pieces = [*(piece.detach() for piece in self.pieces.values()), self._padding]
             for target, piece in zip(part.split([len(piece) for piece in pieces]), pieces, strict=True):
                 target.copy_(piece, non_blocking=True)
-            self._work = (all_gather_flat(self._flat, part, self._group), part)
+            self._work = (all_gather_flat(self._flat, part, self.group), part)
 
     def gather(self) -> None:
         """Make the parameters usable."""
@@ -163,6 +163,7 @@ class ParameterUnits:
         is_active: whether a call of a block will run it (another pipeline stage's turn passes it by).
         finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
         on_host: the parts are kept in host memory.
+        apart: by id of a parameter that is not the same on all ranks of `group`: those on which it is.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class ParameterUnits:
         is_active: Callable[[nn.Module], bool],
         finished: Callable[[list[nn.Parameter]], None],
         on_host: bool = False,
+        apart: Mapping[int, dist.ProcessGroup] | None = None,
     ) -> None:
         self._whole = whole
         self._group, self._device = group, device
@@ -188,8 +190,13 @@ class ParameterUnits:
         known = {id(parameter) for parameters in inside for parameter in parameters}
         beside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
         uploads = Uploads(device) if on_host else None
-        self._beside = _units(beside, group, device, uploads)
-        self._blocks = [(block, _units(parameters, group, device, uploads)) for block, parameters in zip(blocks, inside, strict=True)]
+        groups = apart or {}
+
+        def units(parameters: Sequence[nn.Parameter]) -> list[Unit]:
+            return _units(parameters, lambda parameter: groups.get(id(parameter), group), device, uploads)
+
+        self._beside = units(beside)
+        self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
         self._hooks: list[Any] = []
         self.open()
@@ -336,11 +343,16 @@ def _gather(units: Sequence[Unit]) -> None:
 
 
 def _units(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device, uploads: Uploads | None
+    parameters: Sequence[nn.Parameter],
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+    device: torch.device,
+    uploads: Uploads | None,
 ) -> list[Unit]:
-    """One unit for each type."""
+    """One unit for each group and type, those of the first parameter's group first: in one order on all ranks."""
+    groups = list(dict.fromkeys(group_of(parameter) for parameter in parameters))
     types = sorted({parameter.dtype for parameter in parameters}, key=str)
-    return [Unit([p for p in parameters if p.dtype == dtype], group, device, uploads) for dtype in types]
+    chosen = [(group, [p for p in parameters if p.dtype == dtype and group_of(p) == group]) for group in groups for dtype in types]
+    return [Unit(members, group, device, uploads) for group, members in chosen if members]
 
 
 def _users(module: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:

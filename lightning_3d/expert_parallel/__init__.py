@@ -1,0 +1,17 @@
+"""Mixtures of experts: experts dealt over the ranks of a stage, tokens sent to them, and what keeps their load balanced."""
+
+from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel, TokenCut
+from lightning_3d.expert_parallel.experts import deal_experts, expert_specs
+from lightning_3d.expert_parallel.routers import Routers, RouterStatistics, attend_calls, make_routers
+
+__all__ = [
+    "DispatchedExperts",
+    "ExpertParallel",
+    "RouterStatistics",
+    "Routers",
+    "TokenCut",
+    "attend_calls",
+    "deal_experts",
+    "expert_specs",
+    "make_routers",
+]

@@ -1,0 +1,152 @@
+"""Tokens to the ranks that have their experts, and back.
+
+Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of the hidden states in each direction
+of a layer. Before the first one the ranks tell each other how many tokens they send, in an all-to-all of as many numbers as there are
+experts; to read the answer is the only time that a device is waited for. No pair is dropped for want of room, so the output is that of
+one process. (GShard, arXiv:2006.16668; without its capacity, as in MegaBlocks, arXiv:2211.15841.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class TokenCut(Protocol):
+    """How tokens that several ranks hold alike are dealt to them, and put together again."""
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's rows."""
+        ...
+
+    def join(self, part: Tensor, rows: int) -> Tensor:
+        """All `rows` rows."""
+        ...
+
+
+@dataclass
+class ExpertParallel:
+    """The ranks that deal the experts of one stage among them.
+
+    Attributes:
+        group: their process group. size: number of them. index: this rank's place in the group; it has the experts
+            index * experts / size and following.
+        tokens: how the tokens of a replicated residual stream are dealt to tensor-parallel ranks first; None where each rank has tokens
+            of its own, without tensor parallelism or where the sequence is cut already.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+    tokens: TokenCut | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """A copied model (weight averaging) talks to the same ranks."""
+        return self
+
+
+class DispatchedExperts:
+    """Mixin for a module of experts of which each rank holds some: it runs them, by the module's own forward, on the tokens of all ranks.
+
+    Called with tokens (n, hidden), the experts of each (n, k), counted over all ranks, and their weights (n, k); n may differ between
+    ranks and may be 0. All ranks of the group call it equally often.
+    """
+
+    expert_parallel: ExpertParallel
+    experts_of_all: int
+    drops: bool = False
+    """A weight of exactly 0 means that the pair was dropped and is not sent."""
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens = self.expert_parallel.tokens
+        if tokens is None:
+            return self._run(hidden_states, top_k_index, top_k_weights)
+        part = self._run(tokens.cut(hidden_states), tokens.cut(top_k_index), tokens.cut(top_k_weights))
+        return tokens.join(part, len(hidden_states))
+
+    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        group = self.expert_parallel.group
+        rows, choices = top_k_index.shape
+        chosen = top_k_index.reshape(-1)
+        if self.drops:
+            chosen = chosen.masked_fill(top_k_weights.reshape(-1) == 0, self.experts_of_all)
+        chosen, order = torch.sort(chosen, stable=True)
+        sent, received, local_experts = self._exchange_counts(chosen)
+        order = order[: sum(sent)]
+        arrived = exchange(hidden_states[order // choices], group, sent, received)
+        returned = exchange(self._experts(arrived, local_experts), group, received, sent)
+        if self.drops:
+            returned = torch.cat([returned, returned.new_zeros(1, *returned.shape[1:])])
+        place = torch.full((rows * choices,), sum(sent), dtype=order.dtype, device=order.device)
+        place[order] = torch.arange(sum(sent), dtype=order.dtype, device=order.device)
+        outputs = returned[place].view(rows, choices, hidden_states.shape[-1])
+        return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _exchange_counts(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank).
+
+        Args:
+            chosen: experts of the pairs, rising; dropped pairs stand behind them.
+        """
+        size, local = self.expert_parallel.size, self.experts_of_all // self.expert_parallel.size
+        bounds = torch.searchsorted(chosen, torch.arange(self.experts_of_all + 1, device=chosen.device))
+        counts = bounds.diff()
+        others = torch.empty_like(counts)
+        dist.all_to_all_single(others, counts, group=self.expert_parallel.group)
+        sent, received = torch.stack([counts, others]).view(2, size, local).sum(-1).tolist()
+        experts = torch.arange(local, device=chosen.device).repeat(size)
+        return sent, received, experts.repeat_interleave(others, output_size=sum(received))
+
+    def _experts(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        """What the experts of this rank make of tokens (n, hidden)."""
+        if len(tokens) == 0:
+            assert isinstance(self, nn.Module)
+            return _Unused.apply(tokens, *self.parameters())
+        ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
+        return super().forward(tokens, experts.unsqueeze(-1), ones)  # type: ignore[misc]
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Rows of `x`, the first `sent[0]` to the first rank of the group and so on -> the `received` rows of all ranks, in their order.
+
+    One all-to-all forward, one backward with the gradients.
+    """
+    return _Exchange.apply(x, group, list(sent), list(received))
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    result = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+        ctx.way_back = (group, received, sent)
+        return _all_to_all(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_to_all(gradient, *ctx.way_back), None, None, None
+
+
+class _Unused(torch.autograd.Function):
+    """No tokens through experts: the backward passes by here on every rank, and the experts' gradients are zeros, as in one process,
+    where all experts are one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.made_like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return tokens.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        wanted = zip(ctx.made_like, ctx.needs_input_grad[1:], strict=True)
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) if needed else None for (shape, dtype, device), needed in wanted)

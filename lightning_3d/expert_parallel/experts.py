@@ -1,0 +1,66 @@
+"""Which experts a rank has: the table of its parts, and the change of the modules, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_3d.classes import specialize
+from lightning_3d.errors import LayoutError, PlanError
+from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel
+from lightning_3d.plans import ParallelPlan
+from lightning_3d.sharding import ShardSpec, cut_along
+
+
+def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: int, tp_index: int) -> dict[str, ShardSpec]:
+    """What the rank with index `ep_index` holds of every parameter that is dealt to expert-parallel ranks, by name in `module`.
+
+    Args:
+        module: the whole module, on meta or not.
+        plan: `ParallelPlan.for_experts`.
+
+    Raises:
+        LayoutError: the experts cannot be dealt evenly.
+    """
+    specs = {}
+    for name, parameter in _dealt(module, plan) if ep_size > 1 else ():
+        experts = parameter.shape[0]
+        if experts % ep_size:
+            raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'.")
+        pieces = [(ep_index * experts // ep_size, experts // ep_size)]
+        spec = cut_along(name, tuple(parameter.shape), 0, pieces, tp_replicas=(tp_index,))
+        specs[name] = replace(spec, expert=True)
+    return specs
+
+
+def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, ShardSpec], context: ExpertParallel) -> None:
+    """Leave this rank's experts in `module` and let the modules that hold them send tokens to each other. No communication.
+
+    Args:
+        specs: of the parameters that are here.
+    """
+    for name, parameter in list(_dealt(module, plan)):
+        owner, _, last = name.rpartition(".")
+        part = nn.Parameter(specs[name].cut(parameter.detach()), requires_grad=parameter.requires_grad)
+        vars(part).update(vars(parameter))
+        setattr(module.get_submodule(owner), last, part)
+    for name, child in list(module.named_modules()):
+        cut = plan.cut_of(name)
+        if cut is None or cut.style != "ep_dispatch_experts" or next(child.parameters(), None) is None:
+            continue
+        experts = getattr(child, "num_experts", None)
+        if not isinstance(experts, int):
+            raise PlanError(f"'{name}' does not say how many experts it has (num_experts), so they cannot be dealt over ranks.")
+        specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
+        child.num_experts = experts // context.size
+
+
+def _dealt(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters whose first dimension is the experts."""
+    for name, parameter in module.named_parameters():
+        cut = plan.cut_of(name)
+        if cut is not None and cut.style == "grouped_gemm":
+            yield name, parameter
+

@@ -1,0 +1,86 @@
+"""What a router's decisions cost, and which of them fit. Pure functions of tensors; n tokens, k experts for each, E experts in all."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
+    """How many of the pairs in `chosen` (n, k) belong to each expert: (E,), float64."""
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    flat = chosen.reshape(-1)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int64)).to(torch.float64)
+
+
+def balancing_loss(scores: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """E * sum over experts of f * P: f the tokens of an expert divided by all tokens, P the mean of its scores.
+
+    The Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) with k choices of each token counted, as Transformers does: k
+    for an even load. Of a layer and a micro-batch.
+
+    Args:
+        scores: (n, E), each row of sum 1. counts: `tokens_per_expert` of these tokens.
+        group: the ranks over which the tokens of the micro-batch lie: one all-reduce of E + 1 numbers; the sum over the ranks is the
+            loss. None: all are here.
+    """
+    totals = torch.cat([counts, counts.new_tensor([float(len(scores))])])
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    rows = totals[-1].clamp(min=1)
+    shares = (totals[:-1] / rows).to(scores.dtype)
+    return len(counts) * (shares * scores.sum(0) / rows.to(scores.dtype)).sum()
+
+
+def z_loss(logits: Tensor, rows: Tensor | int) -> Tensor:
+    """Sum over tokens of the squared log-sum-exp of their logits (n, E), divided by `rows` (ST-MoE, arXiv:2202.08906, equation 5)."""
+    return torch.logsumexp(logits, -1).square().sum() / rows
+
+
+def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
+    """What the router thinks of each expert, a distribution over them: softmax, or sigmoids divided by their sum (DeepSeek-V3)."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if not sigmoid:
+        return wide.softmax(-1)
+    scores = wide.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def fits(chosen: Tensor, experts: int, factor: float) -> Tensor:
+    """Which of the pairs in `chosen` (n, k) an expert has room for: (n, k), bool.
+
+    It takes ceil(factor * n * k / E): first choices of all tokens in their order, then second ones (GShard, arXiv:2006.16668,
+    algorithm 1).
+    """
+    rows, choices = chosen.shape
+    room = ceil(factor * rows * choices / experts)
+    in_turn, order = torch.sort(chosen.t().reshape(-1), stable=True)
+    first = torch.searchsorted(in_turn, in_turn)  # where the run of this expert begins
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device) - first
+    return (place < room).view(choices, rows).t()
+
+
+class _Attached(torch.autograd.Function):
+    """`carrier` itself; the backward that reaches it also goes into `loss`, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: object, carrier: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient  # type: ignore[attr-defined]
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.gradient, None  # type: ignore[attr-defined]
+
+
+def attach(carrier: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+    """`carrier`; when its gradient is computed, `weight * loss` is differentiated too, wherever the rest of the loss is computed.
+
+    Args:
+        loss, weight: of shape ().
+    """
+    return _Attached.apply(carrier, loss, weight.detach().to(loss.dtype))

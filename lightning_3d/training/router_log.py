@@ -1,0 +1,63 @@
+"""What the routers of a mixture of experts did, layer by layer, on rank 0."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_3d.training.callbacks import rows_until
+
+COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
+"""Columns of `routers.csv`: `max_load` is the tokens of the fullest expert divided by the mean, `tokens` those of each expert."""
+
+
+class RouterLog(Callback):
+    """Writes one row for each router, and hands load and losses to the loggers. Nothing for a dense model, not even a file.
+
+    A resumed run goes on in the same file: rows of steps that it repeats are removed first.
+
+    Args:
+        path: of the file, usually `routers.csv` in the run folder.
+        every: steps between two entries.
+    """
+
+    def __init__(self, path: str | Path, every: int = 10) -> None:
+        self._path = Path(path)
+        self._every = max(1, every)
+        self._started = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = False
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        last: Any = getattr(trainer.strategy, "last_step", None)
+        routers = getattr(last, "routers", None)
+        if routers is None or last.grad_norm is None or trainer.global_step % self._every or not trainer.is_global_zero:
+            return
+        if not self._started:
+            self._begin(trainer.global_step - 1)
+        loads = routers.max_over_mean
+        with self._path.open("a", newline="") as file:
+            rows = zip(routers.layers, loads, routers.dropped, routers.tokens, strict=True)
+            for layer, load, dropped, tokens in rows:
+                csv.writer(file).writerow([trainer.global_step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
+        numbers = {"router/aux_loss": routers.aux_loss, "router/z_loss": routers.z_loss}
+        numbers |= {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, loads, strict=True)}
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step)
+
+    def _begin(self, last_step: int) -> None:
+        """A file with what is kept of an earlier one."""
+        kept = rows_until(self._path, last_step)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(kept)
+        self._started = True
