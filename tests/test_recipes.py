@@ -26,6 +26,9 @@ KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
 LAYOUTS += ["tp8_pp4_dp2", "tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2"]
 
+ROOM = 0.8
+"""How much of a GPU's memory a recipe may be predicted to need; the rest is for communication, workspaces and holes."""
+
 
 def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
     """A configuration and what it means, as far as this machine can say."""
@@ -114,14 +117,15 @@ def state_bytes(parameters: float, trained: float, plan: RunPlan) -> float:
 def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
     """Of one rank, with bf16 activations of a block in the style of Llama, roughly.
 
-    Whole on every tensor-parallel rank are, in bytes of a token, the float32 and bf16 copies of two norms and the residuals, 20 h;
-    cut are four tensors as wide as the MLP and four as wide as all heads, of 2 bytes.
+    In bytes of a token: the float32 and bf16 copies of two norms and the residuals, 20 h, four tensors as wide as the MLP and four as
+    wide as all heads, of 2 bytes. Tensor-parallel ranks share all of them, with sequence parallelism.
     """
     layout, blocks = plan.layout, plan.blocks
+    assert blocks.sequence_parallel is None
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    everything = tokens * (20 * spec.hidden + (8 * spec.intermediate + 8 * heads) / layout.tp)
+    everything = tokens * (20 * spec.hidden + 8 * spec.intermediate + 8 * heads) / layout.tp
     repeated = tokens * (4 * heads - 4 * kv_heads) / layout.tp
-    kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden}[blocks.recompute]
+    kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden / layout.tp}[blocks.recompute]
     held = layout.pp  # stages' forwards before the first backward, on the first rank
     if layout.vp > 1:
         held = 2 * (layout.pp - 1) + (layout.vp - 1) * layout.pp + 1
@@ -146,7 +150,7 @@ def test_a_recipe_fits_the_memory_of_its_gpus(name: str) -> None:
     config, plan = recipe(name)
     state, activations = predicted_bytes(config, plan)
     assert state < 0.6 * config.cluster.memory
-    assert state + activations < 0.8 * config.cluster.memory
+    assert state + activations < ROOM * config.cluster.memory
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_a_recipe_fits_the_memory_of_its_gpus(name: str) -> None:
 def test_without_what_its_comment_gives_reasons_for_it_would_not_fit(name: str, change: dict[str, object]) -> None:
     config = deepcopy(recipe(name)[0])
     config.parallelism.update(change)
-    assert sum(predicted_bytes(config, plan_run(config))) > config.cluster.memory
+    assert sum(predicted_bytes(config, plan_run(config))) > ROOM * config.cluster.memory
 
 
 COMMANDS = ["recipe={} --cfg job", "recipe={} trainer.dry=true"]
