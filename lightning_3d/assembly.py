@@ -220,7 +220,8 @@ def assemble(
         random.deals_sequence = True
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
-    _cut_layers(module, plan, {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local, mesh, context, regions)
+    inner = {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local
+    _cut_layers(module, plan, inner, mesh, context, regions)
     if routers is not None:
         routers.watch(module)
         attend_calls(module, routers)
