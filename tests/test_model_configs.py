@@ -257,3 +257,8 @@ def test_f19_fields_that_a_model_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="model.config has no field 'hiden_size' for model_type 'llama'. Did you mean \"hidden_size\""):
         transformers_config({"model_type": "llama", "hiden_size": 8})
     assert transformers_config({"model_type": "llama", "hidden_size": 64, "rope_theta": 5e5}).hidden_size == 64
+
+
+def test_fields_that_only_the_code_of_a_family_knows_are_taken() -> None:
+    """Qwen3-MoE's published configuration has a head_dim, which its class does not declare and its attention reads."""
+    assert transformers_config({"model_type": "qwen3_moe", "head_dim": 64}).head_dim == 64

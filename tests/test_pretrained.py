@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from lightning_3d import initialize, load_pretrained
 from lightning_3d import pretrained as module_under_test
 from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError
-from lightning_3d.pretrained_config import architecture, complete_model
+from lightning_3d.pretrained_config import TAKEN, architecture, complete_model
+from lightning_3d.training.module import CausalLM
 
 UNTRAINED = {"steps": 1, "learning_rate": 0.0, "weight_decay": 0.0}
 
@@ -564,3 +565,13 @@ def test_runs_from_a_folder(results: dict[str, Result], bytewise: Path) -> None:
                 wrapped = around.replace(".weight", ".base_layer.weight")
                 assert torch.equal(state[wrapped] if wrapped in state else state[around], value), key
         assert any("lora_B" in key for key in state) == (name == "lora")
+
+
+def test_fields_in_a_folder_that_nobody_reads_are_left_alone(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"unsloth_version": "2026.1"}))
+    model = complete_model({"name": TAKEN, "pretrained": str(llama)})
+    assert CausalLM(model).config.hidden_size == config["hidden_size"]
+    misspelt = {**model, "config": {**model["config"], "hiden_size": 8}}
+    with pytest.raises(ConfigError, match="no field 'hiden_size'"):
+        CausalLM(misspelt)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -50,12 +53,13 @@ class CausalLM(LightningModule):
         self.save_hyperparameters({"model": model, "optimizer": optimizer})
         self.model_config = model
         self.optimizer_config = optimizer
-        self.config = transformers_config(model["config"])
+        folder = find_folder(model["pretrained"]) if model.get("pretrained") is not None else None
+        stored = architecture(folder) if folder is not None else {}
+        self.config = transformers_config(model["config"], known=stored)
         self.lora = LoraOptions.of(model)
-        if model.get("pretrained") is not None and model.get("name") != TAKEN:
-            folder = find_folder(model["pretrained"])
-            stored = transformers_config(architecture(folder))
-            refuse_other_architecture(self.config.to_dict(), stored.to_dict(), str(model.get("name")), folder)
+        if folder is not None and model.get("name") != TAKEN:
+            there = transformers_config(stored, known=stored)
+            refuse_other_architecture(self.config.to_dict(), there.to_dict(), str(model.get("name")), folder)
         self.model: Any = None
         self.parameter_count = 0
         self._undecayed: frozenset[str] = frozenset()
@@ -120,8 +124,11 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:
         raise ConfigError(f"PEFT cannot put adapters into this model (model.lora.target_modules={names}): {error}") from error
 
 
-def transformers_config(fields: Mapping[str, Any]) -> Any:
+def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) -> Any:
     """A Transformers configuration from its `model_type` and fields.
+
+    Args:
+        known: names of fields that are right, though the model may not read them: those in the folder of a pretrained one.
 
     Raises:
         ConfigError: Transformers does not know the model type or a field, or refuses its value.
@@ -134,14 +141,21 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
         config = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
         raise ConfigError(f"Transformers cannot make a configuration of model_type {model_type!r}: {error}") from error
-    known = _known_fields(type(config))
+    declared = _declared_fields(type(config))
+    read = _words_of_the_code(type(config))
     for name in fields:
-        if name not in known and name not in OLDER_FIELDS:  # Transformers would keep it and never read it
-            raise ConfigError(f"model.config has no field {name!r} for model_type {model_type!r}.{did_you_mean(name, known)}")
+        if name not in {*declared, *known, *OLDER_FIELDS} and name not in read:  # Transformers would keep it and never read it
+            raise ConfigError(f"model.config has no field {name!r} for model_type {model_type!r}.{did_you_mean(name, declared)}")
     return config
 
 
-def _known_fields(kind: Any) -> set[str]:
+def _words_of_the_code(kind: Any) -> set[str]:
+    """All words of a family's modeling file: some read fields that the configuration does not declare (`head_dim` of Qwen3-MoE)."""
+    module = importlib.util.find_spec(kind.__module__.replace(".configuration_", ".modeling_"))
+    return set(re.findall(r"\w+", Path(module.origin).read_text("utf-8"))) if module is not None and module.origin else set()
+
+
+def _declared_fields(kind: Any) -> set[str]:
     """What a class of configurations takes; Transformers makes them dataclasses in newer versions."""
     names = {field.name for field in dataclass_fields(kind)} if is_dataclass(kind) else set()
     if not names:
