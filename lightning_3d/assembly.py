@@ -119,8 +119,8 @@ class Partition:
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
 
-    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions) -> LocalModel:
-        """The parts, to another strategy.
+    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions, experts: ExpertOptions) -> LocalModel:
+        """The parts, to another strategy, with its options for experts.
 
         Raises:
             ConfigError: it has another layout or schedule, or the weights are lost.
@@ -141,6 +141,8 @@ class Partition:
                 f"The blocks of this module stay as an earlier Trainer made them ({self.blocks.describe() or 'plain'}), not"
                 f" {blocks.describe() or 'plain'}. Build the module anew to change that."
             )
+        if self.parts.routers is not None:
+            self.parts.routers.use(experts)
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
