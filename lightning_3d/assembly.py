@@ -19,7 +19,15 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.expert_options import ExpertOptions
-from lightning_3d.expert_parallel import ExpertParallel, Routers, attend_calls, deal_experts, expert_specs, make_routers
+from lightning_3d.expert_parallel import (
+    ExpertParallel,
+    Routers,
+    attend_calls,
+    choose_products,
+    deal_experts,
+    expert_specs,
+    make_routers,
+)
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
@@ -197,6 +205,7 @@ def assemble(
     blueprint = Blueprint(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
+    choose_products(module, plan)
     routers = make_routers(module, plan.experts, expert_options, mesh, device)
     process_blocks(find_blocks(module, plan), block_options)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)

@@ -156,6 +156,7 @@ class Routers:
         dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp"))
         widest = max(self.experts)
         self._loads = self._loads + self._sums[:, :widest]
+        self._training = False
         rows = self._sums.tolist()
         aux, z = (sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0 for at in (0, 1))
         tokens = tuple(tuple(round(count) for count in row[:experts]) for row, experts in zip(rows, self.experts, strict=True))
@@ -184,7 +185,7 @@ class Routers:
         if self.options.capacity_factor is not None:
             kept = fits(chosen, experts, self.options.capacity_factor)
             weights, dropped = weights.masked_fill(~kept, 0.0), (~kept).sum()
-        if not (self._training and training and torch.is_grad_enabled()):
+        if not (self._training and training):
             return logits, weights, chosen
         weight = self._weights[self._micro_batch]
         counts = tokens_per_expert(chosen, experts)
