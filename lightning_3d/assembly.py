@@ -19,7 +19,15 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.expert_options import ExpertOptions
-from lightning_3d.expert_parallel import ExpertParallel, Routers, attend_calls, deal_experts, expert_specs, make_routers
+from lightning_3d.expert_parallel import (
+    ExpertParallel,
+    Routers,
+    attend_calls,
+    choose_products,
+    deal_experts,
+    expert_specs,
+    make_routers,
+)
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
@@ -131,8 +139,8 @@ class Partition:
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
 
-    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions) -> LocalModel:
-        """The parts, to another strategy.
+    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions, experts: ExpertOptions) -> LocalModel:
+        """The parts, to another strategy, with its options for experts.
 
         Raises:
             ConfigError: it has another layout or schedule, or the weights are lost.
@@ -153,6 +161,8 @@ class Partition:
                 f"The blocks of this module stay as an earlier Trainer made them ({self.blocks.describe() or 'plain'}), not"
                 f" {blocks.describe() or 'plain'}. Build the module anew to change that."
             )
+        if self.parts.routers is not None:
+            self.parts.routers.use(experts)
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
@@ -213,6 +223,7 @@ def assemble(
     context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None, sequence)
     if regions is not None:
         gather_regions(module, regions, context)
+    choose_products(module, plan)
     routers = make_routers(module, plan.experts, expert_options, mesh, device)
     process_blocks(find_blocks(module, plan), block_options)
     if regions is not None:

@@ -295,7 +295,7 @@ class Lightning3DStrategy(TrainerCollectives):
             return
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
-            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks)
+            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks, self.experts)
         else:
             self.model_parts = assemble(
                 module,
@@ -431,15 +431,12 @@ class Lightning3DStrategy(TrainerCollectives):
             batch,
             self.micro_batch_size,
             repeated=partial(repeated_rows, loader, index),
-            agree=self._agree if together else None,
+            agree=partial(most_micro_batches, mesh=self._require_mesh(), device=self.root_device) if together else None,
             schedule=find_schedule(self.schedule) if training else None,
             pp=self.layout.pp,
             vp=self.layout.vp,
             split_batch=self._split_batch,
         )
-
-    def _agree(self, micro_batches: int) -> int:
-        return most_micro_batches(micro_batches, self._require_mesh(), self.root_device)
 
     def _advise(self, micro_batches: int) -> None:
         """Once: warn when the pipeline is predicted to idle for want of micro-batches."""

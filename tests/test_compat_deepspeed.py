@@ -20,6 +20,7 @@ from ranks import run_ranks
 from torch import nn
 
 from lightning_3d.deepspeed_compat import (
+    EXPERTS,
     deepspeed_engine,
     deepspeed_groups,
     import_deepspeed,
@@ -91,6 +92,38 @@ def engine() -> None:
 
 def test_deepspeed_engine() -> None:
     run_ranks(engine, 2)
+
+
+def expert_groups() -> None:
+    """The second group is an expert's: sharded over a group of its own, here this rank alone, and stepped with."""
+    import_deepspeed(CPU)
+    module = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(
+        [{"params": [module.weight]}, {"params": [module.bias], "moe": True, "name": EXPERTS}], lr=1.0
+    )
+    mesh = Mesh(Layout.parse("dp2"))
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        module.bias.fill_(float(dist.get_rank()))  # other experts on the other rank: nothing makes them equal
+    started = deepspeed_engine(
+        module, optimizer, Groups(mesh), _config(torch.float32), CPU, expert_group=mesh.group_for((mesh.rank,))
+    )
+    dense, experts = deepspeed_groups(started)
+    assert (dense.flat.numel(), dense.owned.numel()) == (16, 8)
+    assert experts.owned.numel() == experts.flat.numel() and torch.equal(experts.owned, experts.flat)
+    set_deepspeed_gradients(started, [torch.ones(8), torch.full_like(experts.owned, 2.0)])
+    started.step()
+    assert module.weight.eq(0.0).all() and module.bias.eq(dist.get_rank() - 2.0).all()
+    from deepspeed.utils import groups
+
+    assert EXPERTS in groups._EXPERT_DATA_PARALLEL_GROUP
+    release_deepspeed(started)
+    assert EXPERTS not in groups._EXPERT_DATA_PARALLEL_GROUP
+    assert not {"allreduce", "group_name"} & vars(module.bias).keys()
+
+
+def test_deepspeed_shards_experts_over_a_group_of_their_own() -> None:
+    run_ranks(expert_groups, 2)
 
 
 def flat_groups() -> None:

@@ -1,6 +1,6 @@
 """Tokens to their experts and back: exact, however uneven, and each sent once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_3d.expert_parallel import ExpertParallel, deal_experts
+from lightning_3d.expert_parallel import ExpertParallel, choose_products, deal_experts
 from lightning_3d.expert_parallel.dispatch import exchange
 from lightning_3d.expert_parallel.losses import fits
 from lightning_3d.plans import Cut, ParallelPlan
@@ -135,6 +135,15 @@ def exchange_halves() -> list[float]:
 
 def test_bf16_travels_as_it_is() -> None:
     assert run_ranks(exchange_halves, 2) == [[1, 2, 1, 2, 2, 2], [1, 1, 1, 2, 2, 2, 1, 2, 2, 2]]
+
+
+def test_experts_in_float64_multiply_in_a_loop() -> None:
+    for dtype, chosen in ((torch.float32, "grouped_mm"), (torch.float64, "eager")):
+        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=10, num_local_experts=EXPERTS)
+        config._experts_implementation = "grouped_mm"
+        module = nn.ModuleDict({"experts": MixtralExperts(config).to(dtype)})
+        choose_products(module, replace(PLAN, experts=("experts",)))
+        assert module["experts"].config._experts_implementation == chosen
 
 
 def test_room_is_given_to_first_choices_then_to_earlier_tokens() -> None:

@@ -14,10 +14,12 @@ import pytest
 import torch
 from command_line import run_commands
 from parity import assert_same_training
-from plain_module import VOCABULARY, LanguageModel, TextData
+from plain_module import VOCABULARY, LanguageModel
 from ranks import run_ranks
-from reference import Recipe, reference
+from reference import Recipe, cut, data, reference, split, train_on
+from test_bf16 import train_with_masters
 from test_checkpoint import all_tensors, assert_equal, make_trainer
+from test_short_batches import batches_of_all_lengths, train_batches, train_rows
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -97,6 +99,31 @@ def test_a_crowded_expert_drops_tokens_and_says_so() -> None:
     assert few.losses != all_of_them.losses
 
 
+@pytest.mark.parametrize("strategy", [{"layout": "ep2_pp2_dp2", "zero_stage": 1}], ids=str)
+def test_ranks_with_different_numbers_of_tokens(strategy: dict[str, Any]) -> None:
+    """Batches of all lengths, on one rank longer than on the other; then a short last one, in which a rank repeats a row."""
+    recipe = Recipe("mixtral", steps=6)
+    batches = batches_of_all_lengths(recipe, 12)
+    parts = run_ranks(train_batches, 4, recipe, batches, micro_batch_size=1, **strategy)
+    parity.assert_same_run(parts, train_on(recipe, [batches[start : start + 2] for start in range(0, 12, 2)]))
+    rows = cut(data(recipe), 0, recipe.global_batch + 5)
+    parts = run_ranks(train_rows, 4, recipe, rows, micro_batch_size=2, **strategy)
+    parity.assert_same_run(parts, train_on(recipe, [split(batch, 2) for batch in split(rows, recipe.global_batch)]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [("ep4_dp4", {}), ("ep2_pp2_dp2", {"zero_stage": 1}), ("ep2_dp4", {"zero_stage": 2}), ("tp2_ep2_dp2", {"zero_stage": 3})],
+)
+def test_bf16(layout: str, strategy: dict[str, Any]) -> None:
+    recipe = Recipe("mixtral", dtype="bfloat16")
+    expected = train_with_masters(recipe)
+    part = run_ranks(parity.train_on_rank, 4, recipe, layout=layout, micro_batch_size=2, **strategy)[0]
+    assert part.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert part.grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)
+
+
 class Mixture(LanguageModel):
     """With a bias that balances the experts: a buffer that changes from step to step."""
 
@@ -145,8 +172,6 @@ def predict_mixture(layout: str) -> list[Tensor]:
             return self.model(input_ids=batch["input_ids"]).logits.float().sum(-1)
 
     trainer, rows = make_trainer(layout, 1, [])
-    data = TextData(4)
-    data.trainer = trainer
     return trainer.predict(Predicts(), dataloaders=rows.val_dataloader())
 
 

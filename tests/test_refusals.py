@@ -62,6 +62,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["parallelism=dp2_ep4", "+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],
         ["ep 4", "more than the 2", "dp2_ep2"],
     ),
+    "f10_ep_of_a_mixture": (["model=mixtral_tiny", "parallelism=dp6_ep3"], ["ep 3", "8 experts", "dp6_ep2"]),
+    "f15_top_k_of_a_mixture": (["model=mixtral_tiny", "model.config.num_experts_per_tok=9"], ["to 9 experts", "only 8"]),
+    "moe_dense": (["parallelism.moe_aux_loss=0.1"], ["moe_aux_loss", "dense"]),
+    "moe_negative": (["model=mixtral_tiny", "parallelism.moe_z_loss=-1"], ["moe_z_loss", "at least 0"]),
     "f15_top_k": (
         ["parallelism=dp2", "+model.config.num_local_experts=2", "+model.config.num_experts_per_tok=4"],
         ["to 4 experts", "only 2"],

@@ -1,7 +1,7 @@
 """Mixtures of experts: experts dealt over the ranks of a stage, tokens sent to them, and what keeps their load balanced."""
 
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel, TokenCut
-from lightning_3d.expert_parallel.experts import deal_experts, expert_specs
+from lightning_3d.expert_parallel.experts import choose_products, deal_experts, expert_specs
 from lightning_3d.expert_parallel.routers import Routers, RouterStatistics, attend_calls, make_routers
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Routers",
     "TokenCut",
     "attend_calls",
+    "choose_products",
     "deal_experts",
     "expert_specs",
     "make_routers",

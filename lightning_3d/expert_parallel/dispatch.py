@@ -8,7 +8,7 @@ one process. (GShard, arXiv:2006.16668; without its capacity, as in MegaBlocks, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,8 +59,8 @@ class DispatchedExperts:
 
     expert_parallel: ExpertParallel
     experts_of_all: int
-    drops: bool = False
-    """A weight of exactly 0 means that the pair was dropped and is not sent."""
+    drops: Callable[[], bool] | None = None
+    """Whether a weight of exactly 0 means that the pair was dropped, and is not sent; None: no."""
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -74,14 +74,15 @@ class DispatchedExperts:
         group = self.expert_parallel.group
         rows, choices = top_k_index.shape
         chosen = top_k_index.reshape(-1)
-        if self.drops:
+        drops = self.drops is not None and self.drops()
+        if drops:
             chosen = chosen.masked_fill(top_k_weights.reshape(-1) == 0, self.experts_of_all)
         chosen, order = torch.sort(chosen, stable=True)
         sent, received, local_experts = self._exchange_counts(chosen)
         order = order[: sum(sent)]
         arrived = exchange(hidden_states[order // choices], group, sent, received)
         returned = exchange(self._experts(arrived, local_experts), group, received, sent)
-        if self.drops:
+        if drops:
             returned = torch.cat([returned, returned.new_zeros(1, *returned.shape[1:])])
         place = torch.full((rows * choices,), sum(sent), dtype=order.dtype, device=order.device)
         place[order] = torch.arange(sum(sent), dtype=order.dtype, device=order.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from lightning_3d.classes import specialize
@@ -55,6 +56,17 @@ def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Shar
             raise PlanError(f"'{name}' does not say how many experts it has (num_experts), so they cannot be dealt over ranks.")
         specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
         child.num_experts = experts // context.size
+
+
+def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let experts in float64 multiply in a loop: grouped matrix products, the default of Transformers, do not know that type."""
+    found = dict(module.named_modules())
+    for name in plan.experts:
+        experts = found.get(name)
+        config = getattr(experts, "config", None)
+        double = experts is not None and any(parameter.dtype == torch.float64 for parameter in experts.parameters())
+        if double and getattr(config, "_experts_implementation", "eager") != "eager":
+            config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
 def _dealt(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:

@@ -27,7 +27,7 @@ def balancing_loss(scores: Tensor, counts: Tensor, group: dist.ProcessGroup | No
         group: the ranks over which the tokens of the micro-batch lie: one all-reduce of E + 1 numbers; the sum over the ranks is the
             loss. None: all are here.
     """
-    totals = torch.cat([counts, counts.new_tensor([float(len(scores))])])
+    totals = torch.cat([counts, counts.new_full((1,), len(scores))])
     if group is not None:
         dist.all_reduce(totals, group=group)
     rows = totals[-1].clamp(min=1)

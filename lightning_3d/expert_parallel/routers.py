@@ -83,10 +83,18 @@ class Routers:
         """Of each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
         return torch.zeros(len(self.names), max(self.experts, default=0) + 4, dtype=torch.float64, device=self._device)
 
+    def _may_drop(self) -> bool:
+        return self.options.capacity_factor is not None
+
     @property
     def tokens_lie_on(self) -> dist.ProcessGroup | None:
         """The ranks over which the tokens of one micro-batch lie; None for one rank."""
         return self._mesh.group("cp") if self._mesh.size("cp") > 1 else None
+
+    def use(self, options: ExpertOptions) -> None:
+        """Go on with other coefficients. What the model's own configuration asked for stays where `options` leave it open."""
+        self.options = options
+        self.aux_loss = self.aux_loss if options.aux_loss is None else options.aux_loss
 
     def translate(self, config: Any) -> None:
         """Take over the loss of routers that Transformers computes with `output_router_logits`, and turn it off there."""
@@ -115,7 +123,7 @@ class Routers:
                 setattr(router, BIAS, bias.float())  # its steps are smaller than what bf16 tells apart
         for child in found.values():
             if isinstance(child, DispatchedExperts):
-                child.drops = self.options.capacity_factor is not None
+                child.drops = self._may_drop
 
     # A step: begin, then for each micro-batch `enter` (before its backward too), `expect` and `weigh`, then `finish`
 
@@ -130,7 +138,7 @@ class Routers:
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
         """The running micro-batch has so many rows, which are the weight of its loss until `weigh` knows better. A filler has none."""
-        self._weights[self._micro_batch] = torch.tensor(0.0 if filler else float(rows), dtype=torch.float64, device=self._device)
+        self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
         if filler:
             self._fillers.add(self._micro_batch)
 
@@ -148,6 +156,7 @@ class Routers:
         dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp"))
         widest = max(self.experts)
         self._loads = self._loads + self._sums[:, :widest]
+        self._training = False
         rows = self._sums.tolist()
         aux, z = (sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0 for at in (0, 1))
         tokens = tuple(tuple(round(count) for count in row[:experts]) for row, experts in zip(rows, self.experts, strict=True))
@@ -176,7 +185,7 @@ class Routers:
         if self.options.capacity_factor is not None:
             kept = fits(chosen, experts, self.options.capacity_factor)
             weights, dropped = weights.masked_fill(~kept, 0.0), (~kept).sum()
-        if not (self._training and training and torch.is_grad_enabled()):
+        if not (self._training and training):
             return logits, weights, chosen
         weight = self._weights[self._micro_batch]
         counts = tokens_per_expert(chosen, experts)
@@ -187,7 +196,7 @@ class Routers:
         if self.options.z_loss and weights.requires_grad:
             weights = attach(weights, z, factor * self.options.z_loss)
         if not autograd_is_running() and self._micro_batch not in self._fillers:  # else it is recomputed
-            pairs = counts.new_tensor(float(chosen.numel()))
+            pairs = counts.new_full((), chosen.numel())
             last = torch.stack([aux.detach().double() * weight, z.detach().double() * weight, _number(dropped, pairs), pairs])
             self._sums[layer, :experts] += counts
             self._sums[layer, -4:] += last
@@ -197,7 +206,7 @@ class Routers:
         group = self.tokens_lie_on
         if not (self.aux_loss or self.options.z_loss):
             logits = logits.detach()  # they are only shown
-        rows = torch.tensor(float(len(logits)), dtype=torch.float64, device=logits.device)
+        rows = torch.full((), len(logits), dtype=torch.float64, device=logits.device)
         if group is not None:
             dist.all_reduce(rows, group=group)
         scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))
