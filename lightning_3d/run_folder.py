@@ -88,7 +88,9 @@ class RunFolder:
         again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if again and (path / CONFIG_FILE).exists():
             earlier = path
-        return claim() if earlier is None else cls.reopen(earlier, config)
+        if earlier is None or not (earlier / CONFIG_FILE).exists():  # a try that was refused leaves no folder
+            return claim()
+        return cls.reopen(earlier, config)
 
     @classmethod
     def reopen(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:

@@ -334,6 +334,12 @@ def test_folder_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert again(run, trainer={"auto_resume": False}).path == run, "SLURM has started the job again"
 
 
+def test_try_after_one_that_was_refused_takes_a_new_folder(tmp_path: Path) -> None:
+    """torchrun starts refused ranks again too, and their folder is gone."""
+    took = RunFolder.take(tmp_path / "new", CONFIG, lambda: RunFolder.claim(tmp_path / "new", numbered=False), tmp_path / "gone")
+    assert took.path == tmp_path / "new" and took.resume is None
+
+
 def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run").path
     if (child := os.fork()) == 0:  # a lock is a process's own
