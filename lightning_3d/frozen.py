@@ -76,9 +76,7 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
     place = find_place(outside, take)
     if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if place.resume is not None:
-        config["trainer"]["resume"] = place.resume
-    return run_job(config, plan, outside, place.folder, place.reporter)
+    return run_job(config, plan, outside, place)
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
