@@ -105,6 +105,11 @@ def test_frozen_text_is_the_same_for_any_reader_of_yaml(tmp_path: Path) -> None:
     assert plan_run(OmegaConf.create(config)) is not None
 
 
+def test_numbers_that_the_user_wrote_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run_folder: x\noptimizer: {lr: 1e-5}")
+    assert read_frozen(tmp_path / "config.yaml")["optimizer"]["lr"] == 1e-5
+
+
 def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> None:
     config = {
         "run_folder": "/runs/a",
@@ -128,6 +133,9 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
         ("- a", "names no run_folder"),
         ("a: 1", "names no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
+        ("run_folder: ${hydra:runtime.output_dir}", "not that in .hydra"),
+        ("run_folder: null", "names no run_folder"),
+        ("3", "has no keys"),
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
