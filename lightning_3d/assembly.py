@@ -141,8 +141,8 @@ class Partition:
             )
         if differences := self.blocks.differences(blocks, tp=layout.tp):
             rank_zero_warn(
-                f"The blocks of this module stay as an earlier Trainer made them ({'; '.join(differences)}). Build the module anew to change"
-                " that."
+                f"The blocks of this module stay as an earlier Trainer made them ({'; '.join(differences)}). Build the module anew to"
+                " change that."
             )
         return self.parts
 

@@ -28,6 +28,8 @@ LINES: dict[str, list[str]] = {
     "impossible folder": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.dir=/dev/null/sweep"],
     "quoted": ["-m", "+logger.note={_target_:x.Y,text:'a, b'},{_target_:x.Y,text:'c=d'}", "parallelism.order=[tp,cp,dp,pp]",
                "trainer.dry=true"],
+    "metric of no name": ["-m", "parallelism=tp2,dp2", "hydra.launcher.metric=1"],
+    "no number": ["-m", "parallelism=tp2,dp2", "hydra.launcher.jobs_at_once=two"],
     "cfg": ["-m", "--cfg", "job", "parallelism=tp2,dp2"],
 }  # fmt: skip
 
@@ -68,6 +70,8 @@ def test_schedule_that_needs_more_micro_batches_is_skipped(results: dict[str, Re
         ("no such key", 'There is no configuration key "optimizer.lrr". Did you mean "optimizer.lr"?'),
         ("no such model", 'There is no model "nonesuch".'),
         ("no such metric", 'there is no number "losss". Did you mean "loss"?'),
+        ("metric of no name", 'there is no number "1".'),
+        ("no number", "hydra.launcher.jobs_at_once must be a whole number, not 'two'."),
         ("one folder", "hydra.sweep.subdir must differ between jobs"),
         ("impossible folder", "The sweep folder /dev/null/sweep cannot be used: Not a directory. Set hydra.sweep.dir."),
         ("cfg", "Only one of --run, --multirun, --cfg"),

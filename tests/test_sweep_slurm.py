@@ -71,8 +71,10 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs SLURM on this machine, but there is no sbatch"):
         SlurmEngine(SlurmResources())
-    with pytest.raises(ConfigError, match="jobs_at_once=0"):
+    with pytest.raises(ConfigError, match="jobs_at_once is 0"):
         SlurmEngine(SlurmResources(executor="local"), 0)
+    with pytest.raises(ConfigError, match="poll_seconds must be a number"):
+        SlurmEngine(SlurmResources(executor="local"), poll_seconds="x")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match="pip install"):
         SlurmEngine(SlurmResources(executor="local"))

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.launch import belong_to
+from lightning_3d.layout_rules import check_number, check_sizes
 from lightning_3d.run_status import read_status
 from lightning_3d.sweep.engine import Began, Ended, Event, Going
 from lightning_3d.sweep.jobs import Job
@@ -80,14 +81,12 @@ class SlurmEngine:
         at_once: jobs that are queued or running at the same time; None is all.
 
     Raises:
-        ConfigError: submitit or SLURM's programs are not installed.
+        ConfigError: submitit or SLURM's programs are not installed, or a number is none.
     """
 
     def __init__(self, resources: SlurmResources, at_once: int | None = None, *, poll_seconds: float = 5.0) -> None:
-        if at_once is not None and at_once < 1:
-            raise ConfigError(f"hydra.launcher.jobs_at_once={at_once} must be at least 1.")
-        if resources.minutes < 1:
-            raise ConfigError(f"hydra.launcher.minutes={resources.minutes} must be at least 1.")
+        check_sizes(**{"hydra.launcher.jobs_at_once": at_once, "hydra.launcher.minutes": resources.minutes})
+        check_number("hydra.launcher.poll_seconds", poll_seconds)
         try:
             import submitit
         except ImportError as error:
