@@ -28,7 +28,7 @@ from lightning_3d.composed import check, plain
 from lightning_3d.config import RunPlan
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.hydra_errors import explain, is_composition_error
+from lightning_3d.hydra_errors import explain_sweep, is_composition_error
 from lightning_3d.job import Place, find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
@@ -69,7 +69,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
         return 1
     except Exception as error:
         if is_composition_error(error):
-            return refuse(explain(error), job.outside)
+            return refuse(explain_sweep(error, arguments), job.outside)
         if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
             # Optuna's sweeper asks for the best trial.
             print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
