@@ -36,6 +36,12 @@ from lightning_3d.sweep.compose import JobFailed
 from lightning_3d.sweep.sweep import Sweep
 
 
+_NEW_FOLDER = (
+    "trainer.auto_resume goes on from what an earlier try left in the run folder. Without hydra.run.dir=FOLDER each start by hand has a"
+    " new one."
+)
+
+
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
     """Run Hydra's command line and return the exit code.
 
@@ -117,6 +123,8 @@ class BeforeRun(Callback):
             if config.trainer.dry:
                 print_once(plan.describe(), self.outside)
                 sys.exit(0)
+            if config.trainer.auto_resume and not _is_given(config, "hydra.run.dir"):
+                print_once(f"lightning_3d: {_NEW_FOLDER}", self.outside, file=sys.stderr)
             self._take_folder(config, plan)
         except Lightning3DError as error:
             sys.exit(refuse(error, self.outside))

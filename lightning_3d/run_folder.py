@@ -177,7 +177,10 @@ def _hold(path: Path) -> None:
 
     The descriptor stays open: closing it would give up the lock (POSIX).
     """
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
