@@ -35,7 +35,6 @@ from lightning_3d.run_folder import RunFolder
 from lightning_3d.sweep.compose import JobFailed
 from lightning_3d.sweep.sweep import Sweep
 
-
 _NEW_FOLDER = (
     "trainer.auto_resume goes on from what an earlier try left in the run folder. Without hydra.run.dir=FOLDER each start by hand has a"
     " new one."
