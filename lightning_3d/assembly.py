@@ -156,10 +156,10 @@ class Partition:
                 f" again for {layout} and {schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
                 " the module anew and load it with ckpt_path=."
             )
-        if blocks != self.blocks:
+        if differences := self.blocks.differences(blocks, tp=layout.tp):
             rank_zero_warn(
-                f"The blocks of this module stay as an earlier Trainer made them ({self.blocks.describe() or 'plain'}), not"
-                f" {blocks.describe() or 'plain'}. Build the module anew to change that."
+                f"The blocks of this module stay as an earlier Trainer made them ({'; '.join(differences)}). Build the module anew to"
+                " change that."
             )
         if self.parts.routers is not None:
             self.parts.routers.use(experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean
 from lightning_3d.schedules import find_schedule
@@ -79,6 +79,12 @@ class BlockOptions:
     def changes_blocks(self) -> bool:
         """Whether anything is asked for."""
         return self.recompute != "none" or self.offload_activations or self.compile
+
+    def differences(self, other: BlockOptions, *, tp: int) -> list[str]:
+        """Options that are others in `other`, as `recompute=none, not full`. Without tensor parallelism no sequence is dealt out."""
+        names = (option.name for option in fields(self) if tp > 1 or option.name != "sequence_parallel")
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return [f"{name}={ours}, not {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
     def describe(self) -> str:
         """In a few words; empty when nothing is asked for."""

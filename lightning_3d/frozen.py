@@ -76,9 +76,7 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
     place = find_place(outside, take)
     if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if place.resume is not None:
-        config["trainer"]["resume"] = place.resume
-    return run_job(config, plan, outside, place.folder, place.reporter)
+    return run_job(config, plan, outside, place)
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
@@ -87,23 +85,25 @@ def read_frozen(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no file, no YAML, or no configuration of a run.
     """
+    not_complete = f"{path} is no complete configuration of a run"
+    hint = f"lightning-3d run takes the {CONFIG_FILE} that a run leaves in its folder, not that in .hydra; lightning-3d train composes one."
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
-        raise ConfigError(f"The configuration {path} cannot be read: {reason}.") from error
+        path.read_text("utf-8")
+        content = OmegaConf.load(path)  # as Hydra reads numbers: 1e-5 is a word for other readers of YAML
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The configuration {path} cannot be read: not a text.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict) or not content.get("run_folder"):
-        raise ConfigError(
-            f"{path} is no complete configuration of a run: it names no run_folder. lightning-3d run takes the {CONFIG_FILE} that a"
-            " run leaves in its folder; lightning-3d train composes one."
-        )
+    except OSError as error:
+        if error.strerror is None:  # OmegaConf: a number or a word alone
+            raise ConfigError(f"{not_complete}: it has no keys. {hint}") from error
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     try:
-        plain = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
+        plain = OmegaConf.to_container(content, resolve=True)
     except OmegaConfBaseException as error:
-        raise explain_value(error) from error
-    assert isinstance(plain, dict)
+        raise ConfigError(f"{not_complete}: {explain_value(error)} {hint}") from error
+    if not isinstance(plain, dict) or not plain.get("run_folder"):
+        raise ConfigError(f"{not_complete}: it names no run_folder. {hint}")
     return {str(key): value for key, value in plain.items()}
 
 

@@ -28,13 +28,17 @@ from lightning_3d.composed import check, plain
 from lightning_3d.config import RunPlan
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.failures import FailureReporter
-from lightning_3d.hydra_errors import explain, is_composition_error
-from lightning_3d.job import find_place, print_once, refuse, run_job
+from lightning_3d.hydra_errors import explain_sweep, is_composition_error
+from lightning_3d.job import Place, find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
 from lightning_3d.sweep.compose import JobFailed
 from lightning_3d.sweep.sweep import Sweep
+
+_NEW_FOLDER = (
+    "trainer.auto_resume goes on from what an earlier try left in the run folder. Without hydra.run.dir=FOLDER each start by hand has a"
+    " new one."
+)
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
@@ -70,7 +74,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
         return 1
     except Exception as error:
         if is_composition_error(error):
-            return refuse(explain(error), job.outside)
+            return refuse(explain_sweep(error, arguments), job.outside)
         if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
             # Optuna's sweeper asks for the best trial.
             print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
@@ -109,8 +113,7 @@ class BeforeRun(Callback):
 
     def __init__(self) -> None:
         self.outside = outside_rank()
-        self.folder: RunFolder | None = None
-        self.reporter: FailureReporter | None = None
+        self.place: Place | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the configuration and decide on the folder. Ends the process where Hydra would swallow an exception."""
@@ -119,6 +122,8 @@ class BeforeRun(Callback):
             if config.trainer.dry:
                 print_once(plan.describe(), self.outside)
                 sys.exit(0)
+            if config.trainer.auto_resume and not _is_given(config, "hydra.run.dir"):
+                print_once(f"lightning_3d: {_NEW_FOLDER}", self.outside, file=sys.stderr)
             self._take_folder(config, plan)
         except Lightning3DError as error:
             sys.exit(refuse(error, self.outside))
@@ -144,7 +149,7 @@ class BeforeRun(Callback):
 
     def on_job_start(self, config: DictConfig, *, task_function: Any, **kwargs: Any) -> None:
         """Hand over to the job what was decided."""
-        task_function.folder, task_function.reporter = self.folder, self.reporter
+        task_function.place = self.place
 
     def _take_folder(self, config: DictConfig, run_plan: RunPlan) -> None:
         given = _is_given(config, "hydra.run.dir")
@@ -155,12 +160,9 @@ class BeforeRun(Callback):
             plain |= {"model": dict(run_plan.model), "seed": config.seed}
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
-        place = find_place(self.outside, take)
-        self.folder, self.reporter = place.folder, place.reporter
+        self.place = find_place(self.outside, take)
         with read_write(config), open_dict(config):
-            config.hydra.run.dir = str(place.path)
-            if place.resume is not None:
-                config.trainer.resume = place.resume
+            config.hydra.run.dir = str(self.place.path)
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
                 config.hydra.output_subdir = None
                 config.hydra.job_logging = {"version": 1, "root": {"level": "WARNING"}}
@@ -187,8 +189,7 @@ class TrainJob:
 
     def __init__(self, outside: OutsideRank | None) -> None:
         self.outside = outside
-        self.folder: RunFolder | None = None
-        self.reporter: FailureReporter | None = None
+        self.place: Place | None = None
         self.exit_code = 0
         self.sweep: Sweep | None = None  # set by our launcher, whose jobs are processes of their own
 
@@ -197,7 +198,7 @@ class TrainJob:
         self.exit_code = self.exit_code or code
         if code > 128:  # a signal ends a sweep, not one job of it
             sys.exit(code)
-        self.folder = None
+        self.place = None
         return code
 
     def _run(self, config: DictConfig) -> int:
@@ -206,9 +207,9 @@ class TrainJob:
             if config.trainer.dry:
                 print_once(plan.describe(), self.outside)
                 return 0
-            if self.folder is None and (self.outside is None or self.outside.rank == 0):
-                self.folder = RunFolder.claim(Path(HydraConfig.get().runtime.output_dir), numbered=False)
+            path = Path(HydraConfig.get().runtime.output_dir)
+            place = self.place or find_place(self.outside, lambda earlier: RunFolder.claim(path, numbered=False))
             content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)
-        return run_job(content, plan, self.outside, self.folder, self.reporter)
+        return run_job(content, plan, self.outside, place)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_3d.config_files import conf_folder
 from lightning_3d.config_keys import explain_value
-from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
+from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean, listed
 from lightning_3d.layout import Layout
 from lightning_3d.precision import unknown_precision
 
@@ -47,6 +48,18 @@ def explain(error: Exception) -> Lightning3DError:
     if isinstance(error, OverrideParseException):
         return ConfigError(f'The override "{error.override}" is not understood: {text}')
     return ConfigError(text)
+
+
+def explain_sweep(error: Exception, arguments: Sequence[str]) -> Lightning3DError:
+    """What to show where the command line may be that of a sweep. Hydra composes it once without the groups that it sweeps, so that a key
+    which only their options have is none then.
+    """
+    refusal = explain(error)
+    swept = [line.partition("=")[0] for line in arguments if "," in line.partition("=")[2]]
+    groups = [key for key in swept if "." not in key and not key.startswith(("-", "+", "~"))]
+    if groups and isinstance(error.__cause__ or error, (ConfigKeyError, ConfigAttributeError)):
+        return ConfigError(f"{refusal} If it is a key of {listed(groups, last='or')}, which this sweep varies, write ++KEY=VALUE.")
+    return refusal
 
 
 def _no_such_option(error: MissingConfigException) -> Lightning3DError:

@@ -82,37 +82,33 @@ def find_place(outside: OutsideRank | None, take: Callable[[Path | None], RunFol
     return Place(Path(str(told["folder"])), told["resume"], taken, reporter)
 
 
-def run_job(
-    config: dict[str, Any],
-    plan: RunPlan,
-    outside: OutsideRank | None,
-    folder: RunFolder | None,
-    reporter: FailureReporter | None = None,
-) -> int:
+def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place) -> int:
     """Train, and return the exit code.
 
     Args:
         config: complete, without interpolations, and found right.
         plan: what `plan_run` made of it.
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
-        folder: of the run; None on ranks other than 0.
-        reporter: of this rank, where one is connected already.
+        place: the folder of the run, as `find_place` returns it.
     """
-    frozen = plan.freeze(config)
+    frozen, folder = plan.freeze(config), place.folder
     for warning in plan.warnings:
         print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
+    if folder is not None:  # without the checkpoint that this try goes on from: the file is the run's, and repeats it from the beginning
+        folder.write_config(frozen_text(frozen))
+    if place.resume is not None:
+        frozen["trainer"] = {**frozen["trainer"], "resume": place.resume}
     if folder is None:
         assert outside is not None
-        return _be_rank(outside, frozen, reporter)
-    folder.write_config(frozen_text(frozen))
+        return _be_rank(outside, frozen, place.reporter)
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
-    if folder.resume is not None:
-        print_once(f"goes on from {folder.resume}", outside)
+    if place.resume is not None:
+        print_once(f"goes on from {place.resume}", outside)
     status = RunStatus.begun()
     status.write(folder.path)
     code = 1
     try:
-        code = _start_ranks(plan, frozen, folder) if outside is None else _be_rank(outside, frozen, reporter)
+        code = _start_ranks(plan, frozen, folder) if outside is None else _be_rank(outside, frozen, place.reporter)
     except KeyboardInterrupt:
         code = 130
         raise

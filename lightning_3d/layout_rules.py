@@ -218,7 +218,7 @@ def check_model(
         near = listed([count for count in (seq_len - seq_len % layout.tp, seq_len + -seq_len % layout.tp) if count], last="or")
         raise LayoutError(
             f"With sequence parallelism tp must divide the sequence, but it has {seq_len} tokens and tp is {layout.tp}. Use a sequence"
-            f" length of {near}, or sequence_parallel=false."
+            f" length of {near}, or parallelism.sequence_parallel=false."
         )
     if schedule is not None and micro_batches is not None:
         check_micro_batches(layout, schedule, micro_batches)

@@ -88,7 +88,9 @@ class RunFolder:
         again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if again and (path / CONFIG_FILE).exists():
             earlier = path
-        return claim() if earlier is None else cls.reopen(earlier, config)
+        if earlier is None or not (earlier / CONFIG_FILE).exists():  # a try that was refused leaves no folder
+            return claim()
+        return cls.reopen(earlier, config)
 
     @classmethod
     def reopen(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
@@ -175,7 +177,10 @@ def _hold(path: Path) -> None:
 
     The descriptor stays open: closing it would give up the lock (POSIX).
     """
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

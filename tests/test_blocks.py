@@ -366,6 +366,13 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         BlockOptions(**options)
 
 
+def test_what_a_second_trainer_asks_for_in_vain_is_named() -> None:
+    made = BlockOptions(recompute="full")
+    asked = BlockOptions(sequence_parallel=False)
+    assert made.differences(asked, tp=2) == ["recompute=full, not none", "sequence_parallel=None, not False"]
+    assert made.differences(BlockOptions("full", sequence_parallel=False), tp=1) == []
+
+
 def test_f18_what_cannot_work_is_refused() -> None:
     from lightning_3d.blocks import process_blocks
     from lightning_3d.strategy import Lightning3DStrategy

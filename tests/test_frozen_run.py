@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_cli import FAULTY, QUICK, losses
 
+from lightning_3d import job
 from lightning_3d.config import plan_run
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError
@@ -104,6 +105,11 @@ def test_frozen_text_is_the_same_for_any_reader_of_yaml(tmp_path: Path) -> None:
     assert plan_run(OmegaConf.create(config)) is not None
 
 
+def test_numbers_that_the_user_wrote_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run_folder: x\noptimizer: {lr: 1e-5}")
+    assert read_frozen(tmp_path / "config.yaml")["optimizer"]["lr"] == 1e-5
+
+
 def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> None:
     config = {
         "run_folder": "/runs/a",
@@ -127,6 +133,9 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
         ("- a", "names no run_folder"),
         ("a: 1", "names no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
+        ("run_folder: ${hydra:runtime.output_dir}", "not that in .hydra"),
+        ("run_folder: null", "names no run_folder"),
+        ("3", "has no keys"),
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
@@ -142,6 +151,17 @@ def test_of_two_runs_one_takes_a_prepared_folder(tmp_path: Path) -> None:
     RunFolder.adopt(tmp_path)
     with pytest.raises(ConfigError, match=r"holds a run already \(status: running\)"):
         RunFolder.adopt(tmp_path)
+
+
+def test_run_that_goes_on_keeps_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise repeating it elsewhere would go on from its last checkpoint, and a sweep would take it for another run."""
+    path = prepare(tmp_path / "run")
+    before, config = path.read_text(), read_frozen(path)
+    given = []
+    monkeypatch.setattr(job, "_start_ranks", lambda plan, frozen, folder: given.append(frozen) or 0)
+    folder = RunFolder(path.parent, (), frozenset(), "step_5")
+    assert job.run_job(config, plan_run(OmegaConf.create(config)), None, job.Place(path.parent, "step_5", folder)) == 0
+    assert path.read_text() == before and given[0]["trainer"]["resume"] == "step_5"
 
 
 def test_half_written_status_is_none(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lightning_3d.launchers.target import Target, find_target
 from lightning_3d.run_folder import CONFIG_FILE, RunFolder
 
 LARGE = ["recipe=llama3_70b_256xa100", "data.train_path=/data/corpus.bin"]
+ADAPTERS = ["recipe=mistral_7b_lora_8xa100", "data.path=/data/answers.jsonl", "data.tokenizer=/models/tokenizer"]
 CPU = ["cluster=local_cpu", "cluster.nodes=2", "parallelism=tp2_dp2"]
 IN_PODS = KubernetesOptions(image="registry/train:1", volumes={"runs": "/mnt/runs"})
 
@@ -44,6 +45,7 @@ def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
         ([*CPU, "cluster.nodes=3"], r"4 ranks, which 3 nodes cannot share .*1, 2 or 4"),
         (["cluster=h100_2x8"], r"8 ranks, but the cluster h100_2x8 has 16 GPUs .*Layouts for 16 ranks"),
         ([LARGE[0]], r"data.train_path must be given"),
+        ([*ADAPTERS], r"model.pretrained must be given"),
         ([*LARGE, "-m"], "a launch is one run"),
         ([*LARGE, "--cfg"], "lightning-3d train --cfg job"),
         ([*LARGE, "--force"], "--force is no option of a launch"),
@@ -54,6 +56,15 @@ def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
 def test_what_cannot_be_launched_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(Lightning3DError, match=message):
         find_target(overrides, counted=True, elsewhere=False)
+
+
+def test_weights_that_only_the_nodes_see_are_looked_at_there() -> None:
+    weights = "model.pretrained=/mnt/models/Mistral-7B-v0.1"
+    assert weights in find_target([*ADAPTERS, weights], counted=True, elsewhere=True).arguments()
+    with pytest.raises(Lightning3DError, match="There is no folder /mnt/models/Mistral-7B-v0.1"):
+        find_target([*ADAPTERS, weights], counted=True, elsewhere=False)
+    with pytest.raises(ConfigError, match="which this machine does not have"):
+        find_target([*ADAPTERS, weights, "model=pretrained"], counted=True, elsewhere=True)
 
 
 def test_torchrun_on_one_node_needs_no_cluster() -> None:
@@ -321,6 +332,12 @@ def test_folder_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         again(run, trainer={"auto_resume": False})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert again(run, trainer={"auto_resume": False}).path == run, "SLURM has started the job again"
+
+
+def test_try_after_one_that_was_refused_takes_a_new_folder(tmp_path: Path) -> None:
+    """torchrun starts refused ranks again too, and their folder is gone."""
+    took = RunFolder.take(tmp_path / "new", CONFIG, lambda: RunFolder.claim(tmp_path / "new", numbered=False), tmp_path / "gone")
+    assert took.path == tmp_path / "new" and took.resume is None
 
 
 def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_axes_of_later_versions_are_refused():
 def test_f13_sequence_that_tp_does_not_divide():
     message = refusal(check_model, parse("tp4"), seq_len=1026, sequence_parallel=True)
     assert "has 1026 tokens and tp is 4" in message
-    assert message.endswith("Use a sequence length of 1024 or 1028, or sequence_parallel=false.")
+    assert message.endswith("Use a sequence length of 1024 or 1028, or parallelism.sequence_parallel=false.")
     check_model(parse("tp4"), seq_len=1024, sequence_parallel=True)
     check_model(parse("tp4"), seq_len=1026, sequence_parallel=False)
 

@@ -96,7 +96,7 @@ def test_installed_command_knows_groups_and_recipes(installed: Path, tmp_path: P
     where = outside([str(installed / "python"), "-c", "import lightning_3d; print(lightning_3d.__file__)"], tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(installed.parent), where.stderr
     done = outside([str(installed / "lightning-3d"), "train", "recipe=llama3_70b_256xa100", "trainer.dry=true"], tmp_path)
-    assert done.stdout.startswith("tp8_pp4_dp8: 256 ranks on GPUs, 1F1B, ZeRO-1, full recomputation, bf16"), done.stderr
+    assert done.stdout.startswith("tp8_pp4_dp8: 256 ranks on GPUs, 1F1B, ZeRO-1, full recomputation of one block in 2, bf16"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -465,6 +465,17 @@ def test_rope_in_the_words_of_older_versions(llama: Path) -> None:
         complete_model(mine)
 
 
+@pytest.mark.parametrize("name", ["pretrained", "mine"])
+def test_notes_in_a_config_json_are_no_mistakes_of_the_user(name: str, llama: Path) -> None:
+    """Who fine-tunes and uploads models writes fields of his own there, which `from_pretrained` passes over."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"unsloth_fixed": True, "temperature": 0.6}))
+    model = {"name": name, "config": {} if name == "pretrained" else config, "pretrained": str(llama)}
+    assert CausalLM(complete_model(model)).config.hidden_size == config["hidden_size"]
+    with pytest.raises(ConfigError, match="no field 'atention_dropout'.*attention_dropout"):
+        CausalLM(complete_model({**model, "config": {**model["config"], "atention_dropout": 0.1}}))
+
+
 # Command lines
 
 

@@ -160,6 +160,16 @@ def test_run_that_was_killed_begins_again(tmp_path: Path) -> None:
     assert statuses(done) == ["finished"] and (tmp_path / "s" / "earlier" / "0").is_dir()
 
 
+def test_run_that_resumes_by_itself_keeps_what_it_left(tmp_path: Path) -> None:
+    """Unless the job is another one by now."""
+    script = "test -e checkpoint || { touch checkpoint; exit 1; }"
+    for seed, expected in ((0, "failed"), (0, "finished"), (1, "failed")):
+        done, _ = run(tmp_path / "s", [job(tmp_path / "s", 0, script, trainer={"auto_resume": True}, seed=seed)])
+        assert statuses(done) == [expected], seed
+        (tmp_path / "s" / "0" / "status.json").unlink(missing_ok=True)
+    assert (tmp_path / "s" / "earlier" / "0" / "checkpoint").exists()
+
+
 def test_prepared_folder_that_was_never_started_is_used(tmp_path: Path) -> None:
     entry = job(tmp_path / "s", 0)
     entry.folder.mkdir(parents=True)
@@ -210,7 +220,7 @@ def test_jobs_at_once(tmp_path: Path) -> None:
         entry.folder.mkdir()
     ended = [event for event in LocalEngine(at_once=2).run(entries) if isinstance(event, Ended)]
     assert [event.exit_code for event in ended] == [0, 0]
-    with pytest.raises(ConfigError, match="jobs_at_once=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="jobs_at_once is 0, but must be at least 1"):
         LocalEngine(0)
 
 

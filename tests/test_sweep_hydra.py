@@ -22,19 +22,25 @@ LINES: dict[str, list[str]] = {
     "schedule": ["-m", "parallelism=pp4", "data.global_batch_size=2", "parallelism.micro_batch_size=1", "parallelism.schedule=1f1b,gpipe",
                  "trainer.dry=true"],
     "no such key": ["-m", "optimizer.lrr=1,2"],
+    "key of a swept group": ["-m", "recipe=llama3_1_8b_8xh100,mistral_7b_16xh200", "data.train_path=/x"],
+    "forced key": ["-m", "recipe=llama3_1_8b_8xh100,mistral_7b_16xh200", "++data.train_path=/x", "trainer.dry=true", "cluster=h100_1x8",
+                   "parallelism=dp8"],
     "no such model": ["-m", "model=llama_tiny,nonesuch"],
     "no such metric": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.launcher.metric=losss"],
     "one folder": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.subdir=same"],
     "impossible folder": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.dir=/dev/null/sweep"],
     "quoted": ["-m", "+logger.note={_target_:x.Y,text:'a, b'},{_target_:x.Y,text:'c=d'}", "parallelism.order=[tp,cp,dp,pp]",
                "trainer.dry=true"],
+    "metric of no name": ["-m", "parallelism=tp2,dp2", "hydra.launcher.metric=1"],
+    "no number": ["-m", "parallelism=tp2,dp2", "hydra.launcher.jobs_at_once=two"],
     "cfg": ["-m", "--cfg", "job", "parallelism=tp2,dp2"],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Result]:
-    lines = [["train", *line, "cluster=local_cpu"] for line in LINES.values()]
+    on_cpu = ["cluster=local_cpu"]
+    lines = [["train", *line, *(on_cpu if not any(word.startswith("cluster=") for word in line) else [])] for line in LINES.values()]
     return dict(zip(LINES, run_commands(lines, timeout=300), strict=True))
 
 
@@ -49,6 +55,10 @@ def test_sweep_may_be_checked_only(results: dict[str, Result], name: str) -> Non
     assert results[name].code == 0
     assert "job 0 checked: parallelism=tp2: tp2: 2 ranks on CPU" in results[name].output
     assert "job 1 checked: parallelism=dp2: dp2: 2 ranks on CPU" in results[name].output
+
+
+def test_recipes_may_be_swept(results: dict[str, Result]) -> None:
+    assert results["forced key"].code == 0 and results["forced key"].output.count(" checked: recipe=") == 2, results["forced key"].output
 
 
 def test_all_jobs_wrong(results: dict[str, Result]) -> None:
@@ -66,8 +76,11 @@ def test_schedule_that_needs_more_micro_batches_is_skipped(results: dict[str, Re
     ("name", "message"),
     [
         ("no such key", 'There is no configuration key "optimizer.lrr". Did you mean "optimizer.lr"?'),
+        ("key of a swept group", "If it is a key of recipe, which this sweep varies, write ++KEY=VALUE."),
         ("no such model", 'There is no model "nonesuch".'),
         ("no such metric", 'there is no number "losss". Did you mean "loss"?'),
+        ("metric of no name", 'there is no number "1".'),
+        ("no number", "hydra.launcher.jobs_at_once must be a whole number, not 'two'."),
         ("one folder", "hydra.sweep.subdir must differ between jobs"),
         ("impossible folder", "The sweep folder /dev/null/sweep cannot be used: Not a directory. Set hydra.sweep.dir."),
         ("cfg", "Only one of --run, --multirun, --cfg"),

@@ -1,15 +1,19 @@
 """The engine of `hydra/launcher=slurm` where jobs are processes of this machine; with a real SLURM: test_slurm.py."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.launchers.target import check_for_nodes
-from lightning_3d.sweep.engine import Began, Ended
+from lightning_3d.sweep.engine import Began, Ended, Interrupted, interruptible
 from lightning_3d.sweep.jobs import Job
 from lightning_3d.sweep.slurm import SlurmEngine, SlurmResources, run_task
 
@@ -51,6 +55,22 @@ def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
+@pytest.mark.timeout(300)
+def test_job_that_is_being_submitted_is_cancelled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch takes a while, and may have handed the job over when the user gives up."""
+    cancelled = []
+
+    def submit(self: SlurmEngine, job: Job) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        return SimpleNamespace(cancel=lambda check: cancelled.append(job.number), done=lambda: True)
+
+    monkeypatch.setattr(SlurmEngine, "_submit", submit)
+    with interruptible(), pytest.raises(Interrupted):
+        events([job(tmp_path, 7, "")])
+    assert cancelled == [7]
+
+
 def test_task_that_a_signal_ends(tmp_path: Path) -> None:
     """In a process of its own: a task changes how signals are handled."""
     code = f"from lightning_3d.sweep.slurm import run_task; print(run_task(['sh', '-c', 'kill -KILL $$'], '{tmp_path}/log', {{}}, None))"
@@ -71,8 +91,10 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs SLURM on this machine, but there is no sbatch"):
         SlurmEngine(SlurmResources())
-    with pytest.raises(ConfigError, match="jobs_at_once=0"):
+    with pytest.raises(ConfigError, match="jobs_at_once is 0"):
         SlurmEngine(SlurmResources(executor="local"), 0)
+    with pytest.raises(ConfigError, match="poll_seconds must be a number"):
+        SlurmEngine(SlurmResources(executor="local"), poll_seconds="x")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match="pip install"):
         SlurmEngine(SlurmResources(executor="local"))

@@ -35,9 +35,9 @@ class SweepLauncher(Launcher):
             loss where there is no validation.
     """
 
-    def __init__(self, metric: str | Sequence[str] | None = None) -> None:
-        self._metrics = [metric] if metric is None or isinstance(metric, str) else list(metric)
-        self._single = metric is None or isinstance(metric, str)
+    def __init__(self, metric: Any = None) -> None:
+        self._single = isinstance(metric, str) or not isinstance(metric, Sequence)
+        self._metrics = [metric] if self._single else list(metric)
 
     @abstractmethod
     def engine(self) -> Engine:
@@ -107,10 +107,10 @@ class Lightning3DLauncher(SweepLauncher):
     """Jobs run on this machine.
 
     Args:
-        jobs_at_once: jobs that run at the same time.
+        jobs_at_once: jobs that run at the same time; None is all.
     """
 
-    def __init__(self, metric: Any = None, jobs_at_once: int = 1) -> None:
+    def __init__(self, metric: Any = None, jobs_at_once: int | None = 1) -> None:
         super().__init__(metric)
         self._jobs_at_once = jobs_at_once
 

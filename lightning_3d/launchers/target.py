@@ -6,12 +6,14 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.composed import check
 from lightning_3d.config import RunPlan, check_keys
 from lightning_3d.errors import ConfigError, LayoutError, listed
+from lightning_3d.pretrained_config import REQUIRED, TAKEN
 
 _NOT_FOR_A_LAUNCH = {
     "-m": "a launch is one run",
@@ -96,7 +98,7 @@ def check_for_nodes(config: DictConfig, *, counted: bool = True, elsewhere: bool
     with read_write(config), open_dict(config):
         config.trainer.dry = True
         if elsewhere:
-            config.trainer.resume = None
+            _leave_out_files(config)
     plan = check(config, None)
     cluster = check_keys(config).cluster
     if counted and cluster.gpus_per_node is None:
@@ -123,11 +125,30 @@ def _refuse_options(overrides: Sequence[str]) -> None:
 
 
 def _require_complete(config: DictConfig) -> None:
-    """A check for other machines lets files of data be named later; a run that is launched needs them now."""
+    """A check for other machines lets files be named later; a run that is launched needs them now."""
     data = config.get("data")
     missing = sorted(f"data.{key}" for key in OmegaConf.missing_keys(data)) if isinstance(data, DictConfig) else []
+    missing += ["model.pretrained"] if OmegaConf.select(config, "model.pretrained") == REQUIRED else []
     if missing:
         raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
+
+
+def _leave_out_files(config: DictConfig) -> None:
+    """Take out of a configuration the files that only the nodes see; they are checked there.
+
+    Raises:
+        ConfigError: the architecture is in one of them.
+    """
+    config.trainer.resume = None
+    if config.get("model") is None or config.model.get("pretrained") is None:
+        return
+    if config.model.get("name") == TAKEN and not Path(str(config.model.pretrained)).expanduser().is_dir():
+        raise ConfigError(
+            f"model=pretrained takes the architecture from {config.model.pretrained}, which this machine does not have, so nothing can be"
+            " checked. Name the model (model=llama3_1_8b model.pretrained=PATH), whose folder is looked at on the nodes."
+        )
+    if config.model.get("name") != TAKEN:
+        config.model.pretrained = None
 
 
 def _name(config: DictConfig, layout: str) -> str:

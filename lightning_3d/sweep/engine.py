@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.failures import silent_end
 from lightning_3d.launch import GRACE_SECONDS, belong_to
+from lightning_3d.layout_rules import check_sizes
 from lightning_3d.sweep.jobs import Job
 
 _POLL_SECONDS = 0.5
@@ -95,12 +95,14 @@ class LocalEngine:
     """Fresh processes on this machine, which print into the folders of their jobs and never outlive this process (Linux).
 
     Args:
-        at_once: jobs that run at the same time.
+        at_once: jobs that run at the same time; None is all.
+
+    Raises:
+        ConfigError: not a whole number of at least 1.
     """
 
-    def __init__(self, at_once: int = 1) -> None:
-        if at_once < 1:
-            raise ConfigError(f"hydra.launcher.jobs_at_once={at_once} must be at least 1.")
+    def __init__(self, at_once: int | None = 1) -> None:
+        check_sizes(**{"hydra.launcher.jobs_at_once": at_once})
         self._at_once = at_once
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
@@ -108,7 +110,7 @@ class LocalEngine:
         running: dict[Job, subprocess.Popen[bytes]] = {}  # jobs compare by identity
         try:
             while waiting or running:
-                while waiting and len(running) < self._at_once:
+                while waiting and (self._at_once is None or len(running) < self._at_once):
                     job = waiting.popleft()
                     yield Began(job)
                     try:

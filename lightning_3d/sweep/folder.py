@@ -15,7 +15,7 @@ import yaml
 from lightning_3d.errors import ConfigError
 from lightning_3d.frozen import move_to
 from lightning_3d.job import frozen_text
-from lightning_3d.run_folder import CONFIG_FILE
+from lightning_3d.run_folder import CONFIG_FILE, SAME
 from lightning_3d.run_status import FINISHED, RUNNING, RunStatus, read_status
 from lightning_3d.sweep.jobs import LOG_FILE, Job
 
@@ -120,7 +120,8 @@ def is_finished(job: Job) -> bool:
 def prepare(sweep: Path, job: Job) -> Path | None:
     """Make a job's folder ready to be started: its configuration is there, and nothing of an earlier run.
 
-    What an earlier run left that did not finish is moved to `earlier/` in the sweep's folder.
+    What an earlier run left that did not finish is moved to `earlier/` in the sweep's folder, unless the job goes on from it
+    (`trainer.auto_resume`).
 
     Returns:
         where it was moved; None where there was nothing.
@@ -129,7 +130,7 @@ def prepare(sweep: Path, job: Job) -> Path | None:
         ConfigError: the folder cannot be made.
     """
     try:
-        moved = _put_aside(sweep, job.folder)
+        moved = None if _goes_on(job) else _put_aside(sweep, job.folder)
         job.folder.mkdir(parents=True, exist_ok=True)
         for name, text in job.hydra_files.items():
             (job.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,6 +139,15 @@ def prepare(sweep: Path, job: Job) -> Path | None:
     except OSError as error:
         raise ConfigError(f"The run folder {job.folder} cannot be made: {error.strerror}. Set hydra.sweep.subdir.") from error
     return moved
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether the job would go on where an earlier try of it was."""
+    trainer, old = job.config.get("trainer"), _config_in(job.folder)
+    if not (isinstance(trainer, dict) and trainer.get("auto_resume") and isinstance(old, dict)):
+        return False
+    new = _as_read(job.config)
+    return all(old.get(group) == new.get(group) for group in SAME)
 
 
 def _put_aside(sweep: Path, folder: Path) -> Path | None:

@@ -77,7 +77,8 @@ def finished_before(job: Job) -> Outcome:
 def check_metric(name: str) -> None:
     """Raises ConfigError for a number that no job has."""
     if name not in METRICS:
-        raise ConfigError(f'hydra.launcher.metric: there is no number "{name}".{did_you_mean(name, METRICS)} There are {listed(METRICS)}.')
+        near = did_you_mean(str(name), METRICS)
+        raise ConfigError(f'hydra.launcher.metric: there is no number "{name}".{near} There are {listed(METRICS)}.')
 
 
 def read_numbers(folder: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.launch import belong_to
+from lightning_3d.layout_rules import check_number, check_sizes
 from lightning_3d.run_status import read_status
-from lightning_3d.sweep.engine import Began, Ended, Event, Going
+from lightning_3d.sweep.engine import Began, Ended, Event, Going, Interrupted
 from lightning_3d.sweep.jobs import Job
 
 SUBMITIT_FOLDER = ".submitit"
@@ -80,14 +82,12 @@ class SlurmEngine:
         at_once: jobs that are queued or running at the same time; None is all.
 
     Raises:
-        ConfigError: submitit or SLURM's programs are not installed.
+        ConfigError: submitit or SLURM's programs are not installed, or a number is none.
     """
 
     def __init__(self, resources: SlurmResources, at_once: int | None = None, *, poll_seconds: float = 5.0) -> None:
-        if at_once is not None and at_once < 1:
-            raise ConfigError(f"hydra.launcher.jobs_at_once={at_once} must be at least 1.")
-        if resources.minutes < 1:
-            raise ConfigError(f"hydra.launcher.minutes={resources.minutes} must be at least 1.")
+        check_sizes(**{"hydra.launcher.jobs_at_once": at_once, "hydra.launcher.minutes": resources.minutes})
+        check_number("hydra.launcher.poll_seconds", poll_seconds)
         try:
             import submitit
         except ImportError as error:
@@ -109,7 +109,7 @@ class SlurmEngine:
                 while waiting and (self._at_once is None or len(running) < self._at_once):
                     job = waiting.popleft()
                     try:
-                        running[job] = self._submit(job)
+                        self._submit_into(running, job)
                     except (OSError, subprocess.SubprocessError, self._submitit.core.utils.FailedSubmissionError) as error:
                         yield Began(job)
                         yield Ended(job, 1, f"it cannot be submitted: {_last_line(error)}")
@@ -125,6 +125,28 @@ class SlurmEngine:
         except BaseException:
             self._cancel(running)
             raise
+
+    def _submit_into(self, running: dict[Job, Any], job: Job) -> None:
+        """Submit in a thread, which no signal interrupts: a job that SLURM has taken is known, and cancelled, however the sweep ends."""
+        failed: list[Exception] = []
+        over = threading.Event()
+
+        def submit() -> None:
+            try:
+                running[job] = self._submit(job)
+            except Exception as error:
+                failed.append(error)
+            finally:
+                over.set()
+
+        try:
+            threading.Thread(target=submit, daemon=True).start()
+            over.wait()
+        except Interrupted:
+            over.wait(_CANCEL_SECONDS)
+            raise
+        if failed:
+            raise failed[0]
 
     def _submit(self, job: Job) -> Any:
         executor = self._submitit.AutoExecutor(folder=job.folder / SUBMITIT_FOLDER, cluster=self._resources.executor)

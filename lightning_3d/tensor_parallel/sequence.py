@@ -244,23 +244,24 @@ class Gathered:
 
 
 class _Again:
-    """Gathers once for all layers of a region, and forgets after the last of them."""
+    """Gathers once for all layers of a region, and forgets after the last of them; a backward that runs again gathers again."""
 
     def __init__(self, context: TensorParallel) -> None:
         self._context, self._length = context, context.sequence.length
-        self._users = 0
+        self._users = self._left = 0
         self._whole: Tensor | None = None
 
     def expect(self) -> None:
         self._users += 1
+        self._left = self._users
 
     def whole(self, part: Tensor) -> Tensor:
         if self._whole is None:
             self._whole = gather_tokens(part, self._length, self._context.group)
         whole = self._whole
-        self._users -= 1
-        if self._users == 0:
-            self._whole = None
+        self._left -= 1
+        if self._left == 0:
+            self._whole, self._left = None, self._users
         return whole
 
 
