@@ -167,7 +167,7 @@ def fit_mixture(layout: str, epochs: int, resume: str | None, at_end: str | None
     ids=["tp1", "tp2_ep2_dp2-zero1", "ep4_dp4-zero3"],
 )
 def test_a_checkpoint_of_dealt_experts_loads_on_any_layout(layout: str, ranks: int, strategy: dict[str, Any], tmp_path: Path) -> None:
-    """The experts and their optimizer state, bit for bit, and the bias of the routers; then the same training."""
+    """Experts, their optimizer state and the bias of the routers: the training goes on as if it had not been interrupted, to rounding."""
     first, again, whole = (str(tmp_path / f"{name}.ckpt") for name in ("first", "again", "whole"))
     expected = run_ranks(fit_mixture, 4, "ep2_pp2_dp2", 2, None, whole)[0]
     begun = run_ranks(fit_mixture, 4, "ep2_pp2_dp2", 1, None, first, zero_stage=1)[0]
