@@ -251,3 +251,16 @@ def test_all_pairs_of_axes_partition_the_world_as_products():
     for first, second in combinations(AXES, 2):
         for group in layout.groups(first, second):
             assert len(group) == layout.size(first) * layout.size(second)
+
+
+def test_expert_groups_are_the_innermost_ranks_of_a_stage() -> None:
+    """Counted with tp innermost, then cp, then dp, whatever the order of ranks; equal places in them have the same experts."""
+    layout = Layout.parse("tp2_dp4_ep4")
+    assert layout.expert_groups() == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert layout.expert_data_groups() == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    across = Layout.parse("tp4_ep2")
+    assert across.expert_groups() == [(0, 1), (2, 3)] and across.expert_data_groups() == [(0, 2), (1, 3)]
+    staged = Layout.parse("pp2_dp2_ep2")
+    assert staged.expert_groups() == [(0, 2), (1, 3)] and staged.expert_data_groups() == [(0,), (1,), (2,), (3,)]
+    turned = Layout.parse("tp2_dp2_ep2", order=("dp", "tp", "cp", "pp"))
+    assert turned.expert_groups() == [(0, 2), (1, 3)] and turned.expert_data_groups() == [(0, 1), (2, 3)]
