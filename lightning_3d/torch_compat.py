@@ -82,3 +82,30 @@ def allow_second_backward() -> None:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, log of the sum of exponentials in float32) of CUDA's flash attention (`aten::_scaled_dot_product_flash_attention`, 2.11 to 2.13).
+
+    Args:
+        query: (batch, heads, queries, width); key, value: with as many heads, or a divisor of them.
+    """
+    import torch
+
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's queries, keys and values, where `out` and `lse` are those of the queries with all keys.
+
+    The state of dropout, which there is none of, is not read (`aten::_scaled_dot_product_flash_attention_backward`, 2.11 to 2.13).
+    """
+    import torch
+
+    state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    lengths = (query.shape[2], key.shape[2])
+    return backward(grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, state[0], state[1], scale=scale)
