@@ -17,6 +17,7 @@ from torch import nn
 from lightning_3d.adapters import refuse_tuners
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
+from lightning_3d.context_parallel import ContextParallel, share_sequences
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
@@ -159,6 +160,7 @@ def assemble(
     device: torch.device,
     weights_device: torch.device | None = None,
     block_options: BlockOptions = BlockOptions(),  # noqa: B008 - frozen
+    cp_kind: str = "ring",
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -166,7 +168,7 @@ def assemble(
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
-        block_options: what happens around the forward of blocks.
+        block_options: what happens around the forward of blocks. cp_kind: how context-parallel ranks attend to each other's tokens.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -176,7 +178,7 @@ def assemble(
     layout = mesh.layout
     name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
     plan.require_dense(layout.tp, layout.pp)
-    _check(module, plan, layout, schedule)
+    _check(module, plan, layout, schedule, cp_kind)
     broadcast_eager(root, mesh)
     owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
     specs = _all_specs(root, name, module, plan, mesh, owners)
@@ -185,6 +187,8 @@ def assemble(
     blueprint = Blueprint(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random)
+    if layout.cp > 1:
+        share_sequences(module, find_blocks(module, plan), context_of(mesh, cp_kind))
     process_blocks(find_blocks(module, plan), block_options)
     keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
@@ -197,6 +201,11 @@ def assemble(
     cut = tuple((found, layer) for found, layer in module.named_modules() if {"tp_region", "tp_context"} & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
     return parts
+
+
+def context_of(mesh: Mesh, cp_kind: str) -> ContextParallel:
+    """The ranks that share a sequence with this one."""
+    return ContextParallel(mesh.group("cp"), mesh.size("cp"), mesh.index("cp"), cp_kind)
 
 
 def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
@@ -218,7 +227,7 @@ def _find_plan(
         plan = read_plan(module, user_plan)
         refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
-        if layout.tp * layout.pp > 1 or user_plan is not None or pipeline_module is not None:
+        if layout.tp * layout.pp * layout.cp > 1 or user_plan is not None or pipeline_module is not None:
             raise
         return "", root, ParallelPlan({})
     if layout.pp > 1 and not plan.layers:
@@ -229,7 +238,7 @@ def _find_plan(
     return name, module, plan
 
 
-def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> None:
+def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str, cp_kind: str) -> None:
     """Refuse what the model's own numbers show, before anything is allocated."""
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -246,6 +255,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str)
         vocab=number("vocab_size"),
         experts=number("num_local_experts", "num_experts", "n_routed_experts"),
         schedule=schedule,
+        cp_kind=cp_kind,
     )
 
 

@@ -41,16 +41,17 @@ class Cell:
     schedule: str = "1F1B"
     zero: int = 0
     dtype: str = "float32"
+    cp: int = 1
     vp: int | None = None  # stages per pipeline rank; None for what the schedule implies
     options: tuple[tuple[str, Any], ...] = ()  # further arguments of the strategy
 
     @property
     def layout(self) -> str:
-        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + (f"_vp{self.vp}" if self.vp else "")
+        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + (f"_cp{self.cp}" if self.cp > 1 else "") + (f"_vp{self.vp}" if self.vp else "")
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def stages(self) -> int:
@@ -124,7 +125,7 @@ def assert_same_training(
     """Train ``model`` on ``layout`` and on one process; fail where they differ by more than rounding.
 
     Args:
-        layout: every degree of "tp", "pp", "dp" and "vp" that is not 1, as in "tp2_dp4".
+        layout: every degree of "tp", "pp", "dp", "cp" and "vp" that is not 1, as in "tp2_dp4".
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
