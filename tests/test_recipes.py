@@ -22,7 +22,7 @@ RECIPES = sorted(file.stem for file in recipes_folder().glob("*.yaml"))
 ON_GPUS = [name for name in RECIPES if not name.endswith("cpu")]
 KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
-LAYOUTS += ["tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2"]
+LAYOUTS += ["tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2", "tp4_dp2_cp8"]
 
 
 def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
@@ -55,8 +55,9 @@ def test_there_are_recipes_for_all_published_models() -> None:
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_is_what_its_name_says_and_fills_its_cluster(name: str) -> None:
     config, plan = recipe(name)
-    found = re.fullmatch(r"(?P<model>\w+)_(?P<ranks>\d+)x(?P<kind>[a-z]+\d+)", name)
+    found = re.fullmatch(r"(?P<model>\w+?)(_(?P<context>\d+)k)?_(?P<ranks>\d+)x(?P<kind>[a-z]+\d+)", name)
     assert found is not None and config.model.name == found["model"]
+    assert found["context"] is None or config.data.sequence_length == int(found["context"]) * 1024
     assert plan.layout.world_size == int(found["ranks"]) == config.cluster.nodes * config.cluster.gpus_per_node
     assert config.cluster.name == f"{found['kind']}_{config.cluster.nodes}x{config.cluster.gpus_per_node}"
     assert (plan.accelerator, plan.precision) == ("gpu", "bf16")
@@ -88,7 +89,7 @@ def stage_parameters(spec: ModelSpec, layout: Layout) -> float:
 
 def state_bytes(parameters: float, plan: RunPlan) -> float:
     """Of one rank with bf16 parameters and AdamW, at its largest: the table of docs/zero.md."""
-    dp = plan.layout.dp
+    dp = plan.layout.dp * plan.layout.cp
     optimizer = 12 * parameters / (dp if plan.zero.stage else 1)
     if plan.zero.reduce == "step":  # the gradients, and beside them for a moment the copy that is reduced
         return 2 * parameters + 8 * parameters + optimizer
@@ -120,7 +121,7 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
 def predicted_bytes(config: DictConfig, plan: RunPlan) -> tuple[float, float]:
     """(state, activations) of the fullest rank."""
     spec = ModelSpec.from_config(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
-    tokens = plan.micro_batch_size * config.data.sequence_length
+    tokens = plan.micro_batch_size * config.data.sequence_length // plan.layout.cp
     return state_bytes(stage_parameters(spec, plan.layout), plan), activation_bytes(spec, plan, tokens)
 
 

@@ -1,14 +1,19 @@
 """Ring and Ulysses attention against full attention in float64: values, gradients, bytes on the wire, memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from counting import recording
+from memory import LiveBytes
 from ranks import run_ranks
 from torch import Tensor
 
+from lightning_3d import torch_compat
+from lightning_3d.context_parallel import kernels
 from lightning_3d.context_parallel.attention import KINDS
 from lightning_3d.context_parallel.context import ContextParallel
 from lightning_3d.context_parallel.kernels import Scores
@@ -116,16 +121,38 @@ CASES = {
 }
 
 
+def cases_on_rank(kind: str) -> list[list[Tensor]]:
+    return [attention_on_rank(case, kind)[0] for case in CASES.values()]
+
+
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_values_and_gradients_are_those_of_full_attention(name: str, size: int, kind: str) -> None:
-    case = CASES[name]
-    results = run_ranks(attention_on_rank, size, case, kind)
-    found = put_together([tensors for tensors, _ in results], case)
-    for what, got, expected in zip(("out", "query", "key", "value", "sinks"), found, full_attention(case), strict=True):
-        error = (got.double() - expected).abs().max().item()
-        assert error < TOLERANCE, f"{what}: {error:.1e}"
+def test_values_and_gradients_are_those_of_full_attention(size: int, kind: str) -> None:
+    results = run_ranks(cases_on_rank, size, kind)
+    for index, (name, case) in enumerate(CASES.items()):
+        found = put_together([parts[index] for parts in results], case)
+        for what, got, expected in zip(("out", "query", "key", "value", "sinks"), found, full_attention(case), strict=True):
+            error = (got.double() - expected).abs().max().item()
+            assert error < TOLERANCE, f"{name}: {what}: {error:.1e}"
+
+
+def peak_on_rank(length: int) -> int:
+    """Bytes of this rank's tensors at most, forward and backward, without the tiles of scores."""
+    case = Case(length=length, batch=1, dtype=torch.float32)
+    context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    part = [(4, 8), (2, 8), (2, 8)]
+    with patch.object(kernels, "TILE_ELEMENTS", 2**10), LiveBytes() as live:
+        leaves = [torch.randn(1, heads, length // context.size, width, requires_grad=True) for heads, width in part]
+        out = KINDS["ring"](*leaves, Mask(context, length), Scores(0.3, case.softcap))
+        out.backward(torch.ones_like(out))
+    return live.peak
+
+
+def test_memory_grows_as_sequence_over_cp() -> None:
+    """As many tokens a rank, as much memory, whatever the sequence; twice as many, twice as much."""
+    by_part = {(size, part): max(run_ranks(peak_on_rank, size, size * part)) for size, part in [(2, 128), (4, 128), (4, 256)]}
+    assert by_part[4, 128] == pytest.approx(by_part[2, 128], rel=0.15)  # between two ranks there is one message less on its way
+    assert by_part[4, 256] == pytest.approx(2 * by_part[4, 128], rel=0.1)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -145,3 +172,46 @@ def test_bytes_of_ulysses(size: int) -> None:
     part = case.batch * case.heads * case.length * 8 * 4 // size
     for _, sent in run_ranks(attention_on_rank, size, case, "ulysses"):
         assert sent == {"forward": 4 * part, "backward": 4 * part}
+
+
+def fused_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+
+
+def fused_backward_on_cpu(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **how: Any) -> Any:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, query, key, value, out, lse, 0.0, how["causal"], scale=how["scale"])
+
+
+def fused_cases_on_rank(names: tuple[str, ...]) -> tuple[list[list[Tensor]], int]:
+    """With PyTorch's fused attention of the CPU in the place of CUDA's, for blocks that it fits; and how many did."""
+    covers: list[Any] = []
+
+    def fits(query: Tensor, value: Tensor, cover: Any, scores: Any) -> bool:
+        whole = cover in (kernels.Cover.EVERYTHING, kernels.Cover.CAUSAL)
+        covers.extend([cover] if whole else [])
+        return whole
+
+    changes = {"_fused": fits, "flash_attention": fused_on_cpu, "flash_attention_backward": fused_backward_on_cpu}
+    with patch.multiple(kernels, **changes):
+        return [attention_on_rank(replace(CASES[name], key_heads=4), "ring")[0] for name in names], len(covers)
+
+
+def test_blocks_of_fused_attention_add_up() -> None:
+    names = ("plain", "documents", "window", "padding")
+    results = run_ranks(fused_cases_on_rank, 2, names)
+    for index, name in enumerate(names):
+        case = replace(CASES[name], key_heads=4)
+        found = put_together([parts[index] for parts, _ in results], case)
+        for got, expected in zip(found, full_attention(case), strict=True):
+            assert (got.double() - expected).abs().max() < TOLERANCE
+    assert all(fused > 2 * 5 for _, fused in results)  # the plain one alone has five blocks on a rank of two
+
+
+def test_the_operators_of_cuda_take_what_they_are_given() -> None:
+    """There is no such device here: on meta they check their arguments and say what they would return."""
+    query, key = (torch.zeros(2, heads, 16, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    out, lse = torch_compat.flash_attention(query, key, key, causal=True, scale=0.5)
+    assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
+    found = torch_compat.flash_attention_backward(query, query, key, key, out, lse, causal=True, scale=0.5)
+    assert [gradient.shape for gradient in found] == [query.shape, key.shape, key.shape]
