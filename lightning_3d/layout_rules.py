@@ -142,8 +142,8 @@ def _check_context_parallel(layout: Layout, heads: int | None, seq_len: int | No
         )
     if cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
         raise LayoutError(
-            f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the model"
-            f" has {heads} heads. Use cp_kind=ring."
+            f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
+            f" model has {heads} heads. Use cp_kind=ring."
         )
 
 

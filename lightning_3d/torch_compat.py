@@ -85,7 +85,9 @@ def allow_second_backward() -> None:
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, log of the sum of exponentials in float32) of CUDA's flash attention (`aten::_scaled_dot_product_flash_attention`, 2.11 to 2.13).
+    """(out, log of the sum of exponentials in float32) of CUDA's flash attention.
+
+    `aten::_scaled_dot_product_flash_attention`, 2.11 to 2.13.
 
     Args:
         query: (batch, heads, queries, width); key, value: with as many heads, or a divisor of them.

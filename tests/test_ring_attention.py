@@ -87,7 +87,7 @@ def full_attention(case: Case) -> list[Tensor]:
 def attention_on_rank(case: Case, kind: str) -> tuple[list[Tensor], dict[str, int]]:
     """This rank's part of the same, and the bytes that it sent forward and backward."""
     context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), kind)
-    order = torch.tensor(positions(case.length, context.size, context.rank))
+    order = positions(case.length, context.size, context.rank)
     query, key, value, grad = (x[:, :, order] for x in case.tensors()[:4])
     leaves = [x.detach().requires_grad_() for x in (query, key, value, case.tensors()[4])]
     mask = Mask(context, case.length, case.documents(), case.padding(), case.window)
@@ -95,12 +95,13 @@ def attention_on_rank(case: Case, kind: str) -> tuple[list[Tensor], dict[str, in
         out = KINDS[kind](*leaves[:3], mask, Scores(0.3, case.softcap), leaves[3] if case.sinks else None)
     with recording() as backward:
         out.backward(grad)
-    sent = {name: sum(call.bytes for call in seen.calls if call.name != "irecv") for name, seen in (("forward", forward), ("backward", backward))}
+    recorded = {"forward": forward, "backward": backward}
+    sent = {name: sum(call.bytes for call in seen.calls if call.name != "irecv") for name, seen in recorded.items()}
     return [out.detach(), *(x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves)], sent
 
 
 def put_together(parts: list[list[Tensor]], case: Case) -> list[Tensor]:
-    order = torch.tensor(natural_order(case.length, len(parts)))
+    order = natural_order(case.length, len(parts))
     whole = [torch.cat([part[index] for part in parts], 2)[:, :, order] for index in range(4)]
     return [*whole, torch.stack([part[4] for part in parts]).sum(0)]
 

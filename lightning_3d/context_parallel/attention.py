@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ class Running:
 
     Attributes:
         mask: of the whole sequence. positions: ids of this rank's tokens, (batch or 1, seq / cp).
-        layers: kinds of layers met so far, see `make_mask`. attentions: how often an attention was computed.
+        rows: of the batch. layers: kinds of layers met so far, see `make_mask`. attentions: how often an attention was computed.
     """
 
     mask: Mask
     positions: Tensor
+    rows: int
     layers: dict[Any, bool]
-    attentions: int = field(default=0)
+    attentions: int = 0
 
 
 _running: ContextVar[Running | None] = ContextVar("running", default=None)
@@ -79,8 +80,8 @@ def attention(
     name = type(module).__name__
     if not isinstance(attention_mask, Mask) or query.shape[2] * attention_mask.context.size != attention_mask.length:
         raise PlanError(
-            f"{name} was called with a mask that is not the one of the shared sequence. Context parallelism (cp) needs a model that makes its"
-            " masks with Transformers' create_causal_mask, and a step that calls the model itself, not a part of it."
+            f"{name} was called with a mask that is not the one of the shared sequence. Context parallelism (cp) needs a model that makes"
+            " its masks with Transformers' create_causal_mask, and a step that calls the model itself, not a part of it."
         )
     if position_bias is not None:
         raise PlanError(f"{name} adds biases to its scores, which context parallelism (cp) does not know. Use cp 1.")
@@ -122,16 +123,19 @@ def make_mask(
             " sequence."
         )
     kind = (local_size, attention_mask is None)
-    if kind not in call.layers:
-        call.layers[kind] = _separates_documents(call, q_length, mask_function, local_size, device)
-    return call.mask.of_layers(window=local_size, separate=call.layers[kind])
+    separate = call.layers.get(kind)
+    if separate is None:
+        separate = _separates_documents(call, q_length, mask_function, local_size, device)
+        if separate is not None:
+            call.layers[kind] = separate
+    return call.mask.of_layers(window=local_size, separate=separate is not False)
 
 
-def _separates_documents(call: Running, length: int, mask_function: Callable[..., Tensor], window: int | None, device: Any) -> bool:
+def _separates_documents(call: Running, length: int, mask_function: Callable[..., Tensor], window: int | None, device: Any) -> bool | None:
     """Whether layers keep packed documents apart, found by asking their mask about some pairs of this rank's tokens.
 
     This rank's tokens are two chunks of the sequence, the late one first, so that a mask that looks at positions takes them for two
-    documents, and one that does not takes them for one.
+    documents, and one that does not takes them for one. None: by chance that is the same here.
     """
     half = length // 2
     near = {0, 1, half - 1, half, half + 1, length - 1, *(() if window is None else (window - 1, window, window + 1))}
@@ -145,10 +149,11 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
 
     positions = call.positions[0].to(device)
     parts = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
-    if torch.equal(found, (parts[queries] == parts[keys]) & causal(positions[queries], positions[keys])):
-        return True
-    if torch.equal(found, causal(queries, keys)):
-        return False
+    apart = (parts[queries] == parts[keys]) & causal(positions[queries], positions[keys])
+    if torch.equal(apart, causal(queries, keys)) and torch.equal(found, apart):
+        return None
+    if torch.equal(found, apart) or torch.equal(found, causal(queries, keys)):
+        return torch.equal(found, apart)
     raise PlanError(
         "A layer of the model has a mask that is neither causal nor causal with a window, which is all that context parallelism (cp) has."
         " Use cp 1."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ def require_replaceable(module: nn.Module, blocks: list[nn.Module]) -> None:
     if dropout:
         raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not have. Set it to 0.")
     if getattr(config, "output_attentions", False):
-        raise ConfigError(f"{name} returns attention weights (output_attentions), which context parallelism (cp) never has whole. Turn it off.")
+        raise ConfigError(f"{name} returns attention weights (output_attentions), which context parallelism (cp) has not. Turn it off.")
     _replace(module, name, choose)
 
 
@@ -52,6 +53,9 @@ def _replace(module: nn.Module, name: str, choose: Any) -> None:
 def _what_else(module: nn.Module, config: Any, blocks: list[nn.Module]) -> str:
     """What in a model looks at several tokens beside its attention; empty for nothing."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parameters = inspect.signature(module.forward).parameters
+    if "position_ids" not in parameters or all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return "its forward takes no position_ids, or no further arguments for its loss function (**kwargs)"
     if text is not config or getattr(config, "is_encoder_decoder", False):
         return "it has inputs beside one sequence of tokens"
     if not _is_language_model(module):

@@ -79,24 +79,20 @@ class Passing:
         return self._received
 
 
-def _order(length: int, context: ContextParallel, device: torch.device) -> Tensor:
-    return torch.tensor(natural_order(length, context.size), device=device)
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         parts = x.new_empty((context.size * x.shape[1], x.shape[0], *x.shape[2:]))
         dist.all_gather_into_tensor(parts, x.transpose(0, 1).contiguous(), group=context.group)
-        return parts.index_select(0, _order(len(parts), context, x.device)).transpose(0, 1)
+        return parts.index_select(0, natural_order(len(parts), context.size, x.device)).transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         context: ContextParallel = ctx.context
         by_rank = torch.empty_like(gradient.transpose(0, 1), memory_format=torch.contiguous_format)
-        by_rank[_order(gradient.shape[1], context, gradient.device)] = gradient.transpose(0, 1)
+        by_rank[natural_order(gradient.shape[1], context.size, gradient.device)] = gradient.transpose(0, 1)
         own = gradient.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
         dist.reduce_scatter_tensor(own, by_rank, group=context.group)
         return own.transpose(0, 1), None
@@ -124,13 +120,13 @@ def _to_heads(x: Tensor, context: ContextParallel) -> Tensor:
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=context.group)
     tokens = received.flatten(0, 1)  # (seq by rank, batch, heads / cp, width)
-    return tokens[_order(len(tokens), context, x.device)].permute(1, 2, 0, 3)
+    return tokens[natural_order(len(tokens), context.size, x.device)].permute(1, 2, 0, 3)
 
 
 def _to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
     batch, heads, length, width = x.shape
     by_rank = x.new_empty((length, batch, heads, width))
-    by_rank[_order(length, context, x.device)] = x.permute(2, 0, 1, 3)
+    by_rank[natural_order(length, context.size, x.device)] = x.permute(2, 0, 1, 3)
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=context.group)
     parts = received.view(context.size, length // context.size, batch, heads, width)

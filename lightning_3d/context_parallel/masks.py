@@ -5,7 +5,7 @@ Every rank knows the whole batch, so masks need no communication: what is asked 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -60,6 +60,7 @@ class Mask:
     documents: Tensor | None = None
     padding: Tensor | None = None
     window: int | None = None
+    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
         """The mask of layers with a window, or without, that keep documents apart or do not."""
@@ -97,9 +98,15 @@ class Mask:
             seen = seen & (places - others < self.window)
         seen = seen.unsqueeze(0)
         if self.documents is not None:
-            documents = self.documents.to(device, non_blocking=True)
+            documents = self._on(device, "documents", self.documents)
             same = documents[:, queries.start : queries.stop].unsqueeze(-1) == documents[:, keys.start : keys.stop].unsqueeze(-2)
             seen = seen & same
         if self.padding is not None:
-            seen = seen & self.padding[:, keys.start : keys.stop].to(device, non_blocking=True).unsqueeze(-2)
+            seen = seen & self._on(device, "padding", self.padding)[:, keys.start : keys.stop].unsqueeze(-2)
         return seen[:, None, None]
+
+    def _on(self, device: torch.device, name: str, host: Tensor) -> Tensor:
+        """One copy for all layers."""
+        if (name, device) not in self._copies:
+            self._copies[name, device] = host.to(device)
+        return self._copies[name, device]

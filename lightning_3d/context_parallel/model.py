@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,19 +42,14 @@ class SharedSequences:
         context = self.context_parallel
         own = super().forward  # type: ignore[misc]
         call, arguments = _cut(_named(own, args, kwargs), context, self.context_layers)
-        positions = arguments["position_ids"]
         with running(call):
-            try:
-                output = own(**arguments)
-            finally:
-                complete = call.attentions > 0
-        if not complete:
+            output = own(**arguments)
+        if call.attentions == 0:
             raise PlanError(
                 f"No attention of {type(self).__name__} went through Transformers' attention interface, so its tokens did not see those of"
                 " other context-parallel ranks. Use cp 1."
             )
-        batch = next(value.shape[0] for value in arguments.values() if isinstance(value, Tensor) and value.ndim > 1 and value is not positions)
-        return whole_outputs(output, (batch, positions.shape[1]), context)
+        return whole_outputs(output, (call.rows, call.positions.shape[1]), context)
 
 
 class WholeSequenceLoss:
@@ -98,13 +92,13 @@ def _cut(arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, 
         documents=_documents(whole, length) if attention_mask is None else None,
         padding=_padding(attention_mask, (batch, length)),
     )
-    order = torch.tensor(zigzag(length, context.size, context.rank), device=tokens.device)
+    order = zigzag(length, context.size, context.rank, tokens.device)
     arguments = {
         name: value[:, order] if name != "labels" and isinstance(value, Tensor) and tuple(value.shape[:2]) == (batch, length) else value
         for name, value in arguments.items()
     }
     arguments["position_ids"] = order.unsqueeze(0) if whole is None else whole[:, order]
-    return Running(mask, arguments["position_ids"], layers), arguments
+    return Running(mask, arguments["position_ids"], batch, layers), arguments
 
 
 def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
@@ -113,8 +107,8 @@ def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
         return None
     if position_ids.ndim != 2 or position_ids.shape[1] != length:
         raise PlanError(
-            f"position_ids have the shape {tuple(position_ids.shape)}; with context parallelism (cp) they are (batch, {length}), one number a"
-            " token."
+            f"position_ids have the shape {tuple(position_ids.shape)}; with context parallelism (cp) they are (batch, {length}), one number"
+            " a token."
         )
     host = position_ids.detach().cpu()
     documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
@@ -127,8 +121,8 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
         found = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
         raise PlanError(
-            f"attention_mask is {found}; context parallelism (cp) takes a mask of padding, {shape}. Give packed documents as position_ids that"
-            " begin anew with each."
+            f"attention_mask is {found}; context parallelism (cp) takes a mask of padding, {shape}. Give packed documents as position_ids"
+            " that begin anew with each."
         )
     host = attention_mask.detach().cpu().bool()
     return None if bool(host.all()) else host
@@ -141,4 +135,4 @@ def _refuse(arguments: dict[str, Any]) -> None:
             raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not have. Leave it out.")
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise ConfigError("logits_to_keep takes tokens from the end of what a rank has; with context parallelism (cp) cut the logits instead.")
+        raise ConfigError("logits_to_keep would keep the last tokens of every rank; with context parallelism (cp) cut the logits instead.")

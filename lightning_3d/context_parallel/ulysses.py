@@ -31,8 +31,8 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     mine = sinks.chunk(context.size)[context.rank] if sinks is not None else None
-    whole = (sequence_to_heads(x, context) for x in (query, key, value))
-    return heads_to_sequence(local_attention(*whole, mask, scores, mine), context)
+    query, key, value = (sequence_to_heads(x, context) for x in (query, key, value))
+    return heads_to_sequence(local_attention(query, key, value, mask, scores, mine), context)
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:

@@ -16,8 +16,8 @@ from lightning_3d.stand_ins import OF_THE_PART, OF_THE_WHOLE, whole_arguments
 class WholeSequence(Tensor):
     """This rank's tokens of a tensor (batch, seq, ...), in the shape of all of them.
 
-    Reading sizes and types communicates nothing. Everything else sees all tokens in their order: they are gathered over the context-parallel
-    group by one all-gather, with gradients, at the first such use and kept. It must happen on all ranks of the group alike.
+    Reading sizes and types communicates nothing. Everything else sees all tokens in their order: they are gathered over the
+    context-parallel group by one all-gather, with gradients, at the first such use and kept. It must happen on all of its ranks alike.
 
     Attributes:
         local: (batch, seq / cp, ...); logits may be cut by vocabulary too.

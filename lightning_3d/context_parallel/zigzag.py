@@ -6,6 +6,9 @@ an early one with little.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from lightning_3d.errors import DataError
 
 
@@ -17,10 +20,9 @@ def chunk_length(length: int, size: int) -> int:
     """
     chunks = 2 * size
     if length % chunks or length == 0:
-        near = sorted({max(length // chunks, 1) * chunks, -(-length // chunks) * chunks or chunks})
         raise DataError(
             f"Context parallelism cuts a sequence into 2 * cp = {chunks} equal chunks, but this batch has sequences of {length} tokens. Pad"
-            f" them to a multiple of {chunks}, for example {near[-1]}."
+            f" them to a multiple of {chunks}, for example {(length // chunks + 1) * chunks}."
         )
     return length // chunks
 
@@ -30,14 +32,18 @@ def chunk_starts(chunk: int, size: int, rank: int) -> tuple[int, int]:
     return (2 * size - 1 - rank) * chunk, rank * chunk
 
 
-def positions(length: int, size: int, rank: int) -> list[int]:
+def positions(length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """Positions of the tokens of a rank, in its order."""
     chunk = chunk_length(length, size)
-    return [position for start in chunk_starts(chunk, size, rank) for position in range(start, start + chunk)]
+    return _ranges(chunk_starts(chunk, size, rank), chunk, device)
 
 
-def natural_order(length: int, size: int) -> list[int]:
+def natural_order(length: int, size: int, device: torch.device | None = None) -> Tensor:
     """Where the tokens of the sequence lie, one after the other, when the parts of all ranks are put side by side."""
     chunk = chunk_length(length, size)
-    place = {start: index * chunk for index, start in enumerate(s for rank in range(size) for s in chunk_starts(chunk, size, rank))}
-    return [place[start] + offset for start in range(0, length, chunk) for offset in range(chunk)]
+    starts = [start for rank in range(size) for start in chunk_starts(chunk, size, rank)]
+    return _ranges([starts.index(start) * chunk for start in range(0, length, chunk)], chunk, device)
+
+
+def _ranges(starts: tuple[int, ...] | list[int], length: int, device: torch.device | None) -> Tensor:
+    return torch.cat([torch.arange(start, start + length, device=device) for start in starts])

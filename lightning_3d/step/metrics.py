@@ -18,8 +18,8 @@ from lightning_3d.mesh import Mesh
 def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int, refuse: Callable[[str], None]) -> None:
     """Make every torchmetrics object of `module` compute its value from the states of the last stages only.
 
-    The other stages never update theirs, and tensor- and context-parallel ranks hold copies. Communicates when a metric is computed (usually
-    once an epoch): one gather over all ranks with this rank's tensor-parallel index.
+    The other stages never update theirs, and tensor- and context-parallel ranks hold copies. Communicates when a metric is computed
+    (usually once an epoch): one gather over all ranks with this rank's tensor-parallel index.
 
     Args:
         last_rank: pipeline rank that runs the last stage.

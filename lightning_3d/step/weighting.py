@@ -69,8 +69,8 @@ class TokenMeanLoss:
         shift_labels = shift_labels.to(logits.device)
         if shift_labels.shape != logits.shape[:-1]:
             raise PlanError(
-                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. Its forward must"
-                " hand its further arguments (shift_labels) to loss_function."
+                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. Its forward"
+                " must hand its further arguments (shift_labels) to loss_function."
             )
         tokens = (shift_labels != ignore_index).sum()
         total = token_losses(logits, shift_labels, ignore_index).sum()
@@ -93,7 +93,7 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
         if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
             module.loss_function = TokenMeanLoss(weights, context)  # type: ignore[assignment]
         elif context is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
-            module.loss_function = WholeSequenceLoss(current, context)  # type: ignore[assignment]
+            module.loss_function = WholeSequenceLoss(current, context)
 
 
 def _has_no_head(module: nn.Module) -> bool:
