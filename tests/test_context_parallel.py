@@ -100,7 +100,7 @@ def test_same_with_documents_and_padding(batches: str, model: str, layout: str, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("model", "layout"), product(models.FAMILIES, LAYOUTS))
+@pytest.mark.parametrize(("model", "layout"), list(product(models.FAMILIES, LAYOUTS)))
 def test_every_family(model: str, layout: str, kind: str) -> None:
     zero = 1 if "dp2" in layout else 0
     parity.assert_same_training(model, layout, zero=zero, dtype="float32" if zero else "float64", cp_kind=kind)
@@ -108,7 +108,7 @@ def test_every_family(model: str, layout: str, kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batches", "model", "layout"), product(BATCHES, models.FAMILIES, ("cp4", "tp2_cp2", "pp2_cp2", "cp2_dp2")))
+@pytest.mark.parametrize(("batches", "model", "layout"), list(product(BATCHES, models.FAMILIES, ("cp4", "tp2_cp2", "pp2_cp2", "cp2_dp2"))))
 def test_every_family_with_documents_and_padding(batches: str, model: str, layout: str, kind: str) -> None:
     zero = 1 if "dp2" in layout else 0
     assert_same_with(batches, model, layout, kind, "float32" if zero else "float64", zero)

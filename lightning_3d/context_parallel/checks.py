@@ -12,7 +12,7 @@ from lightning_3d.errors import ConfigError, PlanError
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 ROPE_TYPES = ("dynamic", "longrope")
-RECURRENT = ("mamba", "ssm", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
+RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
 
 
 def require_replaceable(module: nn.Module, blocks: list[nn.Module]) -> None:
