@@ -129,7 +129,7 @@ def assert_same_training(
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith("zero_")))
+    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "cp_"))))
     return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees), **strategy)
 
 

@@ -47,7 +47,18 @@ def padded(recipe: Recipe) -> Batch:
     return batch | {"attention_mask": kept, "labels": batch["labels"].masked_fill(kept == 0, IGNORE)}
 
 
-BATCHES = {"packed": packed, "padded": padded}
+
+
+def one_token_a_chunk(recipe: Recipe) -> Batch:
+    """Eight tokens; documents whose positions go on where a rank's two chunks meet."""
+    batch = {key: value[:, :8] for key, value in data(recipe).items()}
+    places = torch.arange(8).expand_as(batch["input_ids"]).clone()
+    places[:, 4:] += 1
+    places[::2, 5:] = torch.arange(3)
+    return batch | {"position_ids": places}
+
+
+BATCHES = {"packed": packed, "padded": padded, "short": one_token_a_chunk}
 
 
 def train_batches(recipe: Recipe, batches: str, **strategy: Any) -> parity.Part:
@@ -108,7 +119,7 @@ def test_every_family(model: str, layout: str, kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batches", "model", "layout"), list(product(BATCHES, models.FAMILIES, ("cp4", "tp2_cp2", "pp2_cp2", "cp2_dp2"))))
+@pytest.mark.parametrize(("batches", "model", "layout"), list(product(("packed", "padded"), models.FAMILIES, LAYOUTS[1:5])))
 def test_every_family_with_documents_and_padding(batches: str, model: str, layout: str, kind: str) -> None:
     zero = 1 if "dp2" in layout else 0
     assert_same_with(batches, model, layout, kind, "float32" if zero else "float64", zero)
@@ -183,6 +194,37 @@ def test_a_loss_of_the_users_own_sees_all_tokens(layout: str) -> None:
         step=lambda model, batch: squared(model(input_ids=batch["input_ids"]).logits, batch),
     )
     assert_same_run(run_ranks(fit_own_loss, 4, layout=layout, micro_batch_size=4), expected, "float64")
+
+
+class OwnFunction(Module):
+    """A loss function in the place of the model's."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        self.model.loss_function = two_tokens_on  # type: ignore[assignment]
+
+
+def two_tokens_on(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    losses = nn.functional.cross_entropy(logits[:, :-2].reshape(-1, vocab_size), labels[:, 2:].flatten(), ignore_index=IGNORE)
+    return losses.square()
+
+
+def fit_own_function(**strategy: Any) -> parity.Part:
+    return fit_on_rank(RECIPE, Rows(data(RECIPE)), OwnFunction(RECIPE), **strategy)
+
+
+def test_a_loss_function_of_the_users_own_sees_all_tokens() -> None:
+    batches = [split(part, 4) for part in split(data(RECIPE), RECIPE.global_batch)]
+    vocab = models.vocabulary("llama")
+    step = lambda model, batch: two_tokens_on(model(input_ids=batch["input_ids"]).logits, batch["labels"], vocab)  # noqa: E731
+    expected = train_on(RECIPE, batches, step)
+    assert_same_run(run_ranks(fit_own_function, 4, layout="tp2_cp2", micro_batch_size=4), expected, "float64")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_one_token(kind: str) -> None:
+    assert_same_with("short", "llama", "cp4", kind)
 
 
 def evaluate_on_rank(**strategy: Any) -> tuple[dict[str, float], list[Tensor]]:

@@ -166,9 +166,25 @@ def test_a_mixture_of_experts_trains_on_data_parallel_ranks_only(name: str):
     check_model(parse("dp4"), experts=8)
 
 
-@pytest.mark.parametrize(("name", "instead"), [("dp2_cp2", "dp4"), ("dp2_ep2", "dp2")])
+@pytest.mark.parametrize(("name", "instead"), [("dp2_ep2", "dp2")])
 def test_axes_of_later_versions_are_refused(name: str, instead: str):
     assert f"Use {instead}, which has as many ranks." in refusal(check_model, parse(name), experts=8)
+
+
+def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
+    message = refusal(check_model, parse("cp4"), seq_len=100)
+    assert message == (
+        "cp 4 cuts a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
+    )
+    assert refusal(check_model, parse("cp4"), seq_len=5).endswith("Use a sequence length of 8.")
+    check_model(parse("cp4"), seq_len=104)
+
+
+def test_ulysses_needs_heads():
+    message = refusal(check_model, parse("tp2_cp4"), heads=12, cp_kind="ulysses")
+    assert "the tp * cp = 8 ranks" in message and message.endswith("the model has 12 heads. Use cp_kind=ring.")
+    check_model(parse("tp2_cp4"), heads=12)
+    check_model(parse("tp2_cp2"), heads=12, cp_kind="ulysses")
 
 
 def test_f14_sequence_longer_than_positions():

@@ -49,7 +49,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
     "f12_sequence": (["parallelism=cp2", "data.sequence_length=30"], ["cp 2", "30 tokens", "28 or 32"]),
-    "ulysses_heads": (["parallelism=tp2_cp4", "parallelism.cp_kind=ulysses"], ["tp * cp = 8", "4 heads", "cp_kind=ring"]),
+    "ulysses_heads": (["parallelism=tp2_cp8", "parallelism.cp_kind=ulysses"], ["tp * cp = 16", "8 heads", "cp_kind=ring"]),
     "cp_kind": (["parallelism.cp_kind=rings"], ['cp_kind is "rings"', 'Did you mean "ring"']),
     "cp_compiled": (["parallelism=cp2", "parallelism.compile=true"], ["compile=true", "cp is 2"]),
     "f14_positions": (["data.sequence_length=5000"], ["5000 tokens", "only 1024 positions"]),
