@@ -11,12 +11,14 @@ import models
 import parity
 import pytest
 import torch
+import torch.distributed as dist
 from models import IGNORE, SEQUENCE, Batch
 from parity import Module, Rows, assert_same_run, fit_on_rank, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, row_count, split, target_count, train_on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_3d.errors import ConfigError, DataError, LayoutError, PlanError
 from lightning_3d.layout import Layout
@@ -152,6 +154,10 @@ def test_blocks_run_twice(options: dict[str, Any]) -> None:
 class OwnLoss(Module):
     """A loss from logits, numbers of all kinds, and predictions."""
 
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.targets = SumMetric()
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.loss_of(batch)
 
@@ -164,6 +170,8 @@ class OwnLoss(Module):
         assert self.model is not None
         out = self.model(**batch)
         self.log("perplexity", out.loss.exp())
+        self.targets((batch["labels"][:, 1:] != IGNORE).sum())
+        self.log("targets", self.targets)
         self.log("rows", float(len(batch["labels"])), reduce_fx="sum")
         self.log("largest", out.logits.max(), reduce_fx="max")
 
@@ -247,7 +255,8 @@ def test_logged_numbers_and_predictions_are_the_true_ones(layout: str) -> None:
     perplexity = (torch.stack(losses).exp() * weights).sum() / weights.sum()
     for found, predictions in run_ranks(evaluate_on_rank, 4, layout=layout):
         assert found["perplexity"] == pytest.approx(perplexity.item(), rel=1e-6)
-        assert (found["rows"], found["largest"]) == (row_count(batch), pytest.approx(logits.max().item(), rel=1e-6))
+        assert (found["rows"], found["targets"]) == (row_count(batch), target_count("llama", batch))
+        assert found["largest"] == pytest.approx(logits.max().item(), rel=1e-6)
         assert (torch.cat(predictions) - logits).abs().max() < 1e-10
 
 
@@ -304,6 +313,17 @@ def test_ulysses_with_fewer_heads_than_ranks() -> None:
 def test_a_model_that_is_not_of_transformers() -> None:
     with pytest.raises(PlanError, match="attention of Transformers models, and PlainModel is none"):
         run_ranks(parity.train_on_rank, 2, Recipe(models.PLAIN, steps=1), layout="cp2", plan=models.PlainModel.plan)
+
+
+def train_on_different_rows() -> None:
+    recipe = Recipe(steps=1, global_batch=4)
+    batch = {key: value[dist.get_rank() :][:4] for key, value in data(recipe).items()}
+    fit_on_rank(recipe, Rows(batch), Module(recipe), layout="cp2")
+
+
+def test_ranks_that_share_a_sequence_read_the_same_batch() -> None:
+    with pytest.raises(DataError, match="other tp, cp or pp index\\) read different batches"):
+        run_ranks(train_on_different_rows, 2)
 
 
 def test_wrong_kinds() -> None:

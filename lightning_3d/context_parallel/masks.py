@@ -61,13 +61,22 @@ class Mask:
     padding: Tensor | None = None
     window: int | None = None
     _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
         """The mask of layers with a window, or without, that keep documents apart or do not."""
-        return replace(self, window=window, documents=self.documents if separate else None)
+        return replace(self, window=window, documents=self.documents if separate else None, _covers={})
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        """What of a block counts, told from its corners."""
+        """What of a block counts. Where that takes a look at the batch, it is found once for all layers of a kind."""
+        if self.documents is None and self.padding is None:
+            return self._find_cover(queries, keys)
+        if (queries, keys) not in self._covers:
+            self._covers[queries, keys] = self._find_cover(queries, keys)
+        return self._covers[queries, keys]
+
+    def _find_cover(self, queries: Span, keys: Span) -> Cover:
+        """Told from the corners of the block."""
         if keys.start > queries.last or (self.window is not None and queries.start - keys.last >= self.window):
             return Cover.NOTHING
         if self._documents_between(queries, keys) == 0 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].any()):
