@@ -101,13 +101,13 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, 
 def flash_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, keys and values, where `out` and `lse` are those of the queries with all keys.
+    """Gradients of a block's queries, keys and values, where `out` and `lse`, contiguous, are those of the queries with all keys.
 
     The state of dropout, which there is none of, is not read (`aten::_scaled_dot_product_flash_attention_backward`, 2.11 to 2.13).
     """
     import torch
 
-    state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))  # as the forward returns them
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lengths = (query.shape[2], key.shape[2])
-    return backward(grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, state[0], state[1], scale=scale)
+    return backward(grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, seed, offset, scale=scale)

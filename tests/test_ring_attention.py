@@ -180,6 +180,7 @@ def fused_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, sca
 
 
 def fused_backward_on_cpu(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **how: Any) -> Any:
+    assert grad.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return backward(grad, query, key, value, out, lse, 0.0, how["causal"], scale=how["scale"])
 

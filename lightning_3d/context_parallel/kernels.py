@@ -129,8 +129,8 @@ def attend_backward(
     if cover is Cover.NOTHING:
         return
     if _fused(query, value, cover, scores):
-        causal, grad_out, out = cover is Cover.CAUSAL, grad_out.to(query.dtype), result.out.to(query.dtype)
-        found = flash_attention_backward(grad_out, query, key, value, out, result.lse, causal=causal, scale=scores.scale)
+        grad_out, out, lse = (x.contiguous() for x in (grad_out.to(query.dtype), result.out, result.lse))  # the kernel takes lse as it lies
+        found = flash_attention_backward(grad_out, query, key, value, out, lse, causal=cover is Cover.CAUSAL, scale=scores.scale)
         for total, part in zip((gradients.query, gradients.key, gradients.value), found, strict=True):
             total.add_(part)
         return
