@@ -16,6 +16,7 @@ from models import IGNORE, SEQUENCE, Batch
 from parity import Module, Rows, assert_same_run, fit_on_rank, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, row_count, split, target_count, train_on
+from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -83,14 +84,20 @@ def assert_same_with(batches: str, model: str, layout: str, kind: str, dtype: st
 
 @pytest.mark.parametrize(
     ("model", "layout", "kind", "zero", "dtype"),
-    [
-        ("llama", "cp4", "ring", 0, "float64"),
-        ("gpt_neox", "cp4", "ulysses", 0, "float64"),
-        ("qwen3", "tp2_cp2", "ulysses", 0, "float64"),
-        ("gemma3", "pp2_cp2", "ring", 0, "float64"),
-        ("mistral", "cp2_dp2", "ring", 1, "float32"),
-        ("phi3", "tp2_pp2_cp2", "ring", 1, "float32"),
-    ],
+    by_default(
+        [
+            ("llama", "cp4", "ring", 0, "float64"),
+            ("gpt_neox", "cp4", "ulysses", 0, "float64"),
+            ("qwen3", "tp2_cp2", "ulysses", 0, "float64"),
+            ("gemma3", "pp2_cp2", "ring", 0, "float64"),
+            ("mistral", "cp2_dp2", "ring", 1, "float32"),
+            ("phi3", "tp2_pp2_cp2", "ring", 1, "float32"),
+        ],
+        0,
+        2,
+        3,
+        4,
+    ),
 )
 def test_same_as_one_process(model: str, layout: str, kind: str, zero: int, dtype: str) -> None:
     parity.assert_same_training(model, layout, zero=zero, dtype=dtype, cp_kind=kind)
@@ -98,14 +105,20 @@ def test_same_as_one_process(model: str, layout: str, kind: str, zero: int, dtyp
 
 @pytest.mark.parametrize(
     ("batches", "model", "layout", "kind", "zero", "dtype"),
-    [
-        ("packed", "llama", "cp4", "ring", 0, "float64"),
-        ("packed", "mistral", "tp2_cp2", "ulysses", 0, "float64"),
-        ("packed", "gemma3", "cp2_dp2", "ring", 1, "float32"),
-        ("packed", "qwen2", "pp2_cp2", "ring", 0, "float64"),
-        ("padded", "llama", "cp2_dp2", "ring", 0, "float64"),
-        ("padded", "gemma3", "cp2", "ulysses", 0, "float64"),
-    ],
+    by_default(
+        [
+            ("packed", "llama", "cp4", "ring", 0, "float64"),
+            ("packed", "mistral", "tp2_cp2", "ulysses", 0, "float64"),
+            ("packed", "gemma3", "cp2_dp2", "ring", 1, "float32"),
+            ("packed", "qwen2", "pp2_cp2", "ring", 0, "float64"),
+            ("padded", "llama", "cp2_dp2", "ring", 0, "float64"),
+            ("padded", "gemma3", "cp2", "ulysses", 0, "float64"),
+        ],
+        0,
+        1,
+        3,
+        4,
+    ),
 )
 def test_same_with_documents_and_padding(batches: str, model: str, layout: str, kind: str, zero: int, dtype: str) -> None:
     assert_same_with(batches, model, layout, kind, dtype, zero)
@@ -134,14 +147,14 @@ def test_every_schedule(schedule: str, kind: str) -> None:
     parity.assert_same_training("llama", "pp2_cp2", schedule, dtype="float64", cp_kind=kind)
 
 
-@pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3}], ids=["zero2", "zero3"])
-def test_zero_deals_to_context_ranks_too(options: dict[str, Any]) -> None:
-    parity.assert_same_training("llama", "cp2_dp2", zero=options["zero_stage"])
+@pytest.mark.parametrize("zero", by_default([2, 3], 1))
+def test_zero_deals_to_context_ranks_too(zero: int) -> None:
+    parity.assert_same_training("llama", "cp2_dp2", zero=zero)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "offload_activations": True}],
+    by_default([{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "offload_activations": True}], 1),
     ids=["full", "selective", "offloaded"],
 )
 def test_blocks_run_twice(options: dict[str, Any]) -> None:
@@ -193,7 +206,7 @@ def fit_own_loss(**strategy: Any) -> parity.Part:
     return fit_on_rank(RECIPE, Rows(data(RECIPE)), OwnLoss(RECIPE), **strategy)
 
 
-@pytest.mark.parametrize("layout", ["cp2_dp2", "tp2_cp2"])
+@pytest.mark.parametrize("layout", by_default(["cp2_dp2", "tp2_cp2"], 1))
 def test_a_loss_of_the_users_own_sees_all_tokens(layout: str) -> None:
     whole = data(RECIPE)
     expected = train_on(
@@ -230,7 +243,7 @@ def test_a_loss_function_of_the_users_own_sees_all_tokens() -> None:
     assert_same_run(run_ranks(fit_own_function, 4, layout="tp2_cp2", micro_batch_size=4), expected, "float64")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(KINDS, 0))
 def test_chunks_of_one_token(kind: str) -> None:
     assert_same_with("short", "llama", "cp4", kind)
 
@@ -275,7 +288,7 @@ def save_and_load(folder: str, save: bool, **strategy: Any) -> parity.Part:
     return parity.Part(values.losses, values.grad_norms, weights, dict(plan.specs))
 
 
-@pytest.mark.parametrize(("first", "second", "zero"), [("cp2", "dp2", 1), ("dp2", "cp2_pp2", 0), ("cp2_dp2", "cp4", 3)])
+@pytest.mark.parametrize(("first", "second", "zero"), by_default([("cp2", "dp2", 1), ("dp2", "cp2_pp2", 0), ("cp2_dp2", "cp4", 3)], 0))
 def test_a_checkpoint_goes_to_another_layout(first: str, second: str, zero: int, tmp_path: Path) -> None:
     recipe = Recipe(steps=4, dtype="float32", clip=1e9)
     epoch = [split(part, 4) for part in split(cut(data(recipe), 0, 2 * recipe.global_batch), recipe.global_batch)]
