@@ -112,7 +112,7 @@ class Partition:
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
 
-    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions) -> LocalModel:
+    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions, cp_kind: str = "ring") -> LocalModel:
         """The parts, to another strategy.
 
         Raises:
@@ -134,6 +134,8 @@ class Partition:
                 f"The blocks of this module stay as an earlier Trainer made them ({self.blocks.describe() or 'plain'}), not"
                 f" {blocks.describe() or 'plain'}. Build the module anew to change that."
             )
+        if layout.cp > 1:
+            self.parts.module.context_parallel = context_of(self.mesh, cp_kind)  # type: ignore[assignment]
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:

@@ -289,7 +289,7 @@ class Lightning3DStrategy(TrainerCollectives):
             return
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
-            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks)
+            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks, self.cp_kind)
         else:
             self.model_parts = assemble(
                 module,

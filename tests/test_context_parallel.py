@@ -273,6 +273,20 @@ def test_logged_numbers_and_predictions_are_the_true_ones(layout: str) -> None:
         assert (torch.cat(predictions) - logits).abs().max() < 1e-10
 
 
+def validate_by_both_kinds() -> list[tuple[float, str]]:
+    module, found = OwnLoss(RECIPE), []
+    for kind in KINDS:
+        trainer = quiet_trainer(strategy=Lightning3DStrategy("cp2", cp_kind=kind), devices=2, precision="64-true")
+        [logged] = trainer.validate(module, DataLoader(Rows(cut(data(RECIPE), 0, 4)), batch_size=2), verbose=False)
+        found.append((logged["perplexity"], module.model.context_parallel.kind))  # type: ignore[union-attr]
+    return found
+
+
+def test_another_trainer_may_take_another_kind() -> None:
+    for (first, ring), (second, ulysses) in run_ranks(validate_by_both_kinds, 2):
+        assert (first, ring, ulysses) == (pytest.approx(second, rel=1e-6), "ring", "ulysses")
+
+
 def save_and_load(folder: str, save: bool, **strategy: Any) -> parity.Part:
     """An epoch of two steps and a checkpoint, or the second epoch from it."""
     recipe = Recipe(steps=4, dtype="float32")
