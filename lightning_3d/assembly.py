@@ -17,6 +17,7 @@ from torch import nn
 from lightning_3d.adapters import refuse_tuners
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
+from lightning_3d.context_parallel import ContextParallel, share_sequences
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.expert_parallel import (
@@ -139,7 +140,9 @@ class Partition:
     def suits(self, layout: Layout, schedule: str) -> bool:
         return (self.mesh.layout, self.schedule) == (layout, schedule)
 
-    def hand_over(self, layout: Layout, schedule: str, blocks: BlockOptions, experts: ExpertOptions) -> LocalModel:
+    def hand_over(
+        self, layout: Layout, schedule: str, blocks: BlockOptions, experts: ExpertOptions, cp_kind: str = "ring"
+    ) -> LocalModel:
         """The parts, to another strategy, with its options for experts.
 
         Raises:
@@ -163,6 +166,8 @@ class Partition:
             )
         if self.parts.routers is not None:
             self.parts.routers.use(experts)
+        if layout.cp > 1:
+            self.parts.module.context_parallel = context_of(self.mesh, cp_kind)  # type: ignore[assignment]
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
@@ -192,6 +197,7 @@ def assemble(
     weights_device: torch.device | None = None,
     block_options: BlockOptions = BlockOptions(),  # noqa: B008 - frozen
     expert_options: ExpertOptions = ExpertOptions(),  # noqa: B008
+    cp_kind: str = "ring",
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -200,6 +206,7 @@ def assemble(
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
         block_options: what happens around the forward of blocks. expert_options: what routers do beside routing.
+        cp_kind: how context-parallel ranks attend to each other's tokens.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -209,7 +216,7 @@ def assemble(
     """
     layout = mesh.layout
     name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
-    _check(module, plan, layout, schedule)
+    _check(module, plan, layout, schedule, cp_kind)
     broadcast_eager(root, mesh)
     owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
     regions = _sequence_regions(module, plan, layout.tp, block_options.sequence_parallel)
@@ -223,6 +230,8 @@ def assemble(
     context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None, sequence)
     if regions is not None:
         gather_regions(module, regions, context)
+    if layout.cp > 1:
+        share_sequences(module, find_blocks(module, plan), context_of(mesh, cp_kind))
     choose_products(module, plan)
     routers = make_routers(module, plan.experts, expert_options, mesh, device)
     process_blocks(find_blocks(module, plan), block_options)
@@ -241,6 +250,11 @@ def assemble(
     cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
     return parts
+
+
+def context_of(mesh: Mesh, cp_kind: str) -> ContextParallel:
+    """The ranks that share a sequence with this one."""
+    return ContextParallel(mesh.group("cp"), mesh.size("cp"), mesh.index("cp"), cp_kind)
 
 
 def _cut_layers(
@@ -278,7 +292,7 @@ def _find_plan(
         plan = read_plan(module, user_plan).for_experts(layout.ep)
         refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
-        if layout.tp * layout.pp * layout.ep > 1 or user_plan is not None or pipeline_module is not None:
+        if layout.world_size > layout.dp or layout.ep > 1 or user_plan is not None or pipeline_module is not None:
             raise
         return "", root, ParallelPlan({})
     if layout.pp > 1 and not plan.layers:
@@ -289,7 +303,7 @@ def _find_plan(
     return name, module, plan
 
 
-def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> None:
+def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str, cp_kind: str) -> None:
     """Refuse what the model's own numbers show, before anything is allocated."""
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -306,6 +320,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str)
         vocab=number("vocab_size"),
         experts=number("num_local_experts", "num_experts", "n_routed_experts"),
         schedule=schedule,
+        cp_kind=cp_kind,
     )
 
 

@@ -53,13 +53,17 @@ class BlockOptions:
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep is for recompute=selective; recompute is {self.recompute}.")
 
-    def require_suits(self, schedule: str, *, tp: int, pp: int) -> None:
+    def require_suits(self, schedule: str, *, tp: int, pp: int, cp: int = 1) -> None:
         """Refuse what a layout and schedule cannot run.
 
         Raises:
             LayoutError: a selective recomputation, which runs once, where the backward of a block runs twice; a compiled one between
-                tensor-parallel ranks.
+                tensor-parallel ranks; compiled blocks between context-parallel ranks.
         """
+        if self.compile and cp > 1:
+            raise LayoutError(
+                f"compile=true cannot trace the attention of context-parallel ranks, and cp is {cp}. Leave compile out, or use cp 1."
+            )
         if self.recompute == "selective" and self.compile and tp > 1:
             raise LayoutError(
                 "recompute=selective with compile=true cannot be traced through layers that are cut, and tp is above 1. Use recompute=full,"

@@ -37,7 +37,7 @@ def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs_of(callback):
                 if "compute" not in vars(throughput):  # of an earlier entry point
-                    throughput.compute = partial(_shared_rates, throughput.compute, layout.tp * layout.pp)
+                    throughput.compute = partial(_shared_rates, throughput.compute, layout.tp * layout.pp * layout.cp)
         if isinstance(callback, ModelSummary) and layout.pp > 1 and "on_fit_start" not in vars(callback):
             callback.on_fit_start = partial(_without_example, callback.on_fit_start)  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ from lightning_3d.launch import OutsideRank
 from lightning_3d.layout import AXES, Layout, divisors, nearest_layouts
 from lightning_3d.layout_rules import (
     check_batch,
+    check_cp_kind,
     check_model,
     check_number,
     check_sizes,
@@ -62,6 +63,7 @@ class ParallelismConfig:
     zero_gather: str | None = None
     zero_reduce_scatter: bool | None = None
     zero_offload: str = "none"
+    cp_kind: str = "ring"
     recompute: str = "none"
     recompute_every: int = 1
     recompute_keep: list[str] | None = None
@@ -194,7 +196,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
         layout.require_world_size(outside.world_size)
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
-    blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp)
+    blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    check_cp_kind(parallelism.cp_kind)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)
@@ -413,6 +416,7 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
         sequence_parallel=run.parallelism.sequence_parallel is not False,
         experts=spec.experts or None,
         schedule=schedule,
+        cp_kind=run.parallelism.cp_kind,
     )
     if run.data.get("sequence_length") is None:
         raise ConfigError("data.sequence_length must be given: the tokens of a sample.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-from lightning_3d.errors import ConfigError, LayoutError, listed
+from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.layout import Layout, divisors
 from lightning_3d.schedules import (
     SCHEDULES,
@@ -21,6 +21,9 @@ from lightning_3d.schedules import (
     predicted_bubble,
     schedules_for,
 )
+
+CP_KINDS = ("ring", "ulysses")
+"""How context-parallel ranks attend to each other's tokens: keys and values go round, or heads are dealt for tokens."""
 
 LARGEST_SIZE = 2**40
 """Sizes above this are refused as slips: the largest real one, tokens in a data set, stays below."""
@@ -110,13 +113,8 @@ def check_available(layout: Layout) -> None:
     """Refuse axes that this version does not have, and expert groups that do not fill the ranks of a stage.
 
     Raises:
-        LayoutError: cp above 1; an ep that does not divide tp * cp * dp.
+        LayoutError: an ep that does not divide tp * cp * dp.
     """
-    if layout.cp > 1:
-        raise LayoutError(
-            f"Context parallelism (cp {layout.cp} in {layout}) is not available in this version."
-            f" Use {_without(layout, 'cp')}, which has as many ranks."
-        )
     _check_expert_groups(layout)
 
 
@@ -135,6 +133,30 @@ def _check_expert_groups(layout: Layout) -> None:
 def _near(choices: Sequence[int], wanted: int) -> list[int]:
     """The largest choice up to `wanted` and the smallest above it."""
     return [*[max(choice for choice in choices if choice <= wanted)], *[choice for choice in choices if choice > wanted][:1]]
+
+
+def check_cp_kind(kind: str) -> str:
+    """The name of a kind of context parallelism. Raises ConfigError for any other."""
+    if kind not in CP_KINDS:
+        raise ConfigError(f'cp_kind is "{kind}";{did_you_mean(str(kind), CP_KINDS)} it must be {listed(CP_KINDS, last="or")}.')
+    return kind
+
+
+def _check_context_parallel(layout: Layout, heads: int | None, seq_len: int | None, cp_kind: str) -> None:
+    chunks = 2 * layout.cp
+    if layout.cp == 1:
+        return
+    if seq_len is not None and seq_len % chunks:
+        near = [length for length in (seq_len // chunks * chunks, (seq_len // chunks + 1) * chunks) if length > 0]
+        raise LayoutError(
+            f"cp {layout.cp} cuts a sequence into 2 * cp = {chunks} equal chunks, but it has {seq_len} tokens. Use a sequence length of"
+            f" {listed(near, last='or')}."
+        )
+    if cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
+        raise LayoutError(
+            f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
+            f" model has {heads} heads. Use cp_kind=ring."
+        )
 
 
 def _check_experts(layout: Layout, experts: int | None) -> None:
@@ -173,6 +195,7 @@ def check_model(
     experts: int | None = None,
     schedule: str | None = None,
     micro_batches: int | None = None,
+    cp_kind: str = "ring",
 ) -> None:
     """Refuse a layout that does not fit a model. Whatever is None is unknown and not checked.
 
@@ -185,7 +208,7 @@ def check_model(
         seq_len: tokens in a sequence. max_positions: the longest sequence that the model knows.
         sequence_parallel: tensor-parallel ranks share each sequence.
         experts: number of experts of a mixture; None for a dense model.
-        schedule: name of the pipeline schedule. micro_batches: of one optimizer step.
+        schedule: name of the pipeline schedule. micro_batches: of one optimizer step. cp_kind: how context-parallel ranks attend.
 
     Raises:
         ConfigError: a size that is no positive whole number; a sequence longer than the model's positions.
@@ -206,6 +229,7 @@ def check_model(
     check_available(layout)
     if schedule is not None:
         check_schedule(layout, schedule)
+    _check_context_parallel(layout, heads, seq_len, cp_kind)
     _check_tensor_parallel(layout, heads, kv_heads, vocab, intermediate)
     if layers is not None:
         _check_layers(layout, layers, schedule)

@@ -27,7 +27,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.assembly import LocalModel, Partition, assemble
+from lightning_3d.assembly import LocalModel, Partition, assemble, context_of
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import averages, defer_averaging, forget_deferred, restore_average, set_up_callbacks, without_average
@@ -48,7 +48,7 @@ from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.fp8 import multiply_in_float8, require_fp8
 from lightning_3d.layout import Layout
-from lightning_3d.layout_rules import few_micro_batches, resolve_available
+from lightning_3d.layout_rules import check_cp_kind, few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
@@ -91,6 +91,7 @@ class Lightning3DStrategy(TrainerCollectives):
             too) or 3 (parameters too).
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what lies in host memory, see `ZeroOptions`.
+        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `context_parallel`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: of the model's blocks, see
             `BlockOptions`.
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
@@ -118,6 +119,7 @@ class Lightning3DStrategy(TrainerCollectives):
         zero_gather: str | None = None,
         zero_reduce_scatter: bool | None = None,
         zero_offload: str = "none",
+        cp_kind: str = "ring",
         recompute: str = "none",
         recompute_every: int = 1,
         recompute_keep: Sequence[str] | None = None,
@@ -149,10 +151,11 @@ class Lightning3DStrategy(TrainerCollectives):
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         self.blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         degrees = self.layout or Layout()
-        self.blocks.require_suits(self.schedule, tp=degrees.tp, pp=degrees.pp)
+        self.blocks.require_suits(self.schedule, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp)
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
         self.fp8 = fp8
+        self.cp_kind = check_cp_kind(cp_kind)
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
         self.model_parts: LocalModel | None = None
@@ -295,7 +298,8 @@ class Lightning3DStrategy(TrainerCollectives):
             return
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
-            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.schedule, self.blocks, self.experts)
+            options = (self.schedule, self.blocks, self.experts, self.cp_kind)
+            self.model_parts = earlier.hand_over(self._require_mesh().layout, *options)
         else:
             self.model_parts = assemble(
                 module,
@@ -306,6 +310,7 @@ class Lightning3DStrategy(TrainerCollectives):
                 weights_device=torch.device("cpu") if self.zero.stage == 3 else None,
                 block_options=self.blocks,
                 expert_options=self.experts,
+                cp_kind=self.cp_kind,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
@@ -322,7 +327,7 @@ class Lightning3DStrategy(TrainerCollectives):
         precision = precision_of(str(self.precision_plugin.precision))
         self._backend = make_backend(self.zero, mesh, parts.specs, stages=list(parts.parameters.values()), precision=precision)
         weights = LossWeights()
-        weigh_loss(module, weights)
+        weigh_loss(module, weights, context_of(mesh, self.cp_kind) if mesh.size("cp") > 1 else None)
         engine = PipelineEngine(
             mesh,
             parts.assignment,

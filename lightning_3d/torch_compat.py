@@ -138,3 +138,32 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Wor
 
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(part, whole, group=group, async_op=True)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, log of the sum of exponentials in float32) of CUDA's flash attention.
+
+    `aten::_scaled_dot_product_flash_attention`, 2.11 to 2.13.
+
+    Args:
+        query: (batch, heads, queries, width); key, value: with as many heads, or a divisor of them.
+    """
+    import torch
+
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's queries, keys and values, where `out` and `lse`, contiguous, are those of the queries with all keys.
+
+    The state of dropout, which there is none of, is not read (`aten::_scaled_dot_product_flash_attention_backward`, 2.11 to 2.13).
+    """
+    import torch
+
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))  # as the forward returns them
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    lengths = (query.shape[2], key.shape[2])
+    return backward(grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, seed, offset, scale=scale)

@@ -41,13 +41,13 @@ class TrainerCollectives(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks; tensor and pipeline replicas hold equal values, so that a mean is the mean over data ranks."""
+        """Reduce over all ranks; tensor, context and pipeline replicas hold equal values, so that a mean is the mean over data ranks."""
         if not isinstance(tensor, Tensor) or not self._may_communicate("reduce"):
             return tensor
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
-            group = self._require_mesh().group("dp", "cp")  # a sum must count what replicas hold once
+            group = self._require_mesh().group("dp")  # a sum must count what replicas hold once
         result = tensor.clone()
         dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else op, group=group)
         return result / dist.get_world_size(group) if mean else result

@@ -41,18 +41,19 @@ class Cell:
     schedule: str = "1F1B"
     zero: int = 0
     dtype: str = "float32"
+    cp: int = 1
     vp: int | None = None  # stages per pipeline rank; None for what the schedule implies
     options: tuple[tuple[str, Any], ...] = ()  # further arguments of the strategy
     ep: int = 1
 
     @property
     def layout(self) -> str:
-        further = (f"_{axis}{degree}" for axis, degree in (("ep", self.ep), ("vp", self.vp)) if degree and degree > 1)
+        further = (f"_{axis}{degree}" for axis, degree in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp)) if degree and degree > 1)
         return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + "".join(further)
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def stages(self) -> int:
@@ -130,11 +131,11 @@ def assert_same_training(
     """Train ``model`` on ``layout`` and on one process; fail where they differ by more than rounding.
 
     Args:
-        layout: every degree of "tp", "pp", "dp", "ep" and "vp" that is not 1, as in "tp2_dp4".
+        layout: every degree of "tp", "pp", "dp", "cp", "ep" and "vp" that is not 1, as in "tp2_dp4".
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "moe_"))))
+    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "moe_", "cp_"))))
     return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees), **strategy)
 
 

@@ -180,16 +180,28 @@ def test_a_mixture_of_experts_trains_on_every_axis(name: str):
     check_model(parse(name), experts=8)
 
 
-def test_axes_of_later_versions_are_refused():
-    assert "Use dp4, which has as many ranks." in refusal(check_model, parse("dp2_cp2"), experts=8)
-
-
 def test_f13_sequence_that_tp_does_not_divide():
     message = refusal(check_model, parse("tp4"), seq_len=1026, sequence_parallel=True)
     assert "has 1026 tokens and tp is 4" in message
     assert message.endswith("Use a sequence length of 1024 or 1028, or parallelism.sequence_parallel=false.")
     check_model(parse("tp4"), seq_len=1024, sequence_parallel=True)
     check_model(parse("tp4"), seq_len=1026, sequence_parallel=False)
+
+
+def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
+    message = refusal(check_model, parse("cp4"), seq_len=100)
+    assert message == (
+        "cp 4 cuts a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
+    )
+    assert refusal(check_model, parse("cp4"), seq_len=5).endswith("Use a sequence length of 8.")
+    check_model(parse("cp4"), seq_len=104)
+
+
+def test_ulysses_needs_heads():
+    message = refusal(check_model, parse("tp2_cp4"), heads=12, cp_kind="ulysses")
+    assert "the tp * cp = 8 ranks" in message and message.endswith("the model has 12 heads. Use cp_kind=ring.")
+    check_model(parse("tp2_cp4"), heads=12)
+    check_model(parse("tp2_cp2"), heads=12, cp_kind="ulysses")
 
 
 def test_f14_sequence_longer_than_positions():

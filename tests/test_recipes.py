@@ -24,7 +24,7 @@ MODELS = [name for name in options("model") if name != "pretrained"]
 PUBLISHED = [name for name in MODELS if not name.endswith("tiny")]
 KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
-LAYOUTS += ["tp8_pp4_dp2", "tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2"]
+LAYOUTS += ["tp8_pp4_dp2", "tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2", "tp4_dp2_cp8"]
 EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8"]
 
 ROOM = 0.8
@@ -61,8 +61,9 @@ def test_there_are_recipes_for_all_published_models() -> None:
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_is_what_its_name_says_and_fills_its_cluster(name: str) -> None:
     config, plan = recipe(name)
-    found = re.fullmatch(r"(?P<model>\w+?)(?:_finetune|_lora)?_(?P<ranks>\d+)x(?P<kind>[a-z]+\d+)", name)
+    found = re.fullmatch(r"(?P<model>\w+?)(?:_finetune|_lora)?(?:_(?P<context>\d+)k)?_(?P<ranks>\d+)x(?P<kind>[a-z]+\d+)", name)
     assert found is not None and config.model.name == found["model"]
+    assert found["context"] is None or config.data.sequence_length == int(found["context"]) * 1024
     assert plan.layout.world_size == int(found["ranks"]) == config.cluster.nodes * config.cluster.gpus_per_node
     assert config.cluster.name == f"{found['kind']}_{config.cluster.nodes}x{config.cluster.gpus_per_node}"
     assert (plan.accelerator, plan.precision) == ("gpu", "bf16")
@@ -114,9 +115,9 @@ def state_bytes(parameters: float, experts: float, trained: float, plan: RunPlan
         trained: how many of `parameters` are.
     """
     layout = plan.layout
-    same = layout.tp * layout.dp / layout.ep  # ranks of a stage with the same experts
+    same = layout.tp * layout.dp * layout.cp / layout.ep  # ranks of a stage with the same experts
     of_experts = experts * (2 + 8 + 12 / (same if plan.zero.stage else 1))
-    optimizer = 12 * trained / (layout.dp if plan.zero.stage else 1)
+    optimizer = 12 * trained / (layout.dp * layout.cp if plan.zero.stage else 1)
     if plan.zero.reduce == "step":  # the gradients, and beside them for a moment the copy that is reduced
         return 2 * parameters + 8 * trained + optimizer + of_experts
     buckets = 3 * 32 * 2**20
@@ -158,7 +159,7 @@ def mlp_width(spec: ModelSpec) -> int:
 def predicted_bytes(config: DictConfig, plan: RunPlan) -> tuple[float, float]:
     """(state, activations) of the fullest rank."""
     spec = ModelSpec.from_config(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
-    tokens = plan.micro_batch_size * config.data.sequence_length
+    tokens = plan.micro_batch_size * config.data.sequence_length // plan.layout.cp
     (parameters, experts), rank = stage_parameters(spec, plan.layout), config.model.lora.r
     trained = parameters if rank is None else rank * sum(sum(shape) for shape in (spec.shapes or {}).values() if len(shape) == 2)
     return state_bytes(parameters, experts, trained, plan), activation_bytes(spec, plan, tokens)

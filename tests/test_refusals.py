@@ -48,7 +48,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 2 * dp 2 = 4", "is 8"]),
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
-    "context_parallel": (["parallelism=cp2"], ["cp 2", "not available", "dp2"]),
+    "f12_sequence": (["parallelism=cp2", "data.sequence_length=30"], ["cp 2", "30 tokens", "28 or 32"]),
+    "ulysses_heads": (["parallelism=tp2_cp8", "parallelism.cp_kind=ulysses"], ["tp * cp = 16", "8 heads", "cp_kind=ring"]),
+    "cp_kind": (["parallelism.cp_kind=rings"], ['cp_kind is "rings"', 'Did you mean "ring"']),
+    "cp_compiled": (["parallelism=cp2", "parallelism.compile=true"], ["compile=true", "cp is 2"]),
     "f13_sequence": (
         ["parallelism=tp4", "data.sequence_length=250"],
         ["250 tokens", "tp is 4", "248 or 252", "sequence_parallel=false"],

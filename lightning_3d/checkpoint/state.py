@@ -75,7 +75,7 @@ class LocalState:
 
         Args:
             offered: only what this rank may write. Buffers are whole on every rank that has them, but differ between
-                data-parallel ranks (running means), so those of the first are taken.
+                data- and context-parallel ranks (running means), so those of the first are taken.
             prefix: of those names.
         """
         slices = {}
@@ -93,7 +93,7 @@ class LocalState:
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
                 slices[prefix + canonical] = shard(tensor, spec)
-            elif not offered or self._mesh.index("dp") == 0:
+            elif not offered or self._mesh.index("dp") == self._mesh.index("cp") == 0:
                 slices[prefix + name] = whole(tensor)
         return slices
 

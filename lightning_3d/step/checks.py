@@ -42,7 +42,7 @@ def most_micro_batches(own: int, mesh: Mesh, device: torch.device) -> int:
 class SameBatch:
     """Refuses to go on when ranks that must see the same batch do not.
 
-    Tensor- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
+    Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
     its own and train on nonsense without any error. One all-reduce of two numbers over ("tp", "cp", "pp") in the first steps and
     in every 64th.
     """
@@ -54,7 +54,7 @@ class SameBatch:
 
     def check(self, batch: Any) -> None:
         self._seen += 1
-        if self._mesh.size("tp") * self._mesh.size("pp") == 1 or (self._seen > ALWAYS and self._seen % EVERY):
+        if self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1 or (self._seen > ALWAYS and self._seen % EVERY):
             return
         checksum = 0
         for tensor in tensors_of(batch):
@@ -66,7 +66,7 @@ class SameBatch:
         highest, lowest = extremes[0].item(), -extremes[1].item()
         if highest != lowest:
             raise DataError(
-                "Ranks of one model replica (same data-parallel index, other tp or pp index) read different batches. Let Lightning"
+                "Ranks of one model replica (same data-parallel index, other tp, cp or pp index) read different batches. Let Lightning"
                 " inject its DistributedSampler (use_distributed_sampler=True), or give your sampler"
                 " trainer.strategy.distributed_sampler_kwargs, and seed the order equally on all ranks (seed_everything)."
             )

@@ -157,7 +157,7 @@ class StepLog:
         peaks = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=self._device)
         for i, key in enumerate(keys):
             entry = self._collected.get(key)
-            if entry is None:
+            if entry is None or self._mesh.index("cp") > 0:  # context-parallel ranks log the same values
                 continue
             values, weights = torch.stack(entry.values), torch.stack(entry.weights).to(torch.float64)
             counted = values if key.combine == "sum" else values * weights

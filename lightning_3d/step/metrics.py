@@ -18,16 +18,16 @@ from lightning_3d.mesh import Mesh
 def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int, refuse: Callable[[str], None]) -> None:
     """Make every torchmetrics object of `module` compute its value from the states of the last stages only.
 
-    The other stages never update theirs, and tensor-parallel ranks hold copies. Communicates when a metric is computed (usually
-    once an epoch): one gather over all ranks with this rank's tensor-parallel index.
+    The other stages never update theirs, and tensor- and context-parallel ranks hold copies. Communicates when a metric is computed
+    (usually once an epoch): one gather over all ranks with this rank's tensor-parallel index.
 
     Args:
         last_rank: pipeline rank that runs the last stage.
         refuse: called before a gather; raises where a step is running.
     """
     group = mesh.group("cp", "pp", "dp")
-    coordinates = [mesh.layout.coordinates(rank)["pp"] for rank in mesh.ranks("cp", "pp", "dp")]
-    sources = [place for place, pp in enumerate(coordinates) if pp == last_rank]
+    coordinates = [mesh.layout.coordinates(rank) for rank in mesh.ranks("cp", "pp", "dp")]
+    sources = [place for place, of in enumerate(coordinates) if (of["pp"], of["cp"]) == (last_rank, 0)]
 
     def gather(metric: Metric) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
         def states(own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -184,20 +184,25 @@ class StepRunner:
             )
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:
-        """What runs next belongs to a micro-batch: set its random state, which no other of the step shares."""
+        """What runs next belongs to this rank's part of a micro-batch: set its random state, which no other of the step shares."""
         batch = self._place * self._mesh.size("dp") + self._mesh.index("dp")
-        self._random.begin(self._step, batch * len(micro_batches) + index)
+        part = (batch * len(micro_batches) + index) * self._mesh.size("cp") + self._mesh.index("cp")
+        self._random.begin(self._step, part)
         if self._routers is not None:
             self._routers.enter(index)
 
     def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
-        """Keep what the last stage produced; return the loss times its weight, to be differentiated."""
+        """Keep what the last stage produced; return the loss times its weight, to be differentiated.
+
+        Context-parallel ranks compute the same loss, and each answers for its share of it.
+        """
         if hook != "training":
             self._outputs.append((output, weight))
             return None
         loss = _loss_of(output)
         extras = {k: _detached(v) for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
         self._outputs.append((extras, weight))
+        weight = weight / self._mesh.size("cp")
         counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
         self._sums.append(torch.stack([counted, weight]))
         return loss * weight.to(loss.dtype)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.context_parallel import ContextParallel, WholeSequenceLoss, sum_over_ranks
+from lightning_3d.errors import PlanError
 from lightning_3d.tensor_parallel.loss import token_losses
 
 LossFunction = Callable[..., Tensor]
@@ -42,10 +44,14 @@ class TokenMeanLoss:
 
     The signature is the one of Transformers' `ForCausalLMLoss`. `num_items_in_batch` is accepted and not used: the strategy
     normalizes by the target tokens of the global batch itself.
+
+    Args:
+        context: the ranks that share the sequences, whose token losses it adds up: one all-reduce of two numbers. None without.
     """
 
-    def __init__(self, weights: LossWeights) -> None:
+    def __init__(self, weights: LossWeights, context: ContextParallel | None = None) -> None:
         self._weights = weights
+        self._context = context
 
     def __call__(
         self,
@@ -58,9 +64,18 @@ class TokenMeanLoss:
         **kwargs: Any,
     ) -> Tensor:
         shift_labels = _targets(labels, shift_labels, ignore_index).to(logits.device)
+        if shift_labels.shape != logits.shape[:-1]:
+            raise PlanError(
+                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. Its forward"
+                " must hand its further arguments (shift_labels) to loss_function."
+            )
         tokens = (shift_labels != ignore_index).sum()
+        total = token_losses(logits, shift_labels, ignore_index).sum()
+        if self._context is not None:
+            sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), self._context)
+            total, tokens = sums[0].to(total.dtype), sums[1].detach()
         self._weights.count_tokens(tokens)
-        return token_losses(logits, shift_labels, ignore_index).sum() / tokens.clamp(min=1)
+        return total / tokens.to(total.dtype).clamp(min=1)
 
 
     @staticmethod
@@ -77,17 +92,19 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
-def weigh_loss(root: nn.Module, weights: LossWeights) -> None:
+def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel | None = None) -> None:
     """Put `TokenMeanLoss` in the place of the loss function of every causal LM in `root` that has the usual one.
 
-    Other losses stay: they see full-vocabulary logits and are weighted by rows.
+    Other losses stay: they see the logits of all tokens and the full vocabulary, and are weighted by rows.
     """
     for module in root.modules():
         if not hasattr(type(module), "loss_function") or _has_no_head(module):
             continue
         current = module.loss_function
         if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
-            module.loss_function = TokenMeanLoss(weights)  # type: ignore[assignment]
+            module.loss_function = TokenMeanLoss(weights, context)  # type: ignore[assignment]
+        elif context is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
+            module.loss_function = WholeSequenceLoss(current, context)
 
 
 def _has_no_head(module: nn.Module) -> bool:

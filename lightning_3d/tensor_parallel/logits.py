@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.stand_ins import OF_THE_PART, OF_THE_WHOLE, whole_arguments
 from lightning_3d.tensor_parallel.collectives import gather_from_region
 from lightning_3d.tensor_parallel.context import TensorParallel
 from lightning_3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -75,9 +76,9 @@ class VocabParallelLogits(Tensor):
         kwargs = kwargs or {}
         logits = args[0] if args else None
         if isinstance(logits, VocabParallelLogits):
-            if func in _OF_THE_WHOLE:
+            if func in OF_THE_WHOLE:
                 return super().__torch_function__(func, types, args, kwargs)
-            if func in _OF_THE_SHARD:
+            if func in OF_THE_PART:
                 return func(logits.local, *args[1:], **kwargs)
             if func in _ALIKE and _is_scalar_operation(args[1:], kwargs):
                 return logits.like(func(logits.local, *args[1:], **kwargs))
@@ -90,19 +91,7 @@ class VocabParallelLogits(Tensor):
                 f"{func.__name__} would change logits in place, but with tensor parallelism each rank holds a part of"
                 " the vocabulary. Make a new tensor instead, for example logits = logits.masked_fill(mask, value)."
             )
-        return func(*_whole(args), **_whole(kwargs))
-
-
-def _whole(value: Any) -> Any:
-    """The same arguments with full logits in them."""
-    if isinstance(value, VocabParallelLogits):
-        return value.full()
-    if isinstance(value, (list, tuple)):
-        items = [_whole(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return value
+        return func(*whole_arguments(args, VocabParallelLogits), **whole_arguments(kwargs, VocabParallelLogits))
 
 
 def _changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -125,39 +114,6 @@ def _is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     return all(isinstance(value, (int, float, bool, str, torch.dtype, type(None), Tensor)) for value in values)
 
-
-def _getter(name: str) -> Callable[..., Any]:
-    return getattr(Tensor, name).__get__
-
-
-# What the tensor on meta answers: it has the full shape and the type.
-_OF_THE_WHOLE = {
-    *map(_getter, ("shape", "ndim", "dtype", "layout", "is_sparse", "is_quantized", "itemsize", "nbytes")),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.stride,
-    Tensor.__len__,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.is_contiguous,
-    torch.numel,
-    torch.is_floating_point,
-    torch.is_complex,
-}
-
-# What the shard answers for all.
-_OF_THE_SHARD = {
-    *map(
-        _getter, ("device", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_xla", "is_mps")
-    ),
-    Tensor.get_device,
-    Tensor.is_inference,
-    torch.is_inference,
-}
 
 # Treats every entry alike, when its other arguments are scalars.
 _ALIKE = {

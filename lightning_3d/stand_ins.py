@@ -1,0 +1,55 @@
+"""What tensors that look whole, and hold a part, share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def whole_arguments(value: Any, kind: type) -> Any:
+    """The same arguments, with the full tensor (`full()`) in the place of every stand-in of this kind in them."""
+    if isinstance(value, kind):
+        return value.full()  # type: ignore[attr-defined]
+    if isinstance(value, (list, tuple)):
+        items = [whole_arguments(item, kind) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: whole_arguments(item, kind) for key, item in value.items()}
+    return value
+
+
+def _getter(name: str) -> Callable[..., Any]:
+    return getattr(Tensor, name).__get__
+
+
+OF_THE_WHOLE = {
+    *map(_getter, ("shape", "ndim", "dtype", "layout", "is_sparse", "is_quantized", "itemsize", "nbytes")),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.stride,
+    Tensor.__len__,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+}
+"""What a tensor on meta answers in the place of the whole: it has the full shape and the type."""
+
+OF_THE_PART = {
+    *map(
+        _getter, ("device", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_xla", "is_mps")
+    ),
+    Tensor.get_device,
+    Tensor.is_inference,
+    torch.is_inference,
+}
+"""What the part that is here answers for the whole."""
