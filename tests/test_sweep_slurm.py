@@ -51,7 +51,8 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.timeout(300)
 def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
-    forever = job(tmp_path, 0, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    listens = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"  # a shell's background jobs ignore it
+    forever = job(tmp_path, 0, f"{listens}; print(os.getpid(), flush=True); time.sleep(600)")
     engine = SlurmEngine(SlurmResources(executor="local"), poll_seconds=0.1)
     going = engine.run([forever])
     for _ in going:
