@@ -25,6 +25,7 @@ from lightning_3d.adapters import adapters_of, is_lora, lora_initializations, lo
 from lightning_3d.errors import ConfigError
 from lightning_3d.lightning_compat import storage_key, watch_operations
 from lightning_3d.sharding import ShardSpec
+from lightning_3d.transformers_compat import is_transformers_model
 
 BUILD_IN_MEMORY = "or build the model in memory (in __init__ rather than in configure_model)."
 CONSTRUCTION_HOOKS = ("reset_parameters", "_reset_parameters", "reset_buffers")
@@ -311,13 +312,9 @@ def _model_wide(name: str, module: nn.Module, initializer: nn.Module | None) -> 
         label = f"{type(initializer).__name__}.{hook.__name__}({type(module).__name__}) of '{name}'"
         yield Call(label, lambda: hook(module))
     function: Any = own(module, "init_weights")
-    if _required_arguments(function) == 0 and not _is_transformers_model(module):
+    # That of Transformers only walks over all modules, as we do, and skips those it has flagged, as we must not.
+    if _required_arguments(function) == 0 and not is_transformers_model(module):
         yield Call(f"{type(module).__name__}.init_weights() of '{name}'", function)
-
-
-def _is_transformers_model(module: nn.Module) -> bool:
-    """Whose `init_weights()` only walks over all modules, as we do, and skips those it has flagged, as we must not."""
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
 def _module_hook(module: nn.Module) -> Callable[[nn.Module], Any] | None:

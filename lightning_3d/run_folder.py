@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,7 @@ class RunFolder:
             ConfigError: another run has it, or it cannot be made.
         """
         path = path.absolute()
-        for number in range(1000 if numbered else 1):
-            place = path.with_name(f"{path.name}_{number}") if number else path
+        for place in candidates(path, numbered=numbered):
             try:
                 return cls._claim(place)
             except FileExistsError:
@@ -67,7 +66,7 @@ class RunFolder:
 
     @classmethod
     def _claim(cls, path: Path) -> RunFolder:
-        created = tuple(folder for folder in (*reversed(path.parents), path) if not folder.exists())
+        created = missing_folders(path)
         path.mkdir(parents=True, exist_ok=True)
         before = frozenset(entry.name for entry in path.iterdir())
         (path / CONFIG_FILE).touch(exist_ok=False)
@@ -159,6 +158,18 @@ class RunFolder:
                 folder.rmdir()
             except OSError:  # another run is beside it
                 return
+
+
+def candidates(path: Path, *, numbered: bool) -> Iterator[Path]:
+    """`path`, and where it may be `numbered` path_1, path_2, ..."""
+    yield path
+    for number in range(1, 1000 if numbered else 1):
+        yield path.with_name(f"{path.name}_{number}")
+
+
+def missing_folders(path: Path) -> tuple[Path, ...]:
+    """What has to be made for `path` to be a folder, outermost first."""
+    return tuple(folder for folder in (*reversed(path.parents), path) if not folder.exists())
 
 
 def newest_checkpoint(path: Path) -> str | None:

@@ -274,6 +274,18 @@ def token_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SHARED = ["parallelism=dp2", "data.sequence_length=64", "data.global_batch_size=8", "data.val_sequences=4"]
 # Token files are named by {}; id -> (overrides, what the message must say)
+NOT_IN_GPT2 = [
+    f"~model.config.{name}"
+    for name in (
+        "num_key_value_heads",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "attention_dropout",
+        "rope_parameters",
+    )
+]
 STARTED: dict[str, tuple[list[str], list[str]]] = {
     "f23_short": (["data=tokens", "data.train_path={}/short.bin"], ["fewer than one global batch of 8"]),
     "f23_empty": (["data=tokens", "data.train_path={}/empty.bin"], ["0"]),
@@ -284,7 +296,7 @@ STARTED: dict[str, tuple[list[str], list[str]]] = {
     "no_file": (["data=tokens", "data.train_path={}/god.bin"], ["There is no token file", "good.bin"]),
     "no_sources": (["data.root={}"], ["no .py file"]),
     "model_type": (["model.config.model_type=lama"], ["lama"]),
-    "no_plan": (["model.config.model_type=gpt2", "parallelism=tp2"], ["declares a parallel plan"]),
+    "no_plan": (["model.config.model_type=gpt2", *NOT_IN_GPT2, "parallelism=tp2"], ["declares a parallel plan"]),
     "trainer_extra": (["+trainer.extra.no_such=1"], ["trainer.extra", "no_such"]),
     "callback_class": (["+callbacks.mine._target_=lightning.pytorch.callbacks.Nothing"], ["callbacks.mine", "Nothing"]),
 }

@@ -42,9 +42,17 @@ def test_jobs_are_submitted_and_their_exit_codes_come_back(tmp_path: Path) -> No
     assert [each.log.read_text() for each in jobs] == ["said 0\n", "said 2\n"]
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
 @pytest.mark.timeout(300)
 def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
-    forever = job(tmp_path, 0, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    listens = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"  # a shell's background jobs ignore it
+    forever = job(tmp_path, 0, f"{listens}; print(os.getpid(), flush=True); time.sleep(600)")
     engine = SlurmEngine(SlurmResources(executor="local"), poll_seconds=0.1)
     going = engine.run([forever])
     for _ in going:
@@ -52,7 +60,10 @@ def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
             break
     pid = int(forever.log.read_text())
     going.close()
-    assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    deadline = time.monotonic() + 60  # the signal passes through the process that submitit watches
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(pid)
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ import yaml
 from lightning_3d.errors import ConfigError
 from lightning_3d.frozen import move_to
 from lightning_3d.job import frozen_text
-from lightning_3d.run_folder import CONFIG_FILE, SAME
+from lightning_3d.run_folder import CONFIG_FILE, SAME, candidates, missing_folders
 from lightning_3d.run_status import FINISHED, RUNNING, RunStatus, read_status
 from lightning_3d.sweep.jobs import LOG_FILE, Job
 
@@ -53,8 +53,7 @@ class SweepFolder:
             ConfigError: another sweep is at work there, or nothing can be written.
         """
         path = path.absolute()
-        for number in range(1000 if numbered else 1):
-            place = path.with_name(f"{path.name}_{number}") if number else path
+        for place in candidates(path, numbered=numbered):
             try:
                 return cls._take(place)
             except BlockingIOError:
@@ -65,7 +64,7 @@ class SweepFolder:
 
     @classmethod
     def _take(cls, path: Path) -> SweepFolder:
-        created = tuple(folder for folder in (*reversed(path.parents), path) if not folder.exists())
+        created = missing_folders(path)
         path.mkdir(parents=True, exist_ok=True)
         before = frozenset(entry.name for entry in path.iterdir())
         lock = (path / LOCK_FILE).open("a")
