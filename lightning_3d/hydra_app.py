@@ -6,6 +6,7 @@ imported after that.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from lightning_3d.job import Place, find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
 from lightning_3d.sweep.compose import JobFailed
+from lightning_3d.sweep.engine import Interrupted, interruptible
 from lightning_3d.sweep.sweep import Sweep
 
 _NEW_FOLDER = (
@@ -49,12 +51,14 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
     """
     job = TrainJob(outside)
-    before = signal.getsignal(signal.SIGTERM)
-    code = _run_guarded(job, arguments)
+    try:
+        with job.signals:
+            code = _run_guarded(job, arguments)
+    except Interrupted as end:
+        code = end.exit_code
     if job.sweep is not None:
         job.sweep.close()
         code = code or job.sweep.exit_code
-        signal.signal(signal.SIGTERM, before)
     return code
 
 
@@ -191,7 +195,13 @@ class TrainJob:
         self.outside = outside
         self.place: Place | None = None
         self.exit_code = 0
-        self.sweep: Sweep | None = None  # set by our launcher, whose jobs are processes of their own
+        self.sweep: Sweep | None = None
+        self.signals = contextlib.ExitStack()
+
+    def begin_sweep(self, sweep: Sweep) -> None:
+        """Called by our launcher, whose jobs are processes of their own. From here on a signal ends the sweep, wherever it is."""
+        self.sweep = sweep
+        self.signals.enter_context(interruptible())
 
     def __call__(self, config: DictConfig) -> int:
         code = self._run(config)

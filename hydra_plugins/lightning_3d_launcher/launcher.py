@@ -53,16 +53,16 @@ class SweepLauncher(Launcher):
         for name in self._metrics:
             if name is not None:
                 check_metric(name)
-        engine = self.engine()
+        engine, keys = self.engine(), swept_overrides(hydra_context, config)
         folder = SweepFolder.take(Path(str(config.hydra.sweep.dir)), numbered=not given)
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder.path)
-        self._context, self._config, self._task = hydra_context, config, task_function
+        self._sweep = Sweep(folder, engine, keys=keys)
         # train.py's job is told of its sweep, for the exit code; the function of another app is run as its own script.
-        self._ours = hasattr(task_function, "sweep")
-        self._sweep = Sweep(folder, engine, keys=swept_overrides(hydra_context, config))
+        self._ours = hasattr(task_function, "begin_sweep")
         if self._ours:
-            task_function.sweep = self._sweep  # type: ignore[attr-defined]
+            task_function.begin_sweep(self._sweep)  # type: ignore[attr-defined]
+        self._context, self._config, self._task = hydra_context, config, task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch of jobs: all are composed and checked before the first starts."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -75,7 +76,10 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises `Interrupted` wherever this process is; later ones do not disturb the end."""
+    """The first SIGINT, SIGTERM or SIGHUP raises `Interrupted` wherever this process is; later ones do not disturb the end.
+
+    Where something swallows it, or makes another error of it, it is raised at the end.
+    """
     received: list[int] = []
 
     def obey(number: int, frame: FrameType | None) -> None:
@@ -83,12 +87,17 @@ def interruptible() -> Iterator[None]:
         if len(received) == 1:
             raise Interrupted(number)
 
-    before = {number: signal.signal(number, obey) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, obey) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if received and not isinstance(sys.exc_info()[1], Interrupted):
+            raise Interrupted(received[0])
 
 
 class LocalEngine:
