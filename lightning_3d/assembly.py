@@ -15,11 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.adapters import refuse_tuners
-from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import find_blocks, process_blocks
 from lightning_3d.context_parallel import ContextParallel, share_sequences
 from lightning_3d.errors import ConfigError, PlanError
-from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.expert_parallel import (
     ExpertParallel,
     Routers,
@@ -34,6 +32,7 @@ from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.mesh import Mesh
+from lightning_3d.model_options import ModelOptions
 from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.plans import ParallelPlan, find_pipeline_module, is_transformers_model, read_plan
 from lightning_3d.pretrained import stored_values
@@ -101,14 +100,13 @@ class Partition:
     """How a user's module was partitioned: what a second strategy needs to go on with it.
 
     Attributes:
-        parts: of this rank. mesh: whose groups its layers use. schedule: what the stages were dealt for. blocks: what happens around
-            the forward of its blocks. layers: those that communicate, by name in the pipelined module.
+        parts: of this rank. mesh: whose groups its layers use. options: what was asked of it. layers: those that communicate, by name in
+            the pipelined module.
     """
 
     parts: LocalModel
     mesh: Mesh
-    schedule: str
-    blocks: BlockOptions
+    options: ModelOptions
     layers: tuple[tuple[str, nn.Module], ...]
 
     @classmethod
@@ -138,12 +136,10 @@ class Partition:
                 )
 
     def suits(self, layout: Layout, schedule: str) -> bool:
-        return (self.mesh.layout, self.schedule) == (layout, schedule)
+        return (self.mesh.layout, self.options.schedule) == (layout, schedule)
 
-    def hand_over(
-        self, layout: Layout, schedule: str, blocks: BlockOptions, experts: ExpertOptions, cp_kind: str = "ring"
-    ) -> LocalModel:
-        """The parts, to another strategy, with its options for experts.
+    def hand_over(self, layout: Layout, options: ModelOptions) -> LocalModel:
+        """The parts, to another strategy, with its options for routers and attention.
 
         Raises:
             ConfigError: it has another layout or schedule, or the weights are lost.
@@ -153,21 +149,21 @@ class Partition:
                 "A fit with zero_stage=3 of this module failed, and its weights were dealt to several ranks. Build the module anew and"
                 " load the last checkpoint with ckpt_path=, or go on with the same Trainer."
             )
-        if not self.suits(layout, schedule):
+        if not self.suits(layout, options.schedule):
             raise ConfigError(
-                f"This module was partitioned for {self.mesh.layout} and {self.schedule} by an earlier Trainer and cannot be cut"
-                f" again for {layout} and {schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
+                f"This module was partitioned for {self.mesh.layout} and {self.options.schedule} by an earlier Trainer and cannot be cut"
+                f" again for {layout} and {options.schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
                 " the module anew and load it with ckpt_path=."
             )
-        if differences := self.blocks.differences(blocks, tp=layout.tp):
+        if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(
                 f"The blocks of this module stay as an earlier Trainer made them ({'; '.join(differences)}). Build the module anew to"
                 " change that."
             )
         if self.parts.routers is not None:
-            self.parts.routers.use(experts)
+            self.parts.routers.use(options.experts)
         if layout.cp > 1:
-            self.parts.module.context_parallel = context_of(self.mesh, cp_kind)  # type: ignore[assignment]
+            self.parts.module.context_parallel = context_of(self.mesh, options.cp_kind)  # type: ignore[assignment]
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
@@ -190,14 +186,11 @@ def _submodule(root: nn.Module, name: str) -> nn.Module | None:
 def assemble(
     root: nn.Module,
     mesh: Mesh,
+    options: ModelOptions,
     *,
-    schedule: str,
     seed: int,
     device: torch.device,
     weights_device: torch.device | None = None,
-    block_options: BlockOptions = BlockOptions(),  # noqa: B008 - frozen
-    expert_options: ExpertOptions = ExpertOptions(),  # noqa: B008
-    cp_kind: str = "ring",
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -205,8 +198,6 @@ def assemble(
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
-        block_options: what happens around the forward of blocks. expert_options: what routers do beside routing.
-        cp_kind: how context-parallel ranks attend to each other's tokens.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -216,10 +207,10 @@ def assemble(
     """
     layout = mesh.layout
     name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
-    _check(module, plan, layout, schedule, cp_kind)
+    _check(module, plan, layout, options)
     broadcast_eager(root, mesh)
-    owners = _Owners(root, name, plan, assign_stages(module, plan, layout, schedule))
-    regions = _sequence_regions(module, plan, layout.tp, block_options.sequence_parallel)
+    owners = _Owners(root, name, plan, assign_stages(module, plan, layout, options.schedule))
+    regions = _sequence_regions(module, plan, layout.tp, options.blocks.sequence_parallel)
     specs = _all_specs(root, name, module, plan, mesh, owners, regions)
     _create_groups(specs.values(), mesh)
 
@@ -231,10 +222,10 @@ def assemble(
     if regions is not None:
         gather_regions(module, regions, context)
     if layout.cp > 1:
-        share_sequences(module, find_blocks(module, plan), context_of(mesh, cp_kind))
+        share_sequences(module, find_blocks(module, plan), context_of(mesh, options.cp_kind))
     choose_products(module, plan)
-    routers = make_routers(module, plan.experts, expert_options, mesh, device)
-    process_blocks(find_blocks(module, plan), block_options)
+    routers = make_routers(module, plan.experts, options.experts, mesh, device)
+    process_blocks(find_blocks(module, plan), options.blocks)
     if regions is not None:
         deal_sequence(module, regions, context)
         random.deals_sequence = True
@@ -248,7 +239,7 @@ def assemble(
     initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state, routers)
     cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
-    object.__setattr__(root, _PARTITION, Partition(parts, mesh, schedule, block_options, cut))
+    object.__setattr__(root, _PARTITION, Partition(parts, mesh, options, cut))
     return parts
 
 
@@ -303,7 +294,7 @@ def _find_plan(
     return name, module, plan
 
 
-def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str, cp_kind: str) -> None:
+def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: ModelOptions) -> None:
     """Refuse what the model's own numbers show, before anything is allocated."""
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -319,8 +310,8 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str,
         layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
         experts=number("num_local_experts", "num_experts", "n_routed_experts"),
-        schedule=schedule,
-        cp_kind=cp_kind,
+        schedule=options.schedule,
+        cp_kind=options.cp_kind,
     )
 
 

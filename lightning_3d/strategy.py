@@ -48,7 +48,7 @@ from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.fp8 import multiply_in_float8, require_fp8
 from lightning_3d.layout import Layout
-from lightning_3d.layout_rules import check_cp_kind, few_micro_batches, resolve_available
+from lightning_3d.layout_rules import few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
@@ -60,6 +60,7 @@ from lightning_3d.lightning_compat import (
     subprocess_launcher,
 )
 from lightning_3d.mesh import Mesh
+from lightning_3d.model_options import ModelOptions
 from lightning_3d.pipeline import PipelineEngine, runs_now
 from lightning_3d.precision import precision_of
 from lightning_3d.randomness import global_seed
@@ -149,13 +150,12 @@ class Lightning3DStrategy(TrainerCollectives):
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         options = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
-        self.blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
-        degrees = self.layout or Layout()
-        self.blocks.require_suits(self.schedule, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp)
+        blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
+        experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
+        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind)
+        self.options.require_suit(self.layout or Layout())
         self.zero = options.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
-        self.experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
         self.fp8 = fp8
-        self.cp_kind = check_cp_kind(cp_kind)
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
         self.model_parts: LocalModel | None = None
@@ -245,10 +245,7 @@ class Lightning3DStrategy(TrainerCollectives):
             end_together_on_sigterm(self.lightning_module.trainer)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
-            self._failures.watch()
-            children = getattr(self._launcher, "children", None)
-            if children is not None:
-                children.reporter = self._failures
+            self._failures.watch(getattr(self._launcher, "children", None))
         if self.mesh is None:
             earlier = Partition.of(self.lightning_module) if self.lightning_module is not None else None
             if earlier is not None and earlier.suits(self.layout, self.schedule):
@@ -298,23 +295,19 @@ class Lightning3DStrategy(TrainerCollectives):
             return
         self.model = self.precision_plugin.convert_module(module)
         if earlier is not None:
-            options = (self.schedule, self.blocks, self.experts, self.cp_kind)
-            self.model_parts = earlier.hand_over(self._require_mesh().layout, *options)
+            self.model_parts = earlier.hand_over(self._require_mesh().layout, self.options)
         else:
             self.model_parts = assemble(
                 module,
                 self._require_mesh(),
-                schedule=self.schedule,
+                self.options,
                 seed=self._seed if self._seed is not None else global_seed(),
                 device=self.root_device,
                 weights_device=torch.device("cpu") if self.zero.stage == 3 else None,
-                block_options=self.blocks,
-                expert_options=self.experts,
-                cp_kind=self.cp_kind,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
-        if self.blocks.compile:
+        if self.options.blocks.compile:
             self.compilation = Compilation(self.root_device, self.schedule, len(self.model_parts.blocks))
         multiply_in_float8(self.model_parts.blocks, on=self.fp8)
         self._connect(self.model_parts, self._require_mesh())
@@ -327,7 +320,7 @@ class Lightning3DStrategy(TrainerCollectives):
         precision = precision_of(str(self.precision_plugin.precision))
         self._backend = make_backend(self.zero, mesh, parts.specs, stages=list(parts.parameters.values()), precision=precision)
         weights = LossWeights()
-        weigh_loss(module, weights, context_of(mesh, self.cp_kind) if mesh.size("cp") > 1 else None)
+        weigh_loss(module, weights, context_of(mesh, self.options.cp_kind) if mesh.size("cp") > 1 else None)
         engine = PipelineEngine(
             mesh,
             parts.assignment,
@@ -475,12 +468,9 @@ class Lightning3DStrategy(TrainerCollectives):
     ) -> None:
         """Clip by the true global norm, or by value."""
         assert self._backend is not None
-        if not clip_val or clip_val <= 0:
-            return
-        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
-            self._backend.clip(value=float(clip_val))
-        else:
-            self._backend.clip(max_norm=float(clip_val))
+        by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
+        if clip_val and clip_val > 0:
+            self._backend.clip(**{"value" if by_value else "max_norm": float(clip_val)})
 
     # Checkpoints
 
