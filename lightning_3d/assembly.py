@@ -223,7 +223,6 @@ def assemble(
         gather_regions(module, regions, context)
     if layout.cp > 1:
         share_sequences(module, find_blocks(module, plan), context_of(mesh, options.cp_kind))
-    choose_products(module, plan)
     routers = make_routers(module, plan.experts, options.experts, mesh, device)
     process_blocks(find_blocks(module, plan), options.blocks)
     if regions is not None:
@@ -233,6 +232,7 @@ def assemble(
     local = _local_specs(root, specs)
     inner = {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local
     _cut_layers(module, plan, inner, mesh, context, regions)
+    choose_products(module, plan)
     if routers is not None:
         routers.watch(module)
         attend_calls(module, routers)

@@ -27,7 +27,8 @@ from lightning_3d.initializers import (
     other_tensors,
     seed_of,
 )
-from lightning_3d.pretrained import Reader, Stored, stored_values
+from lightning_3d.pretrained import Stored, stored_values
+from lightning_3d.pretrained_values import Reader
 from lightning_3d.sharding import ShardSpec, replicated
 
 if TYPE_CHECKING:

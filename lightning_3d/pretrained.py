@@ -10,23 +10,23 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lightning_3d.adapters import own, plain_name
 from lightning_3d.errors import CheckpointError, listed
 from lightning_3d.pretrained_config import refuse_shapes
 from lightning_3d.pretrained_files import FLOATS, StoredTensor, find_folder, read_tensors
-from lightning_3d.sharding import ShardSpec, replicated
+from lightning_3d.pretrained_values import Reader, StoredValue, Tiling
+from lightning_3d.sharding import replicated
 from lightning_3d.transformers_compat import is_transformers_model, may_be_left_over, may_be_missing, renamed
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_lightning_3d_pretrained"
 
-Stored = tuple[StoredTensor, ...]
+Stored = tuple[StoredValue, ...]
 """Where the value of a parameter is; several for tied ones that were saved under each of their names."""
 
 
@@ -88,44 +88,6 @@ def stored_values(root: nn.Module) -> dict[str, Stored]:
     return found
 
 
-class Reader:
-    """Reads parts of stored tensors. Keeps the file of the last one open."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._file: Any = None
-
-    def read(self, stored: Stored, spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """This rank's shard, of shape `spec.local_shape`, as `dtype` on `device`.
-
-        Raises:
-            CheckpointError: a file cannot be read, or tied parameters have two values.
-        """
-        first, *others = (self._read(tensor, spec, dtype, device) for tensor in stored)
-        for tensor, other in zip(stored[1:], others, strict=True):
-            if not torch.equal(first, other):
-                raise CheckpointError(
-                    f"'{stored[0].name}' and '{tensor.name}' have different values in {tensor.file.parent}, but the model ties them. Set"
-                    " tie_word_embeddings to false in its configuration."
-                )
-        return first
-
-    def _read(self, stored: StoredTensor, spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        local = torch.empty(spec.local_shape, dtype=dtype, device=device)
-        try:
-            if stored.file != self._path:
-                self._path, self._file = None, None  # unmapped before the next one is
-                self._file, self._path = safe_open(stored.file, framework="pt", device="cpu"), stored.file
-            if not stored.shape:
-                return local.copy_(self._file.get_tensor(stored.name))
-            whole = self._file.get_slice(stored.name)
-            for box in spec.boxes:
-                local[box.local_slices()] = whole[box.global_slices()]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{stored.file} cannot be read: {error}.") from error
-        return local
-
-
 def _tensor(module: nn.Module, name: str) -> Tensor:
     owner, _, key = name.rpartition(".")
     return getattr(module.get_submodule(owner), key)
@@ -167,28 +129,34 @@ def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
 
 def _available(
     module: nn.Module, tensors: Mapping[str, StoredTensor], known: set[str]
-) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The stored tensors by their names in the module, and the names of those that it does not have."""
+) -> tuple[dict[str, StoredValue], list[str]]:
+    """The stored values by their names in the module, and the names of stored tensors that it does not have."""
     if not is_transformers_model(module):
-        return {name: tensor for name, tensor in tensors.items() if name in known}, [name for name in tensors if name not in known]
+        available = {name: StoredValue.of(tensor) for name, tensor in tensors.items() if name in known}
+        return available, [name for name in tensors if name not in known]
     available, unexpected = {}, []
-    for name, (new, operations) in renamed(module, tensors, known).items():
+    parts: dict[str, tuple[Tiling, dict[str, list[StoredTensor]]]] = {}
+    for name, (new, made) in renamed(module, tensors, known).items():
         if new not in known:
             unexpected += [] if may_be_left_over(module, new) else [name]
-        elif operations is not None:
+        elif made is None:
+            available[new] = StoredValue.of(tensors[name])
+        elif made.tiling is None:
             folder = tensors[name].file.parent
             raise CheckpointError(
-                f"{folder} stores '{name}' in another form than {type(module).__name__} has it ('{new}', by {operations}), so that slices"
-                f" of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH, save_original_format=False)."
+                f"{folder} stores '{name}' in another form than {type(module).__name__} has it ('{new}', by {made.operations}), so that"
+                f" slices of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH,"
+                " save_original_format=False)."
             )
         else:
-            available[new] = tensors[name]
-    return available, unexpected
+            columns = parts.setdefault(new, (made.tiling, {pattern: [] for pattern in made.patterns}))[1]
+            columns[made.pattern].append(tensors[name])
+    return available | {name: tiling.tile(name, columns) for name, (tiling, columns) in parts.items()}, unexpected
 
 
 def _require_floats(found: Mapping[str, Stored]) -> None:
     for name, stored in found.items():
-        for tensor in stored:
+        for tensor in (tensor for value in stored for tensor in value.tensors):
             if tensor.dtype not in FLOATS:
                 raise CheckpointError(
                     f"'{name}' is stored as {tensor.dtype} in {tensor.file}; {listed(FLOATS, last='or')} can be trained. Take the weights"

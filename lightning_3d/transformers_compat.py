@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from lightning_3d.pretrained_values import Tiling
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -18,10 +21,26 @@ def is_transformers_model(module: nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
-def renamed(model: Any, stored: Iterable[str], names: Collection[str]) -> dict[str, tuple[str, str | None]]:
-    """The name in the model of each tensor in a checkpoint, and what has to be computed to make it; None where nothing has to.
+@dataclass(frozen=True)
+class Made:
+    """How Transformers makes a parameter of stored tensors.
 
-    Renames that Transformers declares for a family or for all, and the prefix of the base model, which one of the two may lack.
+    Attributes:
+        pattern: that the name of this stored tensor has. patterns: of all that are needed, in order.
+        operations: in words. tiling: what they come to; None for anything but tensors that are put side by side.
+    """
+
+    pattern: str
+    patterns: tuple[str, ...]
+    operations: str
+    tiling: Tiling | None
+
+
+def renamed(model: Any, stored: Iterable[str], names: Collection[str]) -> dict[str, tuple[str, Made | None]]:
+    """The name in the model of each tensor in a checkpoint, and how the parameter is made of it; None where it is the parameter.
+
+    Renames that Transformers declares for a family or for all, and the prefix of the base model, which one of the two may lack. The order
+    is that of the names, numbers by their value.
 
     Args:
         stored: names in the checkpoint. names: those of the model's parameters and saved buffers, without adapters.
@@ -34,14 +53,22 @@ def renamed(model: Any, stored: Iterable[str], names: Collection[str]) -> dict[s
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, known = model.base_model_prefix, dict.fromkeys(names, True)
-    found: dict[str, tuple[str, str | None]] = {}
+    found: dict[str, tuple[str, Made | None]] = {}
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:
             name, pattern = rename_source_key(key, [], [], prefix, known)
-        operations = None if pattern is None else ", ".join(type(step).__name__ for step in by_pattern[pattern].operations)
-        found[key] = name, operations
+        found[key] = name, None if pattern is None else _made(by_pattern[pattern], pattern)
     return found
+
+
+def _made(converter: Any, pattern: str) -> Made:
+    steps = {type(step).__name__: step for step in converter.operations}
+    words = ", ".join(type(step).__name__ for step in converter.operations)
+    stack, join = steps.pop("MergeModulelist", None), steps.pop("Concatenate", None)
+    simple = not steps and len(converter.target_patterns) == 1 and (stack is None or stack.dim == 0)
+    tiling = Tiling(stack is not None, None if join is None else join.dim) if simple else None
+    return Made(pattern, tuple(converter.source_patterns), words, tiling)
 
 
 def may_be_missing(model: Any, name: str) -> bool:

@@ -137,9 +137,10 @@ def test_bf16_travels_as_it_is() -> None:
     assert run_ranks(exchange_halves, 2) == [[1, 2, 1, 2, 2, 2], [1, 1, 1, 2, 2, 2, 1, 2, 2, 2]]
 
 
-def test_experts_in_float64_multiply_in_a_loop() -> None:
-    for dtype, chosen in ((torch.float32, "grouped_mm"), (torch.float64, "eager")):
-        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=10, num_local_experts=EXPERTS)
+@pytest.mark.filterwarnings("ignore:Experts with weights .* multiply in a loop")
+def test_experts_multiply_in_a_loop_in_float64_and_where_rows_are_narrow() -> None:
+    for dtype, width, chosen in ((torch.float32, 12, "grouped_mm"), (torch.float64, 12, "eager"), (torch.float32, 10, "eager")):
+        config = MixtralConfig(hidden_size=8, intermediate_size=width, num_local_experts=EXPERTS)
         config._experts_implementation = "grouped_mm"
         module = nn.ModuleDict({"experts": MixtralExperts(config).to(dtype)})
         choose_products(module, replace(PLAN, experts=("experts",)))

@@ -25,11 +25,14 @@ from sweeps import by_default
 from test_instructions import TEMPLATE, a_tokenizer, write
 from test_refusals import assert_refused
 from torch import Tensor, nn
+from transformers import conversion_mapping
+from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from lightning_3d import initialize, load_pretrained
-from lightning_3d import pretrained as module_under_test
+from lightning_3d import pretrained_values as module_under_test
 from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError
 from lightning_3d.pretrained_config import TAKEN, architecture, complete_model
+from lightning_3d.pretrained_files import read_tensors
 from lightning_3d.training.module import CausalLM
 
 UNTRAINED = {"steps": 1, "learning_rate": 0.0, "weight_decay": 0.0}
@@ -47,7 +50,7 @@ def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, size: s
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: saved(family, tmp_path_factory.mktemp(family)) for family in models.FAMILIES}
+    return {family: saved(family, tmp_path_factory.mktemp(family)) for family in (*models.FAMILIES, *models.MIXTURES)}
 
 
 @pytest.fixture
@@ -129,8 +132,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4": (4, {"micro_batch_size": 8}),
     "dp2 zero3": (2, {"layout": "dp2", "zero_stage": 3}),
     "pp2_vp2": (2, {"schedule": "Interleaved1F1B", "micro_batch_size": 4}),
+    "tp2_ep4_dp2": (4, {"micro_batch_size": 4}),
+    "pp2_ep2_dp2 zero1": (4, {"layout": "pp2_ep2_dp2", "zero_stage": 1, "micro_batch_size": 4}),
 }
-CELLS = [(family, layout) for family in models.FAMILIES for layout in LAYOUTS if (family, layout) != ("gemma3", "tp4")]
+DENSE = [layout for layout in LAYOUTS if "ep" not in layout]
+CELLS = [(family, layout) for family in models.FAMILIES for layout in DENSE if (family, layout) != ("gemma3", "tp4")]
+CELLS += [(family, layout) for family in models.MIXTURES for layout in LAYOUTS if family != "gpt_oss" or "tp" not in layout]
 CHOSEN = {
     ("llama", "tp2_pp2"),
     ("llama", "tp4"),  # fewer key heads than ranks; a vocabulary that they do not divide
@@ -139,6 +146,8 @@ CHOSEN = {
     ("gemma3", "pp2_vp2"),
     ("phi3", "tp4"),  # packed
     ("gpt_neox", "tp2_pp2"),
+    ("mixtral", "tp2_ep4_dp2"),
+    ("qwen3_moe", "tp2_pp2"),
 }
 
 
@@ -158,7 +167,8 @@ def test_weights_and_first_loss(family: str, layout: str, folders: dict[str, Pat
     with one_thread(), torch.no_grad():
         loss = models.causal_token_losses(expected, data(recipe)).mean().item()
     assert [part.losses[0] for part in parts] == pytest.approx([loss] * count, rel=1e-5)
-    if "zero" not in layout:
+    buffers = expected.state_dict().keys() - dict(expected.named_parameters(remove_duplicate=False)).keys()
+    if "zero" not in layout and not buffers:
         for part, read in results:
             held = sum(value.numel() * value.element_size() for value in part.weights.values())
             assert sum(read) == held, "a rank reads what it holds, once"
@@ -380,21 +390,40 @@ def test_integers_are_not_weights(folders: dict[str, Path], tmp_path: Path) -> N
         load_pretrained(on_meta("llama"), folder)
 
 
-def test_what_has_to_be_computed_is_refused_by_name(tmp_path: Path) -> None:
-    """Older Mixtral checkpoints have each expert by itself."""
-    config = transformers.MixtralConfig(
-        **{key: value for key, value in models.COMMON.items() if key != "pad_token_id"},
-        vocab_size=16,
-        num_hidden_layers=1,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(CheckpointError, match=r"experts.*MergeModulelist.*save_original_format=False"):
-        load_pretrained(model, tmp_path)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_read_one_by_one_or_as_one(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers saves each expert by itself; a checkpoint that keeps them in one tensor is the same."""
+    expected = by_transformers(folders[family])
+    expected.save_pretrained(tmp_path, save_original_format=False)
+    assert any(".experts.0." in name for name in read_tensors(folders[family]))
+    assert not any(".experts.0." in name for name in read_tensors(tmp_path))
+    for folder in (folders[family], tmp_path):
+        model = load_pretrained(on_meta(family), folder)
+        initialize(model, seed=1)
+        assert_equal(model, expected)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("experts.3.w1", r"experts.gate_up_proj' is stored in parts of which some are missing: 7 .*w1.weight, 8 .*w3.weight"),
+        ("experts.3.w2", r"experts.down_proj \[8, 32, 64\], stored \[7, 32, 64\]"),
+        ("experts.", r"the model has and the files lack .*experts.gate_up_proj"),
+    ],
+)
+def test_a_missing_expert_is_found(folders: dict[str, Path], tmp_path: Path, lost: str, message: str) -> None:
+    folder = rewritten(folders["mixtral"], tmp_path / "lost", lambda name: None if f"layers.1.mlp.{lost}" in name else name)
+    assert any(f"layers.1.mlp.{lost}" in name for name in read_tensors(folders["mixtral"]))
+    with pytest.raises(Lightning3DError, match=message):
+        load_pretrained(on_meta("mixtral"), folder)
+
+
+def test_what_has_to_be_computed_is_refused_by_name(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family of which Transformers permutes what is stored."""
+    other = [WeightConverter("q_proj.weight", "q_proj.weight", operations=[PermuteForRope()])]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: other)
+    with pytest.raises(CheckpointError, match=r"q_proj.*PermuteForRope.*save_original_format=False"):
+        load_pretrained(on_meta("llama"), folders["llama"])
 
 
 def test_a_name_of_the_hub_is_looked_up_in_the_cache(

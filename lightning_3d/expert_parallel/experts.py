@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.classes import specialize
@@ -13,6 +14,9 @@ from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel
 from lightning_3d.plans import ParallelPlan
 from lightning_3d.sharding import ShardSpec, cut_along
+
+_ROW_BYTES = 16
+"""Strides of grouped matrix products are a multiple of this."""
 
 
 def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: int, tp_index: int) -> dict[str, ShardSpec]:
@@ -59,13 +63,23 @@ def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Shar
 
 
 def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
-    """Let experts in float64 multiply in a loop: grouped matrix products, the default of Transformers, do not know that type."""
+    """Let experts multiply in a loop where grouped matrix products, the default of Transformers, cannot: in float64, and where a row of
+    this rank's weights is no multiple of 16 bytes. In place; after layers were cut.
+    """
     found = dict(module.named_modules())
     for name in plan.experts:
         experts = found.get(name)
         config = getattr(experts, "config", None)
-        double = experts is not None and any(parameter.dtype == torch.float64 for parameter in experts.parameters())
-        if double and getattr(config, "_experts_implementation", "eager") != "eager":
+        if experts is None or getattr(config, "_experts_implementation", "eager") == "eager":
+            continue
+        matrices = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
+        narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % _ROW_BYTES for size in matrix.shape[1:])]
+        if narrow and narrow[0].dtype != torch.float64:
+            rank_zero_warn(
+                f"Experts with weights {list(narrow[0].shape)} on a rank multiply in a loop: grouped matrix products need rows of a"
+                f" multiple of {_ROW_BYTES} bytes. A smaller tp, or ep, leaves wider ones."
+            )
+        if narrow or any(matrix.dtype == torch.float64 for matrix in matrices):
             config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
