@@ -1,4 +1,4 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run` and `lightning-3d launch`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `launch`, `export`, `inspect`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -23,6 +23,8 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
+  export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
+  inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
   --version   print the version
   --help      print this
 
@@ -49,13 +51,11 @@ def main(arguments: list[str]) -> int:
         return 0
     if command in ("-sc", "--shell-completion"):
         return complete(rest)
-    if command == "launch":  # the ranks are elsewhere
-        from lightning_3d.launchers import run
-
-        return run(rest)
+    if command in _WITHOUT_RANKS:
+        return _WITHOUT_RANKS[command](rest)
     if command in _COMMANDS:
         return _start(_COMMANDS[command], rest)
-    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, [*_COMMANDS, "launch"])}', file=sys.stderr)
+    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, [*_COMMANDS, *_WITHOUT_RANKS])}', file=sys.stderr)
     return _REFUSED
 
 
@@ -73,7 +73,29 @@ def _run(arguments: list[str], outside: OutsideRank | None) -> int:
     return run(arguments, outside)
 
 
+def _launch(arguments: list[str]) -> int:
+    """Hand a run to the nodes of its cluster."""
+    from lightning_3d.launchers import run
+
+    return run(arguments)
+
+
+def _export(arguments: list[str]) -> int:
+    """Write a checkpoint's model in another format."""
+    from lightning_3d.checkpoint_commands import export
+
+    return export(arguments)
+
+
+def _inspect(arguments: list[str]) -> int:
+    """Show what a checkpoint holds."""
+    from lightning_3d.checkpoint_commands import inspect
+
+    return inspect(arguments)
+
+
 _COMMANDS = {"train": _train, "run": _run}
+_WITHOUT_RANKS = {"launch": _launch, "export": _export, "inspect": _inspect}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:
@@ -94,7 +116,7 @@ def complete(arguments: list[str]) -> int:
         application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
         command, space, line = line.lstrip().partition(" ")
         if not space:
-            print(*(name for name in (*_COMMANDS, "launch") if name.startswith(command)))
+            print(*(name for name in (*_COMMANDS, *_WITHOUT_RANKS) if name.startswith(command)))
             return 0
         if command != "train":
             return 0

@@ -71,6 +71,7 @@ from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
 from lightning_3d.trainer_collectives import TrainerCollectives
+from lightning_3d.transformers_compat import describe_models
 from lightning_3d.unsupported import optimizers_of_a_stage, refuse_callbacks, refuse_unsupported, require_trained
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
@@ -496,14 +497,14 @@ class Lightning3DStrategy(TrainerCollectives):
             return
         if storage_options is not None:
             raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
-        assert self.layout is not None
+        assert self.layout is not None and self.lightning_module is not None
         about = {
             "layout": self.layout.name,
             "schedule": self.schedule,
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
+            "transformers": describe_models(self.lightning_module),
         }
-        assert self.lightning_module is not None
         checkpoint = without_average(self.lightning_module.trainer, checkpoint)
         checkpoint = share_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
         save_checkpoint(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about)

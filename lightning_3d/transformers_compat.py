@@ -1,18 +1,22 @@
-"""What `from_pretrained` of Transformers does to the names in a checkpoint, by its own functions.
+"""What `from_pretrained` and `save_pretrained` of Transformers do to the names in a checkpoint, by their own functions.
 
-`core_model_loading.rename_source_key` and `conversion_mapping.get_model_conversion_mapping` are no public API, but PEFT uses them too.
-Tried with Transformers 5.23.
+`core_model_loading.rename_source_key`, `revert_weight_conversion` and `conversion_mapping.get_model_conversion_mapping` are no public API,
+but PEFT uses them too. Tried with Transformers 5.23.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_3d.adapters import is_adapter
+from lightning_3d.errors import CheckpointError
 from lightning_3d.pretrained_values import Tiling
 
 
@@ -84,3 +88,43 @@ def may_be_left_over(model: Any, name: str) -> bool:
 
 def _matches(patterns: Iterable[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """Class and configuration of every model of Transformers in a module, by its name there, and whether it has adapters of PEFT."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in root.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if is_transformers_model(module) and not inside:
+            config = json.loads(cast(Any, module).config.to_json_string(use_diff=False))
+            adapted = any(is_adapter(layer) for layer in module.modules())
+            found[name] = {"class": type(module).__name__, "config": config, "adapted": adapted}
+    return found
+
+
+def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
+    """A model on the meta device.
+
+    Raises:
+        CheckpointError: Transformers has no such class.
+    """
+    import transformers
+
+    kind = getattr(transformers, class_name, None)
+    if kind is None:
+        raise CheckpointError(f"The model is a {class_name}, which Transformers {transformers.__version__} does not have.")
+    with torch.device("meta"):
+        return kind(kind.config_class.from_dict(dict(config)))
+
+
+def stored_form(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `save_pretrained` writes for some of the model's tensors: experts one by one, names of the published files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
+
+
+def keeps_float32(model: Any, name: str) -> bool:
+    """Whether the class of the model asks for this tensor in float32, whatever the others are."""
+    patterns = (getattr(model, "_keep_in_fp32_modules", None), getattr(model, "_keep_in_fp32_modules_strict", None))
+    return any(pattern in name for found in patterns for pattern in found or ())

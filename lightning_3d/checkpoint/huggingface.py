@@ -1,0 +1,220 @@
+"""A checkpoint's model in the format of Transformers, as `save_pretrained` writes it, with about one tensor in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+
+from lightning_3d.checkpoint.folder import read_manifest
+from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
+from lightning_3d.checkpoint.state import MODEL
+from lightning_3d.checkpoint.tensors import TensorFolder
+from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
+from lightning_3d.transformers_compat import build_on_meta, keeps_float32, stored_form
+
+MODELS = "transformers"
+"""Where in the manifest the models of Transformers are described, by their names in the user's module."""
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+)
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: files with weights, tensors in them, and their bytes."""
+
+    files: int
+    tensors: int
+    nbytes: int
+    tokenizer: bool
+
+
+def export(
+    path: Path,
+    output: Path,
+    *,
+    module: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "5GB",
+    tokenizer: Path | None = None,
+) -> Exported:
+    """Write the folder `output`, which appears when it is complete.
+
+    Args:
+        path: a checkpoint.
+        module: the model's name in the user's module, where it has several.
+        dtype: of the weights; as they are in the checkpoint by default.
+        max_shard_size: of a file, such as "5GB".
+        tokenizer: a folder whose tokenizer's files are copied.
+
+    Raises:
+        CheckpointError: no complete checkpoint, or no model of Transformers in it. ConfigError: `output` is taken.
+    """
+    manifest = read_manifest(path)
+    name, described = _choose(manifest, module, path)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there already and is not empty. Give another --output.")
+    model = build_on_meta(described["class"], described["config"])
+    source = _Source(TensorFolder(path), MODEL + (f"{name}." if name else ""), model, dtype, path)
+    temporary = output.with_name(f".{output.name}.exporting")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        found = _write_weights(source, temporary, max_shard_size)
+        _write_config(model, source.dtype, temporary)
+        copied = _copy_tokenizer(tokenizer, temporary)
+        if output.exists():
+            output.rmdir()
+        temporary.rename(output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Exported(len(set(found.values())), len(found), source.nbytes, copied)
+
+
+def _choose(manifest: Mapping[str, Any], module: str | None, path: Path) -> tuple[str, Mapping[str, Any]]:
+    """The model's name in the user's module, and what the manifest says of it."""
+    models: dict[str, Any] = manifest.get(MODELS, {})
+    if not models:
+        raise CheckpointError(f"{path} holds no model of Transformers. load_full_state_dict reads its weights.")
+    if module is None and len(models) > 1:
+        raise ConfigError(f"{path} holds several models: {listed(sorted(models))}. Say which one: --module NAME.")
+    name = module if module is not None else next(iter(models))
+    if name not in models:
+        raise ConfigError(f'{path} holds no model "{name}".{did_you_mean(name, models)} It has {listed(sorted(models))}.')
+    if models[name].get("adapted"):
+        raise CheckpointError(
+            f"The model in {path} has adapters of PEFT. Load it on one process with load_full_state_dict, and use save_pretrained or"
+            " merge_and_unload there."
+        )
+    return name, models[name]
+
+
+class _Source:
+    """The tensors that Transformers would save, made one after the other of those in the checkpoint.
+
+    Attributes:
+        tensors: shape and type of each, in order. dtype: of the parameters, for the configuration.
+    """
+
+    def __init__(self, folder: TensorFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Path) -> None:
+        self._folder, self._prefix, self._model, self._dtype = folder, prefix, model, dtype
+        shapes = folder.names(prefix)
+        expected = {name: tuple(tensor.shape) for name, tensor in _untied(model).items()}
+        if shapes != expected:
+            wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+            raise CheckpointError(f"{path} does not hold the weights of a {type(model).__name__}: {listed(wrong[:3])} differ.")
+        meta = {name: torch.empty(shapes[name], dtype=self._type(name), device="meta") for name in expected}
+        self._groups, self.tensors = _groups(model, meta)
+        self.dtype = next(tensor.dtype for tensor in meta.values() if tensor.is_floating_point())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors.values())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for names in self._groups:
+            read = {name: self._folder.read(self._prefix + name).to(self._type(name)) for name in names}
+            yield from stored_form(self._model, read).items()
+
+    def _type(self, name: str) -> torch.dtype:
+        stored = self._folder.dtype(self._prefix + name)
+        convert = self._dtype is not None and stored.is_floating_point and not keeps_float32(self._model, name)
+        return self._dtype if convert and self._dtype is not None else stored
+
+
+def _untied(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, tied parameters once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            found[name] = tensor
+        seen.add(id(tensor))
+    return found
+
+
+def _groups(model: Any, meta: Mapping[str, Tensor]) -> tuple[list[tuple[str, ...]], dict[str, Tensor]]:
+    """Which tensors of the model are needed together for some of the stored ones, and all of these.
+
+    Nearly always that is one for one, or one for several (experts). Where a tensor alone does not give what it gives among the others, all
+    such are kept together.
+    """
+    whole = stored_form(model, dict(meta))
+    alone = {name: stored_form(model, {name: tensor}) for name, tensor in meta.items()}
+    makers: dict[str, int] = {}
+    for made in alone.values():
+        for key in made:
+            makers[key] = makers.get(key, 0) + 1
+    together = tuple(
+        name
+        for name, made in alone.items()
+        if any(makers[key] > 1 or key not in whole or whole[key].shape != tensor.shape for key, tensor in made.items())
+    )
+    groups = [(name,) for name in meta if name not in together] + ([together] if together else [])
+    tensors = {key: tensor for names in groups for key, tensor in stored_form(model, {name: meta[name] for name in names}).items()}
+    if tensors.keys() != whole.keys():
+        raise CheckpointError(f"A {type(model).__name__} cannot be exported: Transformers makes its files of several tensors at once.")
+    return groups, tensors
+
+
+def _write_weights(source: _Source, folder: Path, max_shard_size: str) -> dict[str, str]:
+    """Write the files, and the index where there are several. Returns the file of each tensor."""
+    try:
+        split = split_torch_state_dict_into_shards(source.tensors, max_shard_size=max_shard_size)
+    except ValueError:
+        raise ConfigError(f'--max-shard-size is "{max_shard_size}"; write it as 5GB or 500MB.') from None
+    files = split.filename_to_tensors
+    places = {name: file for file, names in files.items() for name in names}
+    with contextlib.ExitStack() as opened:  # a tensor that fills a file alone comes between those of another one
+        streams = {
+            file: opened.enter_context(
+                SafetensorsStream(folder / file, {name: (tuple(source.tensors[name].shape), source.tensors[name].dtype) for name in names})
+            )
+            for file, names in files.items()
+        }
+        for name, tensor in source:
+            streams[places[name]].write(name, tensor)
+    if split.is_sharded:
+        index = {"metadata": {"total_size": source.nbytes}, "weight_map": dict(sorted(places.items()))}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return places
+
+
+def _write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _copy_tokenizer(tokenizer: Path | None, folder: Path) -> bool:
+    if tokenizer is None:
+        return False
+    files = {file for pattern in TOKENIZER_FILES for file in tokenizer.glob(pattern) if file.is_file()}
+    if not files:
+        raise ConfigError(f"{tokenizer} holds no tokenizer.")
+    for file in files:
+        shutil.copy(file, folder)
+    return True

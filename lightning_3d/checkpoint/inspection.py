@@ -1,0 +1,58 @@
+"""What a checkpoint holds, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from lightning_3d.checkpoint.folder import read_manifest
+from lightning_3d.checkpoint.huggingface import MODELS
+from lightning_3d.checkpoint.state import CURRENT, MODEL, OPTIMIZER
+from lightning_3d.checkpoint.tensors import TensorFolder
+from lightning_3d.errors import listed
+
+
+def in_bytes(nbytes: float) -> str:
+    """Three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def describe(path: Path, *, tensors: bool = False) -> Iterator[str]:
+    """Lines about the checkpoint at `path`; the last one says that it is whole.
+
+    Args:
+        tensors: a line for each tensor too.
+
+    Raises:
+        CheckpointError: it is not there, not finished, or damaged.
+    """
+    manifest = read_manifest(path)
+    folder = TensorFolder(path)
+    yield f"{path}"
+    yield f"  step        {manifest.get('global_step', '?')}, epoch {manifest.get('epoch', '?')}"
+    writer = f"{manifest['layout']}, {manifest['schedule']}, ZeRO-{manifest['zero_stage']}, precision {manifest['precision']}"
+    yield f"  written by  {writer}; any layout loads it"
+    for name, model in manifest.get(MODELS, {}).items():
+        yield f"  model       {model['class']}{f' ({name})' if name else ''}"
+    kinds = {"weights": MODEL, "optimizer": OPTIMIZER, "averaging": CURRENT}
+    for kind, prefix in kinds.items():
+        shapes = folder.names(prefix)
+        if not shapes:
+            continue
+        types = sorted({str(folder.dtype(prefix + name)).removeprefix("torch.") for name in shapes})
+        size = sum(prod(shape) * folder.dtype(prefix + name).itemsize for name, shape in shapes.items())
+        numbers = f", {sum(map(prod, shapes.values())):,} numbers" if kind == "weights" else ""
+        yield f"  {kind:<11} {len(shapes)} tensors{numbers}, {listed(types)}, {in_bytes(size)}"
+        if tensors:
+            width = max(map(len, shapes))
+            for name, shape in shapes.items():
+                yield f"    {name:<{width}}  {str(folder.dtype(prefix + name)).removeprefix('torch.'):<9} {list(shape)}"
+    if not manifest.get("optimizer_state"):
+        yield "  optimizer   none: weights only"
+    yield f"  files       {len(manifest['files'])}, {in_bytes(sum(file.stat().st_size for file in path.iterdir()))}"
+    yield "  whole       yes"
