@@ -250,8 +250,6 @@ def test_refusals(layout: str, model: str, options: dict[str, Any], words: list[
         assert message.split(":")[0] in ("ConfigError", "PlanError", "LayoutError")
 
 
-
-
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_main_job_trains_a_mixture(tmp_path: Path) -> None:
