@@ -10,7 +10,10 @@ from counting import Call, Recorder, recording
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
+from sweeps import by_default
 from torch.utils.data import DataLoader
+
+from lightning_3d.layout import Layout
 
 ROWS = 16  # per data-parallel rank and step
 HIDDEN = models.COMMON["hidden_size"]
@@ -148,7 +151,7 @@ def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: b
         assert sent == [activation(micro_batch) // share] * (ROWS // micro_batch)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", by_default([True, False], 0))
 def test_a_routed_token_travels_once_to_its_expert_and_once_back(sequence_parallel: bool) -> None:
     """Whatever tensor-parallel ranks hold alike. With parts of the sequence a mixture gathers what its router sees, and what it returns."""
     layers, choices, experts, micro_batches, data_ranks = 3, 2, 8, 4, 2
@@ -165,13 +168,13 @@ def test_a_routed_token_travels_once_to_its_expert_and_once_back(sequence_parall
         assert len(rank.of("tp", "reduce_scatter_tensor", validation=True)) == micro_batches * layers
 
 
-@pytest.mark.parametrize(("layout", "cp"), [("cp2", 2), ("tp2_cp2", 2)])
-def test_a_ring_moves_the_keys_of_other_ranks_once(layout: str, cp: int) -> None:
+@pytest.mark.parametrize("layout", by_default(["cp2", "tp2_cp2", "cp4"], 1))
+def test_a_ring_moves_the_keys_of_other_ranks_once(layout: str) -> None:
     """2 * (cp - 1) / cp of the bytes of a rank's key heads, forward; tensor-parallel ranks have some of the heads."""
     layers, micro_batches, element = 3, 4, 4
-    config = models.build("llama", 1).config
-    key_heads = config.num_key_value_heads // (2 if "tp2" in layout else 1)
-    ranks = run_ranks(count_step, 4 if "tp2" in layout else 2, layers, layout=layout, micro_batch_size=ROWS // micro_batches)
+    config, degrees = models.build("llama", 1).config, Layout.parse(layout)
+    key_heads, cp = config.num_key_value_heads // degrees.tp, degrees.cp
+    ranks = run_ranks(count_step, degrees.world_size, layers, layout=layout, micro_batch_size=ROWS // micro_batches)
     keys = ROWS * models.SEQUENCE * key_heads * (config.hidden_size // config.num_attention_heads) * element
     for rank in ranks:
         assert sum(call.bytes for call in rank.validation if call.name == "isend") == layers * 2 * keys * (cp - 1) // cp
