@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_3d.context_parallel import ContextParallel, zigzag
+from lightning_3d.context_parallel.attention import Running, make_mask, running
+from lightning_3d.context_parallel.masks import Mask
 from lightning_3d.errors import ConfigError, DataError, LayoutError, PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
@@ -439,6 +442,17 @@ def test_what_a_model_may_not_have_or_get(name: str) -> None:
     config, call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         run_ranks(train_changed, 2, config, call)
+
+
+@pytest.mark.parametrize("how", [{"q_length": 4, "q_offset": 0}, {"cache_position": torch.arange(4)}], ids=["length", "places"])
+def test_masks_are_made_as_every_version_of_transformers_asks(how: dict[str, Any]) -> None:
+    """5.2 names the places of the queries, 5.17 and later their number."""
+    context: Any = ContextParallel(None, 2, 0)  # type: ignore[arg-type]
+    call = Running(Mask(context, 8), zigzag.positions(8, 2, 0).unsqueeze(0), 1, {})
+    seen = lambda row, head, q, k: (k <= q) & (q - k < 3)  # noqa: E731
+    with running(call):
+        mask = make_mask(batch_size=1, kv_length=4, kv_offset=0, mask_function=seen, local_size=3, **how)
+    assert (mask.window, mask.length, mask.documents) == (3, 8, None)
 
 
 def train_a_part() -> None:
