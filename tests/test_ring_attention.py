@@ -207,7 +207,7 @@ def fused_cases_on_rank(names: tuple[str, ...]) -> list[tuple[list[Tensor], int]
 
 def test_blocks_of_fused_attention_add_up() -> None:
     """Where only a part of a block counts too, as far as its parts count as a whole."""
-    names = ("plain", "documents", "window", "padding")
+    names = ("plain", "documents", "window", "padding", "wide keys")
     results = run_ranks(fused_cases_on_rank, 2, names)
     for index, name in enumerate(names):
         case = replace(CASES[name], key_heads=4)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.context_parallel.masks import Cover, Mask, Span
@@ -94,7 +95,8 @@ def attend(
         own, there = (2, rows.start - queries.start, rows.length), (2, columns.start - keys.start, columns.length)
         q, k, v = query.narrow(*own), key.narrow(*there), value.narrow(*there)
         if _fused(query, value, cover, scores):
-            out, lse = flash_attention(q, k, v, causal=cover is Cover.CAUSAL, scale=scores.scale)
+            out, lse = flash_attention(q, k, _as_wide(v, q), causal=cover is Cover.CAUSAL, scale=scores.scale)
+            out = out[..., : v.shape[-1]]
         else:
             out, lse = _tile_forward(q, k, v, _seen(mask, rows, columns, cover, query.device), scores)
         result.narrow(*own[1:]).add(out.to(result.out.dtype), lse.to(result.lse.dtype))
@@ -124,9 +126,10 @@ def attend_backward(
         q, k, v = query.narrow(*own), key.narrow(*there), value.narrow(*there)
         grad, seen_by = grad_out.narrow(*own), result.narrow(*own[1:])
         if _fused(query, value, cover, scores):
-            lies = (x.contiguous() for x in (seen_by.out, seen_by.lse))  # the kernel takes lse as it lies
-            grad = grad.to(query.dtype).contiguous()
-            found = flash_attention_backward(grad, q, k, v, *lies, causal=cover is Cover.CAUSAL, scale=scores.scale)
+            wide_v, *made = (_as_wide(x, q) for x in (v, grad.to(query.dtype), seen_by.out))
+            grad, out, lse = (x.contiguous() for x in (*made, seen_by.lse))  # the kernel takes lse as it lies
+            found = flash_attention_backward(grad, q, k, wide_v, out, lse, causal=cover is Cover.CAUSAL, scale=scores.scale)
+            found = (*found[:2], found[2][..., : v.shape[-1]])
         else:
             seen = _seen(mask, rows, columns, cover, query.device)
             found = _tile_backward(q, grad, delta.narrow(*own), finite(seen_by.lse), k, v, seen, scores)
@@ -151,9 +154,15 @@ def _parts(
 
 def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
     """Whether flash attention can compute a part."""
-    fits = query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    fits = value.shape[-1] <= query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     whole = cover in (Cover.EVERYTHING, Cover.CAUSAL)
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None
+
+
+def _as_wide(x: Tensor, query: Tensor) -> Tensor:
+    """Values, or results, filled up with zeros where keys are wider (multi-head latent attention): flash attention has one width."""
+    missing = query.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _tile(query: Tensor) -> int:
