@@ -1,7 +1,8 @@
 """Peak memory and time of ring attention by the length of the sequence, on 1, 2 and 4 CPU ranks: forward and backward of one attention.
 
     python benchmarks/ring_attention.py                              causal: the time grows with the square of the length
-    python benchmarks/ring_attention.py --window 1024 --lengths 65536 262144 1048576
+    python benchmarks/ring_attention.py --window 1024 --lengths 65536 262144
+    python benchmarks/ring_attention.py --window 256 --tile 256 --lengths 262144 786432      more tokens in the same time
 
 Each cell is measured in processes of its own. Memory is what the resident set of the largest rank grew by, from before its queries were
 made, so that it includes the tiles of scores, whose size does not depend on the sequence.
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from measure import machine
 
+from lightning_3d.context_parallel import kernels
 from lightning_3d.context_parallel.attention import KINDS
 from lightning_3d.context_parallel.context import ContextParallel
 from lightning_3d.context_parallel.kernels import Scores
@@ -39,6 +41,7 @@ class Cell:
     width: int
     window: int | None
     kind: str
+    tile: int
 
 
 def main() -> None:
@@ -49,6 +52,7 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--window", type=int, help="of sliding attention; none is full causal attention")
+    parser.add_argument("--tile", type=int, default=kernels.LARGEST_TILE, help="rows and columns of scores that exist at a time, at most")
     parser.add_argument("--kind", choices=sorted(KINDS), default="ring")
     options = parser.parse_args()
     print(json.dumps(machine(), indent=2))
@@ -56,9 +60,8 @@ def main() -> None:
     columns = [f"cp{size} MB  seconds  of cp{options.sizes[0]}" for size in options.sizes]
     print(f"{'tokens':>9}   {'   '.join(f'{column:>24}' for column in columns)}")
     for length in options.lengths:
-        cells = [
-            Cell(length, size, options.heads, options.key_heads, options.width, options.window, options.kind) for size in options.sizes
-        ]
+        shape = (options.heads, options.key_heads, options.width, options.window, options.kind, options.tile)
+        cells = [Cell(length, size, *shape) for size in options.sizes]
         measured = [measure(cell) for cell in cells]
         texts = [f"{peak / 1e6:7.0f}  {seconds:7.1f}  {peak / measured[0][0]:6.2f}" for peak, seconds in measured]
         print(f"{length:>9}   {'   '.join(f'{text:>24}' for text in texts)}", flush=True)
@@ -83,6 +86,7 @@ def measure(cell: Cell) -> tuple[int, float]:
 
 def _run(cell: Cell, rank: int, store: str, answers: Any) -> None:
     torch.set_num_threads(1)
+    kernels.LARGEST_TILE = cell.tile
     dist.init_process_group("gloo", store=dist.FileStore(store, cell.size), rank=rank, world_size=cell.size)
     group = dist.group.WORLD
     assert group is not None

@@ -1,4 +1,4 @@
-"""Tensor x pipeline x data parallel training as a PyTorch Lightning Strategy.
+"""Tensor x pipeline x data x context x expert parallel training as a PyTorch Lightning Strategy.
 
     Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2", micro_batch_size=2), ...)
 

@@ -34,7 +34,7 @@ from lightning_3d.layout_rules import check_model
 from lightning_3d.mesh import Mesh
 from lightning_3d.model_options import ModelOptions
 from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
-from lightning_3d.plans import ParallelPlan, find_pipeline_module, is_transformers_model, read_plan
+from lightning_3d.plans import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
 from lightning_3d.pretrained import stored_values
 from lightning_3d.randomness import RandomState
 from lightning_3d.sequence import SequenceShards
@@ -277,15 +277,15 @@ def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[
 def _find_plan(
     root: nn.Module, layout: Layout, user_plan: dict | None, pipeline_module: str | None
 ) -> tuple[str, nn.Module, ParallelPlan]:
-    """The pipelined module with its name and plan; without tensor and pipeline parallelism none is needed."""
+    """The pipelined module with its name and plan. Data parallelism needs none, context parallelism the model alone."""
     try:
         name, module = find_pipeline_module(root, pipeline_module, user_plan)
         plan = read_plan(module, user_plan).for_experts(layout.ep)
         refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
-        if layout.world_size > layout.dp or layout.ep > 1 or user_plan is not None or pipeline_module is not None:
+        if layout.tp * layout.pp * layout.ep > 1 or user_plan is not None or pipeline_module is not None:
             raise
-        return "", root, ParallelPlan({})
+        return (*(find_transformers_model(root) if layout.cp > 1 else ("", root)), ParallelPlan({}))
     if layout.pp > 1 and not plan.layers:
         raise PlanError(
             f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}} that"

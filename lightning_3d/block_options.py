@@ -41,7 +41,7 @@ class BlockOptions:
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
             hint = did_you_mean(str(self.recompute), RECOMPUTE)
-            raise ConfigError(f'recompute is "{self.recompute}";{hint} it must be none, selective or full.')
+            raise ConfigError(f'recompute is "{self.recompute}".{hint} It must be none, selective or full.')
         if isinstance(self.recompute_every, bool) or not isinstance(self.recompute_every, int) or self.recompute_every < 1:
             raise ConfigError(f"recompute_every is {self.recompute_every}; of at least 1 block one is recomputed.")
         if self.recompute_every > 1 and self.recompute == "none":

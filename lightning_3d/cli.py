@@ -16,7 +16,7 @@ from lightning_3d.errors import Lightning3DError, did_you_mean
 from lightning_3d.launch import OutsideRank, outside_rank
 
 USAGE = """\
-lightning-3d: tensor x pipeline x data parallel training, driven by Hydra configs
+lightning-3d: tensor x pipeline x data x context x expert parallel training, driven by Hydra configs
 
 Usage: lightning-3d COMMAND [ARGUMENTS]
 

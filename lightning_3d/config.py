@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config_keys import check_group_keys, check_type, data_options, explain_value
+from lightning_3d.context_options import check_fields
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.launch import OutsideRank
@@ -36,6 +37,7 @@ from lightning_3d.layout_rules import (
     resolve_layout,
 )
 from lightning_3d.lora_options import LoraOptions
+from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.pretrained_config import complete_model
@@ -404,6 +406,14 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
     if experts.asked_for and not spec.experts:
         name = experts.asked_for[0]
         raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Leave it out.")
+    family = FAMILIES.get(spec.model_type)
+    if experts.bias_update and family is not None and not family.biased_routers:
+        raise ConfigError(
+            f"parallelism.moe_bias_update is for routers with a bias for the choice of experts, as in DeepSeek-V3; {spec.model_type} has"
+            " none. Use parallelism.moe_aux_loss."
+        )
+    if layout.cp > 1:
+        check_fields(spec.model_type, run.model["config"].get)
     check_model(
         layout,
         heads=spec.heads,

@@ -36,9 +36,11 @@ class ExpertOptions:
             if value is not None:
                 check_number(name, value)
         if self.capacity_factor is not None:
+            if self.capacity_factor <= 0:
+                raise ConfigError(
+                    f"moe_capacity_factor={self.capacity_factor:g} would drop every token. Use 1 or more, or null to drop none."
+                )
             check_number("moe_capacity_factor", self.capacity_factor)
-            if self.capacity_factor == 0:
-                raise ConfigError("moe_capacity_factor=0 would drop every token. Use 1 or more, or null to drop none.")
 
     @property
     def asked_for(self) -> list[str]:

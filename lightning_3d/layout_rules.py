@@ -138,7 +138,7 @@ def _near(choices: Sequence[int], wanted: int) -> list[int]:
 def check_cp_kind(kind: str) -> str:
     """The name of a kind of context parallelism. Raises ConfigError for any other."""
     if kind not in CP_KINDS:
-        raise ConfigError(f'cp_kind is "{kind}";{did_you_mean(str(kind), CP_KINDS)} it must be {listed(CP_KINDS, last="or")}.')
+        raise ConfigError(f'cp_kind is "{kind}".{did_you_mean(str(kind), CP_KINDS)} It must be {listed(CP_KINDS, last="or")}.')
     return kind
 
 

@@ -23,6 +23,7 @@ class Family:
         attention_width: (reader) -> mean width of queries and values, where it is not the head's.
         defaults: values that Transformers takes for fields a configuration leaves out, where they matter here.
         bias_of_norms: norms are LayerNorms with a bias.
+        biased_routers: routers add a bias to their scores for the choice of experts alone.
     """
 
     block: Callable[[ModelSpec, Reader], Shapes]
@@ -34,6 +35,7 @@ class Family:
     experts: Callable[[ModelSpec, Reader], Shapes] | None = None
     dense_layers: Callable[[ModelSpec, Reader], Container[int]] = lambda spec, reader: ()
     attention_width: Callable[[Reader], int] | None = None
+    biased_routers: bool = False
 
     @property
     def sparse(self) -> bool:
@@ -270,6 +272,7 @@ FAMILIES: dict[str, Family] = {
         experts=_deepseek_experts,
         dense_layers=_deepseek_dense_layers,
         attention_width=_latent_width,
+        biased_routers=True,
     ),
     "gpt_neox": Family(
         _gpt_neox,

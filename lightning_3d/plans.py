@@ -169,6 +169,25 @@ def find_pipeline_module(
     )
 
 
+def find_transformers_model(root: nn.Module) -> tuple[str, nn.Module]:
+    """The one model of Transformers in `root`, by its name there, whether it declares a plan or not.
+
+    Raises:
+        PlanError: there is none, or there are several.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        if is_transformers_model(module) and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    if len(found) != 1:
+        there = "none" if not found else f"{len(found)}: {', '.join(found)}"
+        raise PlanError(
+            f"Context parallelism (cp) replaces the attention of one model of Transformers, but {type(root).__name__} has {there}. Use"
+            " cp 1."
+        )
+    return found.popitem()
+
+
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Name of every parameter -> the first name of the same Parameter object, which is its canonical one."""
     first: dict[int, str] = {}

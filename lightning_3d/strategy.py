@@ -78,7 +78,7 @@ from lightning_3d.zero_options import ZeroOptions
 
 
 class Lightning3DStrategy(TrainerCollectives):
-    """Tensor x pipeline x data parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
+    """Tensor x pipeline x data x context x expert parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
 
     The user's module stays as it is. Its model is a Transformers causal LM, or any module with a plan; its steps run once per
     micro-batch and stage.

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Function -> the argument, by name and position, that holds what this rank hands over (or what it only receives).
 COLLECTIVES: dict[str, tuple[str, int]] = {
@@ -115,3 +117,46 @@ def _described(name: str, value: Any, group: dist.ProcessGroup | None) -> Call:
     ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
     numel = sum(tensor.numel() for tensor in tensors)
     return Call(name, ranks, numel, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts for what a host would have to wait if the tensors were on a GPU: numbers that it reads, and results whose shape it must learn.
+
+    Attributes:
+        names: what it was, in order.
+    """
+
+    _shapes = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+    _numbers = ("_local_scalar_dense", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __enter__(self) -> "HostWaits":
+        self._tolist = torch.Tensor.tolist
+        torch.Tensor.tolist = self._read  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    @property
+    def _read(self) -> Callable[..., Any]:
+        """``Tensor.tolist``, which reads the memory of a CPU tensor without an operator."""
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            self.names.append("tolist")
+            return self._tolist(tensor)
+
+        return tolist
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2]) if hasattr(leaf, "dtype"))
+        repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in self._shapes + self._numbers or by_mask or repeats:
+            self.names.append(name)
+        return func(*args, **kwargs)

@@ -10,7 +10,10 @@ from counting import Call, Recorder, recording
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
+from sweeps import by_default
 from torch.utils.data import DataLoader
+
+from lightning_3d.layout import Layout
 
 ROWS = 16  # per data-parallel rank and step
 HIDDEN = models.COMMON["hidden_size"]
@@ -43,13 +46,13 @@ class Evaluated(Module):
         self.training_step(batch, batch_idx)
 
 
-def count_step(layers: int, zero_stage: int = 0, **strategy: Any) -> Counted:
+def count_step(layers: int, zero_stage: int = 0, model: str = "llama", **strategy: Any) -> Counted:
     """Record the second of two optimizer steps: in the first, shapes and log names are agreed upon."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     plan = Lightning3DStrategy(zero_stage=zero_stage, **strategy)
     assert plan.layout is not None
-    recipe = Recipe(layers=layers, steps=4, global_batch=ROWS * plan.layout.dp)
+    recipe = Recipe(model, layers=layers, steps=4, global_batch=ROWS * plan.layout.dp)
     trainer = quiet_trainer(
         strategy=plan,
         devices=plan.layout.world_size,
@@ -146,6 +149,35 @@ def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: b
     for rank in counted:
         sent = [call.numel for call in rank.training if call.name in ("send", "isend")]
         assert sent == [activation(micro_batch) // share] * (ROWS // micro_batch)
+
+
+@pytest.mark.parametrize("sequence_parallel", by_default([True, False], 0))
+def test_a_routed_token_travels_once_to_its_expert_and_once_back(sequence_parallel: bool) -> None:
+    """Whatever tensor-parallel ranks hold alike. With parts of the sequence a mixture gathers what its router sees, and what it returns."""
+    layers, choices, experts, micro_batches, data_ranks = 3, 2, 8, 4, 2
+    options: dict[str, Any] = {"layout": "tp2_ep4_dp2", "micro_batch_size": ROWS // micro_batches, "sequence_parallel": sequence_parallel}
+    ranks = run_ranks(count_step, 4, layers, model="mixtral", **options)
+    pairs = data_ranks * ROWS * models.SEQUENCE * choices
+    for ways, calls in ((2, [rank.validation for rank in ranks]), (4, [rank.training for rank in ranks])):
+        dealt = [[call.numel for call in of_rank if call.name == "all_to_all_single"] for of_rank in calls]
+        assert all(len(sent) == layers * micro_batches * (ways + 1) for sent in dealt)  # and the counts, one number for each expert
+        assert sum(map(sum, dealt)) == ways * layers * pairs * HIDDEN + len(ranks) * layers * micro_batches * experts
+    for rank in ranks if sequence_parallel else ():
+        part = activation(ROWS // micro_batches) // 2
+        assert len(rank.of("tp", "all_gather_into_tensor", numel=part, validation=True)) == micro_batches * (3 * layers + 1)
+        assert len(rank.of("tp", "reduce_scatter_tensor", validation=True)) == micro_batches * layers
+
+
+@pytest.mark.parametrize("layout", by_default(["cp2", "tp2_cp2", "cp4"], 1))
+def test_a_ring_moves_the_keys_of_other_ranks_once(layout: str) -> None:
+    """2 * (cp - 1) / cp of the bytes of a rank's key heads, forward; tensor-parallel ranks have some of the heads."""
+    layers, micro_batches, element = 3, 4, 4
+    config, degrees = models.build("llama", 1).config, Layout.parse(layout)
+    key_heads, cp = config.num_key_value_heads // degrees.tp, degrees.cp
+    ranks = run_ranks(count_step, degrees.world_size, layers, layout=layout, micro_batch_size=ROWS // micro_batches)
+    keys = ROWS * models.SEQUENCE * key_heads * (config.hidden_size // config.num_attention_heads) * element
+    for rank in ranks:
+        assert sum(call.bytes for call in rank.validation if call.name == "isend") == layers * 2 * keys * (cp - 1) // cp
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import models
 import parity
@@ -20,7 +21,11 @@ from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_3d.context_parallel import ContextParallel, zigzag
+from lightning_3d.context_parallel.attention import Running, make_mask, running
+from lightning_3d.context_parallel.masks import Mask
 from lightning_3d.errors import ConfigError, DataError, LayoutError, PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
@@ -48,8 +53,6 @@ def padded(recipe: Recipe) -> Batch:
     kept[1::4, 9:] = 0
     kept[2::4, :3] = 0
     return batch | {"attention_mask": kept, "labels": batch["labels"].masked_fill(kept == 0, IGNORE)}
-
-
 
 
 def one_token_a_chunk(recipe: Recipe) -> Batch:
@@ -188,9 +191,12 @@ class OwnLoss(Module):
         self.log("rows", float(len(batch["labels"])), reduce_fx="sum")
         self.log("largest", out.logits.max(), reduce_fx="max")
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor | list[Tensor]:
         assert self.model is not None
-        return self.model(input_ids=batch["input_ids"]).logits
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        return [logits] if self.in_lists else logits
+
+    in_lists = False
 
 
 def squared(logits: Tensor, batch: Batch) -> Tensor:
@@ -246,6 +252,44 @@ def test_a_loss_function_of_the_users_own_sees_all_tokens() -> None:
 @pytest.mark.parametrize("kind", by_default(KINDS, 0))
 def test_chunks_of_one_token(kind: str) -> None:
     assert_same_with("short", "llama", "cp4", kind)
+
+
+def predict_in_lists() -> float:
+    """One rank alone looks at what was predicted."""
+    module = OwnLoss(RECIPE)
+    module.in_lists = True
+    trainer = quiet_trainer(strategy=Lightning3DStrategy("tp2_cp2"), devices=4, precision="64-true")
+    [[logits]] = trainer.predict(module, DataLoader(Rows(cut(data(RECIPE), 0, 2)), batch_size=2))  # type: ignore[misc]
+    return logits.sum().item() if dist.get_rank() == 0 else 0.0
+
+
+def test_predictions_in_lists_are_whole_when_the_step_is_over() -> None:
+    expected = initial_model(RECIPE)(input_ids=data(RECIPE)["input_ids"][:2]).logits.sum().item()
+    assert run_ranks(predict_in_lists, 4)[0] == pytest.approx(expected, rel=1e-9)
+
+
+class WithoutPlan(parity.Module):
+    """GPT-2, for which Transformers declares no plan at all."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = small_gpt2()
+
+
+def small_gpt2() -> nn.Module:
+    sizes = {"vocab_size": models.vocabulary("llama"), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": SEQUENCE}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+
+
+def fit_without_plan(**strategy: Any) -> parity.Part:
+    return fit_on_rank(RECIPE, Rows(data(RECIPE)), WithoutPlan(RECIPE), **strategy)
+
+
+@pytest.mark.parametrize("layout", by_default(["cp2", "cp2_dp2"], 0))
+def test_a_model_without_a_plan(layout: str) -> None:
+    with patch.object(models, "build", lambda *args: small_gpt2()):
+        expected = train_on(RECIPE, [split(part, 4) for part in split(data(RECIPE), RECIPE.global_batch)])
+    assert_same_run(run_ranks(fit_without_plan, world_size(layout), layout=layout, micro_batch_size=4), expected, "float64")
 
 
 def evaluate_on_rank(**strategy: Any) -> tuple[dict[str, float], list[Tensor]]:
@@ -337,9 +381,10 @@ def test_ulysses_with_fewer_heads_than_ranks() -> None:
         run_ranks(parity.train_on_rank, 8, Recipe(steps=1), layout="tp2_cp4", cp_kind="ulysses")
 
 
-def test_a_model_that_is_not_of_transformers() -> None:
-    with pytest.raises(PlanError, match="attention of Transformers models, and PlainModel is none"):
-        run_ranks(parity.train_on_rank, 2, Recipe(models.PLAIN, steps=1), layout="cp2", plan=models.PlainModel.plan)
+@pytest.mark.parametrize("plan", [models.PlainModel.plan, None], ids=["planned", "no plan"])
+def test_a_model_that_is_not_of_transformers(plan: Any) -> None:
+    with pytest.raises(PlanError, match="replaces the attention of .*(and PlainModel is none|but Module has none)"):
+        run_ranks(parity.train_on_rank, 2, Recipe(models.PLAIN, steps=1), layout="cp2", plan=plan)
 
 
 def train_on_different_rows() -> None:
@@ -354,7 +399,7 @@ def test_ranks_that_share_a_sequence_read_the_same_batch() -> None:
 
 
 def test_wrong_kinds() -> None:
-    with pytest.raises(ConfigError, match='cp_kind is "Ring"; did you mean "ring"|it must be ring or ulysses'):
+    with pytest.raises(ConfigError, match='cp_kind is "Ring". Did you mean "ring". It must be ring or ulysses'):
         Lightning3DStrategy("cp2", cp_kind="Ring")
 
 
@@ -399,6 +444,17 @@ def test_what_a_model_may_not_have_or_get(name: str) -> None:
         run_ranks(train_changed, 2, config, call)
 
 
+@pytest.mark.parametrize("how", [{"q_length": 4, "q_offset": 0}, {"cache_position": torch.arange(4)}], ids=["length", "places"])
+def test_masks_are_made_as_every_version_of_transformers_asks(how: dict[str, Any]) -> None:
+    """5.2 names the places of the queries, 5.17 and later their number."""
+    context: Any = ContextParallel(None, 2, 0)  # type: ignore[arg-type]
+    call = Running(Mask(context, 8), zigzag.positions(8, 2, 0).unsqueeze(0), 1, {})
+    seen = lambda row, head, q, k: (k <= q) & (q - k < 3)  # noqa: E731
+    with running(call):
+        mask = make_mask(batch_size=1, kv_length=4, kv_offset=0, mask_function=seen, local_size=3, **how)
+    assert (mask.window, mask.length, mask.documents) == (3, 8, None)
+
+
 def train_a_part() -> None:
     class Part(Module):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -412,5 +468,3 @@ def train_a_part() -> None:
 def test_a_part_of_the_model_alone() -> None:
     with pytest.raises(PlanError, match="A part of the model was called without the rest"):
         run_ranks(train_a_part, 2)
-
-

@@ -4,6 +4,7 @@
 """
 
 import csv
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import parity
 import pytest
 import torch
 from command_line import run_commands
+from counting import HostWaits
 from parity import assert_same_training
 from plain_module import VOCABULARY, LanguageModel
 from ranks import run_ranks
@@ -22,6 +24,8 @@ from test_checkpoint import all_tensors, assert_equal, make_trainer
 from test_short_batches import batches_of_all_lengths, train_batches, train_rows
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from lightning_3d.strategy import Lightning3DStrategy
 
 LAYOUTS = ("pp2_dp2", "tp2", "ep2_dp2", "ep4_dp4", "ep8_dp8", "tp2_ep2", "tp2_ep4_dp4", "ep2_pp2_dp2", "tp2_ep4_pp2_dp2", "tp4_ep2_pp2")
 NO_TENSOR_PLAN = ("gpt_oss",)
@@ -137,6 +141,29 @@ def test_bf16(layout: str, strategy: dict[str, Any]) -> None:
     assert part.grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)
 
 
+def waits_of_a_step(layers: int) -> list[str]:
+    """For what the host waits in forward and backward of a step, with grouped products and losses of routers."""
+    recipe = Recipe("mixtral", layers=layers, steps=1, global_batch=4)
+    plan = Lightning3DStrategy("tp2_ep4_dp2", moe_aux_loss=0.1, moe_z_loss=0.01, seed=0)
+    trainer = parity.quiet_trainer(strategy=plan, devices=4, max_steps=1)
+    waits, step = HostWaits(), plan.training_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with waits:
+            return step(*args, **kwargs)
+
+    plan.training_step = counted  # type: ignore[method-assign]
+    trainer.fit(parity.Module(recipe), datamodule=parity.Data(parity.Rows(data(recipe)), 2))
+    return waits.names
+
+
+def test_the_host_waits_once_for_each_layer() -> None:
+    """For the number of tokens that come; what a step waits for beside that does not depend on the number of layers."""
+    few, many = (run_ranks(waits_of_a_step, 4, layers) for layers in (2, 5))
+    for short, long in zip(few, many, strict=True):
+        assert Counter(long) - Counter(short) == Counter({"tolist": 3})
+
+
 class Mixture(LanguageModel):
     """With a bias that balances the experts: a buffer that changes from step to step."""
 
@@ -221,8 +248,6 @@ def test_refusals(layout: str, model: str, options: dict[str, Any], words: list[
     for message in run_ranks(refuse, 2, layout, model, **options):
         assert all(word in message for word in words), message
         assert message.split(":")[0] in ("ConfigError", "PlanError", "LayoutError")
-
-
 
 
 @pytest.mark.full

@@ -185,29 +185,37 @@ def fused_backward_on_cpu(grad: Tensor, query: Tensor, key: Tensor, value: Tenso
     return backward(grad, query, key, value, out, lse, 0.0, how["causal"], scale=how["scale"])
 
 
-def fused_cases_on_rank(names: tuple[str, ...]) -> tuple[list[list[Tensor]], int]:
-    """With PyTorch's fused attention of the CPU in the place of CUDA's, for blocks that it fits; and how many did."""
-    covers: list[Any] = []
+def fused_cases_on_rank(names: tuple[str, ...]) -> list[tuple[list[Tensor], int]]:
+    """With PyTorch's fused attention of the CPU in the place of CUDA's, and tiles of four tokens; and how often it was called."""
+    calls: list[None] = []
 
     def fits(query: Tensor, value: Tensor, cover: Any, scores: Any) -> bool:
-        whole = cover in (kernels.Cover.EVERYTHING, kernels.Cover.CAUSAL)
-        covers.extend([cover] if whole else [])
-        return whole
+        return cover in (kernels.Cover.EVERYTHING, kernels.Cover.CAUSAL)
 
-    changes = {"_fused": fits, "flash_attention": fused_on_cpu, "flash_attention_backward": fused_backward_on_cpu}
+    def fused(*args: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        calls.append(None)
+        return fused_on_cpu(*args, **how)
+
+    changes = {"_fused": fits, "flash_attention": fused, "flash_attention_backward": fused_backward_on_cpu, "LARGEST_TILE": 4}
+    found = []
     with patch.multiple(kernels, **changes):
-        return [attention_on_rank(replace(CASES[name], key_heads=4), "ring")[0] for name in names], len(covers)
+        for name in names:
+            calls.clear()
+            found.append((attention_on_rank(replace(CASES[name], key_heads=4), "ring")[0], len(calls)))
+    return found
 
 
 def test_blocks_of_fused_attention_add_up() -> None:
-    names = ("plain", "documents", "window", "padding")
+    """Where only a part of a block counts too, as far as its parts count as a whole."""
+    names = ("plain", "documents", "window", "padding", "wide keys")
     results = run_ranks(fused_cases_on_rank, 2, names)
     for index, name in enumerate(names):
         case = replace(CASES[name], key_heads=4)
-        found = put_together([parts[index] for parts, _ in results], case)
+        found = put_together([parts[index][0] for parts in results], case)
         for got, expected in zip(found, full_attention(case), strict=True):
             assert (got.double() - expected).abs().max() < TOLERANCE
-    assert all(fused > 2 * 5 for _, fused in results)  # the plain one alone has five blocks on a rank of two
+        assert all(parts[index][1] > 0 for parts in results), name  # no whole block has a window, and few have documents or padding
+    assert [parts[0][1] for parts in results] == [5, 5]  # of eight blocks of chunks, those in the past
 
 
 def test_the_operators_of_cuda_take_what_they_are_given() -> None:

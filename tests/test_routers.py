@@ -12,8 +12,10 @@ from parity import assert_same_training
 from ranks import run_ranks
 from reference import Recipe
 from torch import Tensor, nn
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from lightning_3d.errors import PlanError
 from lightning_3d.expert_parallel.losses import balancing_loss, scores_of, tokens_per_expert
 
 BOTH = {"moe_aux_loss": 0.1, "moe_z_loss": 0.01}
@@ -46,6 +48,30 @@ def test_the_loss_of_one_layer_is_the_one_of_transformers() -> None:
     chosen = logits.softmax(-1).topk(2).indices
     found = balancing_loss(scores_of(logits, sigmoid=False), tokens_per_expert(chosen, 8))
     assert found.item() == pytest.approx(float(load_balancing_loss_func((logits,), 8, 2)), rel=1e-6)
+
+
+class OtherRouters(parity.Module):
+    """Llama 4, whose routers return scores and logits."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            sizes = {"vocab_size": models.vocabulary("mixtral"), "head_dim": 8, "intermediate_size_mlp": 48, "num_hidden_layers": 2}
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
+            config = Llama4TextConfig(**models.COMMON | sizes | experts | {"num_key_value_heads": 2})
+            self.model = Llama4ForCausalLM(config)
+
+
+def train_other(layout: str = "dp1", **strategy: Any) -> list[float]:
+    recipe = Recipe("mixtral", steps=2)
+    return parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), OtherRouters(recipe), layout=layout, **strategy).losses
+
+
+def test_routers_that_return_something_else() -> None:
+    assert torch.tensor(run_ranks(train_other, 1)[0]).isfinite().all()
+    with pytest.raises(PlanError, match="does not return .* Leave moe_aux_loss out"):
+        run_ranks(train_other, 1, moe_aux_loss=0.1)
+    with pytest.raises(PlanError, match="are not called with .* Use tp 1"):
+        run_ranks(train_other, 2, layout="tp2")
 
 
 class Asked(parity.Module):

@@ -99,18 +99,20 @@ def attention(
 
 
 def make_mask(
-    q_length: int,
-    kv_length: int,
+    *,
     mask_function: Callable[..., Tensor],
+    q_length: int | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     device: Any = None,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Mask:
     """The mask of one kind of layers, in the place of a tensor.
 
     Args:
         mask_function: (batch, head, query, key) -> whether the score counts, as the model would have it for this rank's tokens alone.
+        q_length: tokens of this rank. cache_position: their places, in versions of Transformers that give these (5.2).
         local_size: the window of these layers.
 
     Raises:
@@ -122,6 +124,9 @@ def make_mask(
             "A part of the model was called without the rest. With context parallelism (cp) a step calls the model itself, which cuts the"
             " sequence."
         )
+    if q_length is None:
+        assert cache_position is not None
+        q_length, device = len(cache_position), cache_position.device
     kind = (local_size, attention_mask is None)
     separate = call.layers.get(kind)
     if separate is None:

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.context_options import check_fields
 from lightning_3d.context_parallel.attention import NAME
-from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.errors import PlanError
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-ROPE_TYPES = ("dynamic", "longrope")
 RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
 
 
@@ -29,14 +28,10 @@ def require_replaceable(module: nn.Module, blocks: list[nn.Module]) -> None:
             f"Context parallelism (cp) replaces the attention of Transformers models, and {name} is none. Use cp 1, or write the model's"
             " attention with Transformers' AttentionInterface."
         )
+    check_fields(name, lambda key: getattr(config, key, None))
     reason = _what_else(module, config, blocks)
     if reason:
         raise PlanError(f"Context parallelism (cp) cannot cut {name}: {reason}. Use cp 1.")
-    dropout = next((value for key in ("attention_dropout", "attn_pdrop") if (value := getattr(config, key, None))), 0.0)
-    if dropout:
-        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not have. Set it to 0.")
-    if getattr(config, "output_attentions", False):
-        raise ConfigError(f"{name} returns attention weights (output_attentions), which context parallelism (cp) has not. Turn it off.")
     _replace(module, name, choose)
 
 
@@ -60,16 +55,8 @@ def _what_else(module: nn.Module, config: Any, blocks: list[nn.Module]) -> str:
         return "it has inputs beside one sequence of tokens"
     if not _is_language_model(module):
         return "its head is not one of a causal language model"
-    kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if kinds:
-        return f"it has layers of the kind {sorted(kinds)[0]}"
-    if getattr(config, "attention_chunk_size", None):
-        return "it has chunked attention"
     if getattr(config, "output_router_logits", False):
         return "the loss of its router (output_router_logits) looks at all tokens"
-    rope = _rope_type(config)
-    if rope in ROPE_TYPES:
-        return f"its rotary positions (rope_type {rope}) depend on the length of the sequence"
     for block in blocks:
         for child in block.modules():
             kind = type(child).__name__.lower()
@@ -83,13 +70,3 @@ def _is_language_model(module: nn.Module) -> bool:
     outputs = getattr(module, "get_output_embeddings", None)
     has_head = outputs is not None and outputs() is not None
     return has_head or getattr(module, "base_model", None) is module
-
-
-def _rope_type(config: Any) -> str | None:
-    for name in ("rope_parameters", "rope_scaling"):
-        found = getattr(config, name, None)
-        if isinstance(found, dict):
-            for values in (found, *(value for value in found.values() if isinstance(value, dict))):
-                if values.get("rope_type") in ROPE_TYPES:
-                    return str(values["rope_type"])
-    return None

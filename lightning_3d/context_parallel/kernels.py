@@ -4,16 +4,19 @@ Two parts of the keys give (out, lse) each; together they are the mean of the ou
 Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135). With the lse of all keys, the backward of a part needs
 nothing of the others.
 
-On CUDA, 16-bit blocks of which everything or the causal half counts run PyTorch's flash attention. Others, and everything on the CPU,
-are computed in tiles of plain matrix products: no more than `TILE_ELEMENTS` scores exist at a time.
+A block of which only a part counts (at the edge of a window or of a document, with padding) is halved until its parts count as a whole,
+not at all, or are small. On CUDA, 16-bit parts of which everything or the causal half counts run PyTorch's flash attention. Others, and
+everything on the CPU, are computed in tiles of plain matrix products: no more than `TILE_ELEMENTS` scores exist at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.context_parallel.masks import Cover, Mask, Span
@@ -88,22 +91,15 @@ def attend(
     Args:
         query: (batch, heads, queries, width). key, value: (batch, key heads, keys, width), which divide the heads.
     """
-    cover = mask.cover(queries, keys)
-    if cover is Cover.NOTHING:
-        return
-    if _fused(query, value, cover, scores):
-        out, lse = flash_attention(query, key, value, causal=cover is Cover.CAUSAL, scale=scores.scale)
-        result.add(out.to(result.out.dtype), lse.to(result.lse.dtype))
-        return
-    size = _tile(query)
-    for rows in queries.cut(size):
-        place = rows.start - queries.start
-        part, own = result.narrow(place, rows.length), query.narrow(2, place, rows.length)
-        for columns in keys.cut(size):
-            if mask.cover(rows, columns) is not Cover.NOTHING:
-                place = columns.start - keys.start
-                k, v = key.narrow(2, place, columns.length), value.narrow(2, place, columns.length)
-                part.add(*_tile_forward(own, k, v, _seen(mask, rows, columns, query.device), scores))
+    for rows, columns, cover in _parts(queries, keys, mask, query, value, scores):
+        own, there = (2, rows.start - queries.start, rows.length), (2, columns.start - keys.start, columns.length)
+        q, k, v = query.narrow(*own), key.narrow(*there), value.narrow(*there)
+        if _fused(query, value, cover, scores):
+            out, lse = flash_attention(q, k, _as_wide(v, q), causal=cover is Cover.CAUSAL, scale=scores.scale)
+            out = out[..., : v.shape[-1]]
+        else:
+            out, lse = _tile_forward(q, k, v, _seen(mask, rows, columns, cover, query.device), scores)
+        result.narrow(*own[1:]).add(out.to(result.out.dtype), lse.to(result.lse.dtype))
 
 
 def attend_backward(
@@ -125,34 +121,48 @@ def attend_backward(
         grad_out: of `result.out`, (batch, heads, queries, value width). delta: its product with that, (batch, heads, queries).
         result: of the queries with all keys there are.
     """
-    cover = mask.cover(queries, keys)
+    for rows, columns, cover in _parts(queries, keys, mask, query, value, scores):
+        own, there = (2, rows.start - queries.start, rows.length), (2, columns.start - keys.start, columns.length)
+        q, k, v = query.narrow(*own), key.narrow(*there), value.narrow(*there)
+        grad, seen_by = grad_out.narrow(*own), result.narrow(*own[1:])
+        if _fused(query, value, cover, scores):
+            wide_v, *made = (_as_wide(x, q) for x in (v, grad.to(query.dtype), seen_by.out))
+            grad, out, lse = (x.contiguous() for x in (*made, seen_by.lse))  # the kernel takes lse as it lies
+            found = flash_attention_backward(grad, q, k, wide_v, out, lse, causal=cover is Cover.CAUSAL, scale=scores.scale)
+            found = (*found[:2], found[2][..., : v.shape[-1]])
+        else:
+            seen = _seen(mask, rows, columns, cover, query.device)
+            found = _tile_backward(q, grad, delta.narrow(*own), finite(seen_by.lse), k, v, seen, scores)
+        for total, part, place in zip((gradients.query, gradients.key, gradients.value), found, (own, there, there), strict=True):
+            total.narrow(*place).add_(part)
+
+
+def _parts(
+    queries: Span, keys: Span, mask: Mask, query: Tensor, value: Tensor, scores: Scores
+) -> Iterator[tuple[Span, Span, Cover]]:
+    """What of a block counts, in parts that are computed at once: tiles, and all that flash attention can compute."""
+    cover, size = mask.cover(queries, keys), _tile(query)
     if cover is Cover.NOTHING:
         return
-    if _fused(query, value, cover, scores):
-        grad_out, out, lse = (x.contiguous() for x in (grad_out.to(query.dtype), result.out, result.lse))  # the kernel takes lse as it lies
-        found = flash_attention_backward(grad_out, query, key, value, out, lse, causal=cover is Cover.CAUSAL, scale=scores.scale)
-        for total, part in zip((gradients.query, gradients.key, gradients.value), found, strict=True):
-            total.add_(part)
+    if max(queries.length, keys.length) <= size or _fused(query, value, cover, scores):
+        yield queries, keys, cover
         return
-    size = _tile(query)
-    for rows in queries.cut(size):
-        place = (2, rows.start - queries.start, rows.length)
-        own = (query.narrow(*place), grad_out.narrow(*place), delta.narrow(*place), finite(result.lse.narrow(*place)))
-        for columns in keys.cut(size):
-            if mask.cover(rows, columns) is not Cover.NOTHING:
-                there = (2, columns.start - keys.start, columns.length)
-                seen = _seen(mask, rows, columns, query.device)
-                q, k, v = _tile_backward(*own, key.narrow(*there), value.narrow(*there), seen, scores)
-                gradients.query.narrow(*place).add_(q)
-                gradients.key.narrow(*there).add_(k)
-                gradients.value.narrow(*there).add_(v)
+    for rows in queries.halves(size):
+        for columns in keys.halves(size):
+            yield from _parts(rows, columns, mask, query, value, scores)
 
 
 def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
-    """Whether flash attention can compute a block."""
-    fits = query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    """Whether flash attention can compute a part."""
+    fits = value.shape[-1] <= query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     whole = cover in (Cover.EVERYTHING, Cover.CAUSAL)
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None
+
+
+def _as_wide(x: Tensor, query: Tensor) -> Tensor:
+    """Values, or results, filled up with zeros where keys are wider (multi-head latent attention): flash attention has one width."""
+    missing = query.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _tile(query: Tensor) -> int:
@@ -160,8 +170,8 @@ def _tile(query: Tensor) -> int:
     return min(LARGEST_TILE, max(16, isqrt(TILE_ELEMENTS // (query.shape[0] * query.shape[1]))))
 
 
-def _seen(mask: Mask, rows: Span, columns: Span, device: torch.device) -> Tensor | None:
-    return None if mask.cover(rows, columns) is Cover.EVERYTHING else mask.of(rows, columns, device)
+def _seen(mask: Mask, rows: Span, columns: Span, cover: Cover, device: torch.device) -> Tensor | None:
+    return None if cover is Cover.EVERYTHING else mask.of(rows, columns, device)
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:

@@ -38,9 +38,12 @@ class Span:
     def last(self) -> int:
         return self.stop - 1
 
-    def cut(self, size: int) -> list[Span]:
-        """The span in pieces of at most `size`."""
-        return [Span(start, min(size, self.stop - start)) for start in range(self.start, self.stop, size)]
+    def halves(self, size: int) -> tuple[Span, ...]:
+        """The span in two pieces, or whole where it is not longer than `size`."""
+        if self.length <= size:
+            return (self,)
+        half = self.length // 2
+        return Span(self.start, half), Span(self.start + half, self.length - half)
 
 
 @dataclass(frozen=True, eq=False)

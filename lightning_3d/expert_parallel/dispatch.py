@@ -36,8 +36,7 @@ class ExpertParallel:
     Attributes:
         group: their process group. size: number of them. index: this rank's place in the group; it has the experts
             index * experts / size and following.
-        tokens: how the tokens of a replicated residual stream are dealt to tensor-parallel ranks first; None where each rank has tokens
-            of its own, without tensor parallelism or where the sequence is cut already.
+        tokens: how the tokens, which tensor-parallel ranks hold alike, are dealt to these first; None without tensor parallelism.
     """
 
     group: dist.ProcessGroup

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.classes import specialize
-from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.errors import ConfigError, PlanError, listed
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts
 from lightning_3d.expert_parallel.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
@@ -178,7 +178,12 @@ class Routers:
     def routed(self, layer: int, output: Any, *, training: bool) -> Any:
         """What a router returned, with its losses attached and without the pairs for which there is no room."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
-            raise PlanError(f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens.")
+            if not self.options.asked_for and not self.aux_loss:
+                return output  # nothing is known of it, and nothing is wanted
+            raise PlanError(
+                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it can have neither losses"
+                f" nor a capacity. Leave {listed([*self.options.asked_for] or ['output_router_logits'])} out."
+            )
         logits, weights, chosen = output
         experts = self.experts[layer]
         dropped = None

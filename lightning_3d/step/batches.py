@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_3d.containers import tensors_of
+from lightning_3d.context_parallel.whole import WholeSequence
 from lightning_3d.errors import DataError
 from lightning_3d.schedules import ScheduleInfo
+from lightning_3d.stand_ins import whole_arguments
+from lightning_3d.tensor_parallel import VocabParallelLogits
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 """`split_batch(batch, n)`: the user's own cut of a batch into n micro-batches of equal size."""
@@ -175,13 +178,18 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
     if isinstance(first, Mapping):
         return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
     if isinstance(first, list):
-        return [item for output in outputs for item in output]
+        return [_whole(item) for output in outputs for item in output]
     if isinstance(first, tuple):
         return tuple(merge_outputs(items, weights) for items in zip(*outputs, strict=True))
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         kind = torch.float64 if isinstance(first, float) else torch.int64
         return merge_outputs([torch.tensor(output, dtype=kind) for output in outputs], weights).item()
     return outputs[-1]
+
+
+def _whole(value: Any) -> Any:
+    """The same, with all tokens and the full vocabulary in the place of tensors that only look whole: now, while all ranks are here."""
+    return whole_arguments(whole_arguments(value, WholeSequence), VocabParallelLogits)
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -77,7 +77,6 @@ class TokenMeanLoss:
         self._weights.count_tokens(tokens)
         return total / tokens.to(total.dtype).clamp(min=1)
 
-
     @staticmethod
     def count_targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
         """How many target tokens a call with these labels averages over."""

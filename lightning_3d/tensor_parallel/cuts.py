@@ -5,6 +5,7 @@ Pure arithmetic on shapes; the modules may be on meta, and some of them may be g
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -42,6 +43,7 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int) -> dict[str, Cu
         PlanError: a style that its module cannot have.
     """
     cuts = dict(_named(module, plan))
+    _require_routed(module, cuts)
     for parent, names in _by_parent(cuts).items():
         heads = heads_of(module, parent, {name: cuts[name] for name in names})
         if heads is not None:
@@ -50,6 +52,15 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int) -> dict[str, Cu
         cuts.update(_activation_parameters(module, parent, cuts))
         cuts.update(_packed_pair(module, parent, cuts, tp_size))
     return cuts
+
+
+def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
+    """Refuse experts that are given tokens alone (Llama 4): of these nothing says which expert gets which."""
+    for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts"):
+        if len(inspect.signature(module.get_submodule(name).forward).parameters) < 3:
+            raise PlanError(
+                f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot cut them. Use tp 1."
+            )
 
 
 def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
