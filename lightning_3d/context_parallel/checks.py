@@ -65,8 +65,6 @@ def _what_else(module: nn.Module, config: Any, blocks: list[nn.Module]) -> str:
         return f"it has layers of the kind {sorted(kinds)[0]}"
     if getattr(config, "attention_chunk_size", None):
         return "it has chunked attention"
-    if getattr(config, "output_router_logits", False):
-        return "the loss of its router (output_router_logits) looks at all tokens"
     rope = _rope_type(config)
     if rope in ROPE_TYPES:
         return f"its rotary positions (rope_type {rope}) depend on the length of the sequence"
