@@ -233,7 +233,8 @@ def assemble(
     if layout.cp > 1:
         share_sequences(module, find_blocks(module, plan), context_of(mesh, cp_kind))
     choose_products(module, plan)
-    routers = make_routers(module, plan.experts, expert_options, mesh, device)
+    shards = sequence if regions is not None and layout.ep > 1 else None
+    routers = make_routers(module, plan.experts, expert_options, mesh, device, shards)
     process_blocks(find_blocks(module, plan), block_options)
     if regions is not None:
         deal_sequence(module, regions, context)
@@ -267,7 +268,7 @@ def _cut_layers(
 ) -> None:
     """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
     if mesh.layout.ep > 1:
-        tokens = TokenParts(tensor) if tensor.size > 1 else None
+        tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
         deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)

@@ -61,7 +61,11 @@ def one_token_a_chunk(recipe: Recipe) -> Batch:
     return batch | {"position_ids": places}
 
 
-BATCHES = {"packed": packed, "padded": padded, "short": one_token_a_chunk}
+def twelve_tokens(recipe: Recipe) -> Batch:
+    return {key: value[:, :12] for key, value in data(recipe).items()}
+
+
+BATCHES = {"packed": packed, "padded": padded, "short": one_token_a_chunk, "twelve": twelve_tokens}
 
 
 def train_batches(recipe: Recipe, batches: str, **strategy: Any) -> parity.Part:
