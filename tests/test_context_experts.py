@@ -127,18 +127,18 @@ def test_tokens_that_tensor_parallel_ranks_do_not_divide(model: str, layout: str
 # What sequence parallelism leaves of a mixture
 
 
-def count_gathers(layout: str, plan: dict[str, Any] | None) -> int:
+def count_gathers(layout: str) -> int:
     """All-gathers of the hidden states of one micro-batch, forward and backward."""
     recipe = Recipe("mixtral", layers=2, steps=1, global_batch=2)
     with recording() as recorder:
-        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), layout=layout, plan=plan)
+        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), layout=layout)
     part = recipe.global_batch * models.SEQUENCE * models.COMMON["hidden_size"] // 2
     return sum(call.name == "all_gather_into_tensor" and call.numel == part for call in recorder.calls)
 
 
 def test_a_mixture_gathers_nothing_where_its_experts_are_dealt() -> None:
     """Its router sees this rank's tokens. An attention gathers once each way and once more in the backward, the ends once each way."""
-    assert run_ranks(count_gathers, 2, "tp2_ep2", None)[0] == 3 * 2 + 2
+    assert run_ranks(count_gathers, 2, "tp2_ep2")[0] == 3 * 2 + 2
 
 
 def test_a_shared_expert_that_is_cut_gathers_the_tokens_of_a_mixture() -> None:

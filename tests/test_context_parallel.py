@@ -144,6 +144,20 @@ def test_every_family_with_documents_and_padding(batches: str, model: str, layou
     assert_same_with(batches, model, layout, kind, "float32" if zero else "float64", zero)
 
 
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    by_default([("tp2_cp2", False), ("tp2_cp2", True), ("tp2_pp2_cp2", False), ("tp2_pp2_cp2", True), ("tp4_cp2", True)], 0),
+)
+def test_with_sequence_parallelism_and_without(layout: str, sequence_parallel: bool) -> None:
+    parity.assert_same_training("llama", layout, dtype="float64", sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.full
+def test_tokens_that_tensor_parallel_ranks_do_not_divide() -> None:
+    """Four ranks share six."""
+    assert_same_with("twelve", "llama", "tp4_cp2", "ring")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", parity.SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)

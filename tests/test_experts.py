@@ -137,6 +137,16 @@ def test_bf16(layout: str, strategy: dict[str, Any]) -> None:
     assert part.grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "layout"), [("qwen2_moe", "tp2_ep2"), ("mixtral", "ep2_dp2")])
+def test_compiled_blocks(model: str, layout: str) -> None:
+    """Graphs end around routers and experts; what is computed stays."""
+    recipe = Recipe(model)
+    strategy = {"layout": layout, "micro_batch_size": 4, "compile": True}
+    parity.assert_same_run(run_ranks(parity.train_on_rank, 2, recipe, timeout=500, **strategy), reference(recipe)[0])
+
+
 class Mixture(LanguageModel):
     """With a bias that balances the experts: a buffer that changes from step to step."""
 
