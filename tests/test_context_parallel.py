@@ -360,6 +360,27 @@ def test_a_model_that_is_not_of_transformers() -> None:
         run_ranks(parity.train_on_rank, 2, Recipe(models.PLAIN, steps=1), layout="cp2", plan=models.PlainModel.plan)
 
 
+def refuse_own_attention() -> str:
+    class Fixed(Module):
+        """A model that goes on with its own attention."""
+
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.set_attn_implementation = lambda name: None  # type: ignore[assignment, union-attr]
+
+    recipe = Recipe(steps=1, global_batch=4)
+    try:
+        fit_on_rank(recipe, Rows(cut(data(recipe), 0, 4)), Fixed(recipe), layout="cp2")
+    except PlanError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_model_whose_attention_cannot_be_replaced() -> None:
+    for message in run_ranks(refuse_own_attention, 2):
+        assert "cannot replace the attention of LlamaForCausalLM" in message and message.endswith("Use cp 1.")
+
+
 def train_on_different_rows() -> None:
     recipe = Recipe(steps=1, global_batch=4)
     batch = {key: value[dist.get_rank() :][:4] for key, value in data(recipe).items()}

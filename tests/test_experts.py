@@ -23,6 +23,8 @@ from test_short_batches import batches_of_all_lengths, train_batches, train_rows
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from lightning_3d.errors import ConfigError
+
 LAYOUTS = ("pp2_dp2", "tp2", "ep2_dp2", "ep4_dp4", "ep8_dp8", "tp2_ep2", "tp2_ep4_dp4", "ep2_pp2_dp2", "tp2_ep4_pp2_dp2", "tp4_ep2_pp2")
 NO_TENSOR_PLAN = ("gpt_oss",)
 
@@ -233,6 +235,27 @@ def test_refusals(layout: str, model: str, options: dict[str, Any], words: list[
         assert message.split(":")[0] in ("ConfigError", "PlanError", "LayoutError")
 
 
+class TooManyChoices(parity.Module):
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        for router in self.model.modules():
+            if type(router).__name__.endswith("Router"):
+                router.top_k = 9  # type: ignore[assignment]
+
+
+def refuse_choices() -> str:
+    recipe = Recipe("mixtral", steps=1)
+    try:
+        parity.fit_on_rank(recipe, parity.Rows(data(recipe)), TooManyChoices(recipe), layout="ep2_dp2")
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_f15_more_choices_than_experts() -> None:
+    for message in run_ranks(refuse_choices, 2):
+        assert "sends each token to 9 experts, but there are only 8" in message
 
 
 @pytest.mark.full
