@@ -223,7 +223,8 @@ def assemble(
         gather_regions(module, regions, context)
     if layout.cp > 1:
         share_sequences(module, find_blocks(module, plan), context_of(mesh, options.cp_kind))
-    routers = make_routers(module, plan.experts, options.experts, mesh, device)
+    shards = sequence if regions is not None and layout.ep > 1 else None
+    routers = make_routers(module, plan.experts, options.experts, mesh, device, shards)
     process_blocks(find_blocks(module, plan), options.blocks)
     if regions is not None:
         deal_sequence(module, regions, context)
@@ -258,7 +259,7 @@ def _cut_layers(
 ) -> None:
     """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
     if mesh.layout.ep > 1:
-        tokens = TokenParts(tensor) if tensor.size > 1 else None
+        tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
         deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)

@@ -19,8 +19,8 @@ class ExpertOptions:
             layers.
         bias_update: how much the bias that a router adds to the scores of its experts before it chooses moves after each optimizer
             step, towards experts with few tokens (arXiv:2408.15664); for models with such a bias (DeepSeek-V3). 0 leaves it alone.
-        capacity_factor: an expert takes at most so many times its even share of the tokens of a rank's micro-batch; first choices go
-            before second ones, then the earlier token (GShard, arXiv:2006.16668). Others pass it by. None: no token is dropped.
+        capacity_factor: an expert takes at most so many times its even share of the tokens that a rank has of a micro-batch; first
+            choices go before second ones, then the earlier token (GShard, arXiv:2006.16668). Others pass it by. None: no token is dropped.
 
     Raises:
         ConfigError: a number that cannot be.

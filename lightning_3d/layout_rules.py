@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, lcm
 
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.layout import Layout, divisors
@@ -142,20 +142,29 @@ def check_cp_kind(kind: str) -> str:
     return kind
 
 
-def _check_context_parallel(layout: Layout, heads: int | None, seq_len: int | None, cp_kind: str) -> None:
-    chunks = 2 * layout.cp
-    if layout.cp == 1:
-        return
-    if seq_len is not None and seq_len % chunks:
-        near = [length for length in (seq_len // chunks * chunks, (seq_len // chunks + 1) * chunks) if length > 0]
-        raise LayoutError(
-            f"cp {layout.cp} cuts a sequence into 2 * cp = {chunks} equal chunks, but it has {seq_len} tokens. Use a sequence length of"
-            f" {listed(near, last='or')}."
-        )
-    if cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
+def _check_ulysses(layout: Layout, heads: int | None, cp_kind: str) -> None:
+    if layout.cp > 1 and cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
         raise LayoutError(
             f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
             f" model has {heads} heads. Use cp_kind=ring."
+        )
+
+
+def _check_sequence(layout: Layout, tokens: int, sequence_parallel: bool) -> None:
+    """A sequence is cut into 2 * cp chunks, of which each rank has two; with sequence parallelism tp ranks share these."""
+    tp, cp = layout.tp if sequence_parallel else 1, layout.cp
+    chunks = 2 * cp if cp > 1 else 1
+    unit = lcm(chunks, tp * cp)
+    near = listed([length for length in (tokens // unit * unit, (tokens // unit + 1) * unit) if length > 0], last="or")
+    if tokens % chunks:
+        raise LayoutError(
+            f"cp {cp} cuts a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
+        )
+    if tokens % unit:
+        where = f"a context-parallel rank has {tokens // cp} of its {tokens} tokens (cp {cp})" if cp > 1 else f"it has {tokens} tokens"
+        raise LayoutError(
+            f"With sequence parallelism tp must divide the sequence, but {where} and tp is {tp}. Use a sequence length of {near}, or"
+            " parallelism.sequence_parallel=false."
         )
 
 
@@ -229,7 +238,7 @@ def check_model(
     check_available(layout)
     if schedule is not None:
         check_schedule(layout, schedule)
-    _check_context_parallel(layout, heads, seq_len, cp_kind)
+    _check_ulysses(layout, heads, cp_kind)
     _check_tensor_parallel(layout, heads, kv_heads, vocab, intermediate)
     if layers is not None:
         _check_layers(layout, layers, schedule)
@@ -238,12 +247,8 @@ def check_model(
             f"The sequence has {seq_len} tokens, but the model has only {max_positions} positions."
             f" Use a sequence length of at most {max_positions}."
         )
-    if sequence_parallel and seq_len is not None and seq_len % layout.tp:
-        near = listed([count for count in (seq_len - seq_len % layout.tp, seq_len + -seq_len % layout.tp) if count], last="or")
-        raise LayoutError(
-            f"With sequence parallelism tp must divide the sequence, but it has {seq_len} tokens and tp is {layout.tp}. Use a sequence"
-            f" length of {near}, or parallelism.sequence_parallel=false."
-        )
+    if seq_len is not None:
+        _check_sequence(layout, seq_len, sequence_parallel)
     if schedule is not None and micro_batches is not None:
         check_micro_batches(layout, schedule, micro_batches)
 

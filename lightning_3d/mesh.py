@@ -22,6 +22,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
     ("tp", "pp"),  # model parallel, for DeepSpeed's mpu
     ("dp", "cp"),  # gradients of replicated weights
+    ("tp", "cp"),  # tokens of one micro-batch
     ("tp", "cp", "pp"),  # gradient norm
     ("cp", "pp", "dp"),  # loss and logged values: everything but tensor-parallel replicas
 )

@@ -27,6 +27,10 @@ class SequenceShards:
         """Tokens on each rank; where ranks do not divide the sequence, the last ones hold some that are padding."""
         return -(-self.length // self.ranks)
 
+    def real(self, rank: int) -> int:
+        """Tokens on a rank that are no padding."""
+        return min(self.part, max(self.length - rank * self.part, 0))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShards:
         """A copied model (weight averaging) runs in the same forwards."""
         return self

@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Mixtures of 8 experts, of which a token sees 2.
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 8}),
+    "mixtral": ("Mixtral", {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 8, "sliding_window": 8}),
     "qwen3_moe": (
         "Qwen3Moe",
         {

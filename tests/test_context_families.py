@@ -150,8 +150,7 @@ def refusal(family: str, options: dict[str, Any]) -> None:
     share(build(family, options), "ring")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", by_default(list(REFUSED), list(REFUSED).index("mamba")))
 def test_a_family_is_refused_by_name(family: str) -> None:
     options, message = REFUSED[family]
     with pytest.raises((PlanError, ConfigError), match=message):

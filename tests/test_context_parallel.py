@@ -64,7 +64,11 @@ def one_token_a_chunk(recipe: Recipe) -> Batch:
     return batch | {"position_ids": places}
 
 
-BATCHES = {"packed": packed, "padded": padded, "short": one_token_a_chunk}
+def twelve_tokens(recipe: Recipe) -> Batch:
+    return {key: value[:, :12] for key, value in data(recipe).items()}
+
+
+BATCHES = {"packed": packed, "padded": padded, "short": one_token_a_chunk, "twelve": twelve_tokens}
 
 
 def train_batches(recipe: Recipe, batches: str, **strategy: Any) -> parity.Part:
@@ -141,6 +145,20 @@ def test_every_family(model: str, layout: str, kind: str) -> None:
 def test_every_family_with_documents_and_padding(batches: str, model: str, layout: str, kind: str) -> None:
     zero = 1 if "dp2" in layout else 0
     assert_same_with(batches, model, layout, kind, "float32" if zero else "float64", zero)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    by_default([("tp2_cp2", False), ("tp2_cp2", True), ("tp2_pp2_cp2", False), ("tp2_pp2_cp2", True), ("tp4_cp2", True)], 0),
+)
+def test_with_sequence_parallelism_and_without(layout: str, sequence_parallel: bool) -> None:
+    parity.assert_same_training("llama", layout, dtype="float64", sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.full
+def test_tokens_that_tensor_parallel_ranks_do_not_divide() -> None:
+    """Four ranks share six."""
+    assert_same_with("twelve", "llama", "tp4_cp2", "ring")
 
 
 @pytest.mark.full
@@ -385,6 +403,27 @@ def test_ulysses_with_fewer_heads_than_ranks() -> None:
 def test_a_model_that_is_not_of_transformers(plan: Any) -> None:
     with pytest.raises(PlanError, match="replaces the attention of .*(and PlainModel is none|but Module has none)"):
         run_ranks(parity.train_on_rank, 2, Recipe(models.PLAIN, steps=1), layout="cp2", plan=plan)
+
+
+def refuse_own_attention() -> str:
+    class Fixed(Module):
+        """A model that goes on with its own attention."""
+
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.set_attn_implementation = lambda name: None  # type: ignore[assignment, union-attr]
+
+    recipe = Recipe(steps=1, global_batch=4)
+    try:
+        fit_on_rank(recipe, Rows(cut(data(recipe), 0, 4)), Fixed(recipe), layout="cp2")
+    except PlanError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_model_whose_attention_cannot_be_replaced() -> None:
+    for message in run_ranks(refuse_own_attention, 2):
+        assert "cannot replace the attention of LlamaForCausalLM" in message and message.endswith("Use cp 1.")
 
 
 def train_on_different_rows() -> None:

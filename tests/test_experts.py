@@ -25,6 +25,7 @@ from test_short_batches import batches_of_all_lengths, train_batches, train_rows
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from lightning_3d.errors import ConfigError
 from lightning_3d.strategy import Lightning3DStrategy
 
 LAYOUTS = ("pp2_dp2", "tp2", "ep2_dp2", "ep4_dp4", "ep8_dp8", "tp2_ep2", "tp2_ep4_dp4", "ep2_pp2_dp2", "tp2_ep4_pp2_dp2", "tp4_ep2_pp2")
@@ -164,6 +165,16 @@ def test_the_host_waits_once_for_each_layer() -> None:
         assert Counter(long) - Counter(short) == Counter({"tolist": 3})
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "layout"), [("qwen2_moe", "tp2_ep2"), ("mixtral", "ep2_dp2")])
+def test_compiled_blocks(model: str, layout: str) -> None:
+    """Graphs end around routers and experts; what is computed stays."""
+    recipe = Recipe(model)
+    strategy = {"layout": layout, "micro_batch_size": 4, "compile": True}
+    parity.assert_same_run(run_ranks(parity.train_on_rank, 2, recipe, timeout=500, **strategy), reference(recipe)[0])
+
+
 class Mixture(LanguageModel):
     """With a bias that balances the experts: a buffer that changes from step to step."""
 
@@ -248,6 +259,29 @@ def test_refusals(layout: str, model: str, options: dict[str, Any], words: list[
     for message in run_ranks(refuse, 2, layout, model, **options):
         assert all(word in message for word in words), message
         assert message.split(":")[0] in ("ConfigError", "PlanError", "LayoutError")
+
+
+class TooManyChoices(parity.Module):
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        for router in self.model.modules():
+            if type(router).__name__.endswith("Router"):
+                router.top_k = 9  # type: ignore[assignment]
+
+
+def refuse_choices() -> str:
+    recipe = Recipe("mixtral", steps=1)
+    try:
+        parity.fit_on_rank(recipe, parity.Rows(data(recipe)), TooManyChoices(recipe), layout="ep2_dp2")
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_f15_more_choices_than_experts() -> None:
+    for message in run_ranks(refuse_choices, 2):
+        assert "sends each token to 9 experts, but there are only 8" in message
 
 
 @pytest.mark.full

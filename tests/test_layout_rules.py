@@ -197,6 +197,23 @@ def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
     check_model(parse("cp4"), seq_len=104)
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "says", "near"),
+    [
+        ("tp4_cp2", 1028, "a context-parallel rank has 514 of its 1028 tokens (cp 2) and tp is 4", "1024 or 1032"),
+        ("tp3_cp4", 1000, "has 250 of its 1000 tokens (cp 4) and tp is 3", "984 or 1008"),
+        ("tp8_cp2", 4, "has 2 of its 4 tokens (cp 2) and tp is 8", "16"),
+        ("tp4_cp2", 1022, "2 * cp = 4 equal chunks, but it has 1022 tokens", "1016 or 1024"),
+    ],
+)
+def test_f13_tensor_parallel_ranks_share_the_tokens_of_a_context_parallel_rank(name: str, tokens: int, says: str, near: str):
+    message = refusal(check_model, parse(name), seq_len=tokens, sequence_parallel=True)
+    assert says in message and f"Use a sequence length of {near}" in message
+    for length in near.split(" or "):
+        check_model(parse(name), seq_len=int(length), sequence_parallel=True)
+    check_model(parse(name), seq_len=tokens - tokens % (2 * parse(name).cp), sequence_parallel=False)
+
+
 def test_ulysses_needs_heads():
     message = refusal(check_model, parse("tp2_cp4"), heads=12, cp_kind="ulysses")
     assert "the tp * cp = 8 ranks" in message and message.endswith("the model has 12 heads. Use cp_kind=ring.")

@@ -61,6 +61,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["parallelism=tp4", "data.sequence_length=250"],
         ["250 tokens", "tp is 4", "248 or 252", "sequence_parallel=false"],
     ),
+    "f13_sequence_of_a_context_rank": (
+        ["parallelism=tp4_cp2", "data.sequence_length=252"],
+        ["126 of its 252 tokens (cp 2)", "tp is 4", "248 or 256", "sequence_parallel=false"],
+    ),
     "f14_positions": (["data.sequence_length=5000"], ["5000 tokens", "only 1024 positions"]),
     "f10_ep_experts": (
         ["parallelism=dp8_ep8", "+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"],

@@ -55,8 +55,6 @@ def _what_else(module: nn.Module, config: Any, blocks: list[nn.Module]) -> str:
         return "it has inputs beside one sequence of tokens"
     if not _is_language_model(module):
         return "its head is not one of a causal language model"
-    if getattr(config, "output_router_logits", False):
-        return "the loss of its router (output_router_logits) looks at all tokens"
     for block in blocks:
         for child in block.modules():
             kind = type(child).__name__.lower()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import ceil
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -16,28 +15,23 @@ def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int64)).to(torch.float64)
 
 
-def balancing_loss(scores: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def balancing_loss(scores: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
     """E * sum over experts of f * P: f the tokens of an expert divided by all tokens, P the mean of its scores.
 
     The Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) with k choices of each token counted, as Transformers does: k
     for an even load. Of a layer and a micro-batch.
 
     Args:
-        scores: (n, E), each row of sum 1. counts: `tokens_per_expert` of these tokens.
-        group: the ranks over which the tokens of the micro-batch lie: one all-reduce of E + 1 numbers; the sum over the ranks is the
-            loss. None: all are here.
+        scores: (n, E), each row of sum 1. Where the tokens lie on several ranks, those here: the sum over the ranks is the loss.
+        counts: `tokens_per_expert` of all tokens of the micro-batch. rows: number of these, at least 1.
     """
-    totals = torch.cat([counts, counts.new_full((1,), len(scores))])
-    if group is not None:
-        dist.all_reduce(totals, group=group)
-    rows = totals[-1].clamp(min=1)
-    shares = (totals[:-1] / rows).to(scores.dtype)
+    shares = (counts / rows).to(scores.dtype)
     return len(counts) * (shares * scores.sum(0) / rows.to(scores.dtype)).sum()
 
 
-def z_loss(logits: Tensor, rows: Tensor | int) -> Tensor:
-    """Sum over tokens of the squared log-sum-exp of their logits (n, E), divided by `rows` (ST-MoE, arXiv:2202.08906, equation 5)."""
-    return torch.logsumexp(logits, -1).square().sum() / rows
+def z_loss(logits: Tensor, rows: Tensor) -> Tensor:
+    """Mean over tokens of the squared log-sum-exp of their logits (n, E) (ST-MoE, arXiv:2202.08906, equation 5); see `balancing_loss`."""
+    return torch.logsumexp(logits, -1).square().sum() / rows.to(logits.dtype)
 
 
 def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:

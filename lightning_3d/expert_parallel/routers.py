@@ -19,6 +19,7 @@ from lightning_3d.expert_parallel.dispatch import DispatchedExperts
 from lightning_3d.expert_parallel.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
 from lightning_3d.lightning_compat import autograd_is_running
 from lightning_3d.mesh import Mesh
+from lightning_3d.sequence import SequenceShards
 
 ROUTER_NAMES = ("gate", "router")
 """What a router is called, beside the experts in their module. It returns (logits, weights, experts) of its tokens."""
@@ -60,13 +61,22 @@ class Routers:
         names: of all routers of the whole model, in order. experts: of each.
         mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
         device: of the tensors.
+        shards: how the tokens that routers see are dealt to tensor-parallel ranks; None where each of these sees all of them.
     """
 
-    def __init__(self, options: ExpertOptions, names: Sequence[str], experts: Sequence[int], mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: ExpertOptions,
+        names: Sequence[str],
+        experts: Sequence[int],
+        mesh: Mesh,
+        device: torch.device,
+        shards: SequenceShards | None = None,
+    ) -> None:
         self.options = options
         self.names, self.experts = tuple(names), tuple(experts)
         self.aux_loss = options.aux_loss or 0.0
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._shards = mesh, device, shards
         self._local: dict[int, Any] = {}
         self._weights: dict[int, Tensor] = {}
         self._fillers: set[int] = set()
@@ -89,7 +99,8 @@ class Routers:
     @property
     def tokens_lie_on(self) -> dist.ProcessGroup | None:
         """The ranks over which the tokens of one micro-batch lie; None for one rank."""
-        return self._mesh.group("cp") if self._mesh.size("cp") > 1 else None
+        axes = [axis for axis in ("cp", "tp") if self._mesh.size(axis) > 1 and (axis == "cp" or self._shards is not None)]
+        return self._mesh.group(*axes) if axes else None
 
     def use(self, options: ExpertOptions) -> None:
         """Go on with other coefficients. What the model's own configuration asked for stays where `options` leave it open."""
@@ -153,7 +164,7 @@ class Routers:
         Args:
             weight: of the loss, over all micro-batches and data-parallel ranks.
         """
-        dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp"))
+        dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp") if self._shards is None else None)
         widest = max(self.experts)
         self._loads = self._loads + self._sums[:, :widest]
         self._training = False
@@ -188,35 +199,53 @@ class Routers:
         experts = self.experts[layer]
         dropped = None
         if self.options.capacity_factor is not None:
-            kept = fits(chosen, experts, self.options.capacity_factor)
-            weights, dropped = weights.masked_fill(~kept, 0.0), (~kept).sum()
+            lost = ~fits(self._real(chosen), experts, self.options.capacity_factor)
+            weights, dropped = weights.masked_fill(self._with_padding(lost, len(chosen)), 0.0), lost.sum()
         if not (self._training and training):
             return logits, weights, chosen
         weight = self._weights[self._micro_batch]
-        counts = tokens_per_expert(chosen, experts)
-        aux, z = self._losses(layer, logits, counts)
+        seen = self._real(chosen)
+        counts = tokens_per_expert(seen, experts)
+        aux, z = self._losses(layer, self._real(logits), counts)
         factor = weight / len(self.names)
         if self.aux_loss and weights.requires_grad:
             weights = attach(weights, aux, factor * self.aux_loss)
         if self.options.z_loss and weights.requires_grad:
             weights = attach(weights, z, factor * self.options.z_loss)
         if not autograd_is_running() and self._micro_batch not in self._fillers:  # else it is recomputed
-            pairs = counts.new_full((), chosen.numel())
+            pairs = counts.new_full((), seen.numel())
             last = torch.stack([aux.detach().double() * weight, z.detach().double() * weight, _number(dropped, pairs), pairs])
             self._sums[layer, :experts] += counts
             self._sums[layer, -4:] += last
         return logits, weights, chosen
 
+    def _real(self, rows: Tensor) -> Tensor:
+        """The rows of tokens, without those that fill up a part of a sequence that tensor-parallel ranks do not divide."""
+        shards = self._shards
+        if shards is None or shards.length % shards.ranks == 0:
+            return rows
+        return rows.unflatten(0, (-1, shards.part))[:, : shards.real(self._mesh.index("tp"))].flatten(0, 1)
+
+    def _with_padding(self, lost: Tensor, rows: int) -> Tensor:
+        """Which of all rows are `lost` (n, k): what fills up a part is."""
+        if len(lost) == rows:
+            return lost
+        assert self._shards is not None
+        every = lost.new_ones((rows // self._shards.part, self._shards.part, *lost.shape[1:]))
+        every[:, : self._shards.real(self._mesh.index("tp"))] = lost.unflatten(0, (len(every), -1))
+        return every.flatten(0, 1)
+
     def _losses(self, layer: int, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        group = self.tokens_lie_on
+        """This rank's part of the two losses of a micro-batch: one all-reduce of experts + 1 numbers where others have tokens of it."""
         if not (self.aux_loss or self.options.z_loss):
             logits = logits.detach()  # they are only shown
-        rows = torch.full((), len(logits), dtype=torch.float64, device=logits.device)
-        if group is not None:
-            dist.all_reduce(rows, group=group)
+        totals = torch.cat([counts, counts.new_full((1,), len(logits))])
+        if (group := self.tokens_lie_on) is not None:
+            dist.all_reduce(totals, group=group)
+        rows = totals[-1].clamp(min=1)
         scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return balancing_loss(scores, counts, group), z_loss(wide, rows.clamp(min=1).to(wide.dtype))
+        return balancing_loss(scores, totals[:-1], rows), z_loss(wide, rows)
 
 
 class WatchedRouter:
@@ -252,9 +281,17 @@ def find_routers(module: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
 
 def make_routers(
-    module: nn.Module, experts: Sequence[str], options: ExpertOptions, mesh: Mesh, device: torch.device
+    module: nn.Module,
+    experts: Sequence[str],
+    options: ExpertOptions,
+    mesh: Mesh,
+    device: torch.device,
+    shards: SequenceShards | None = None,
 ) -> Routers | None:
     """The routers of the whole `module`; None where there are none.
+
+    Args:
+        shards: see `Routers`.
 
     Raises:
         ConfigError: an option that the model has nothing for.
@@ -272,7 +309,7 @@ def make_routers(
         )
     for name in found:
         _check_top_k(name, modules[name], found[name])
-    return Routers(options, list(found), list(found.values()), mesh, device)
+    return Routers(options, list(found), list(found.values()), mesh, device, shards)
 
 
 def _check_top_k(name: str, router: nn.Module, experts: int) -> None:

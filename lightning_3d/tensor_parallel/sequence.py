@@ -41,7 +41,8 @@ class SequenceRegions:
         parents: names of the modules that work on the whole sequence, attentions and MLPs.
         closed: those of them between whose layers tensors are whole on every rank (gather pairs).
         ends: names of the row-parallel layers.
-        wholes: names of attentions that are not cut and of mixtures of experts: their input is gathered, and what follows is their affair.
+        wholes: names of attentions that are not cut and of mixtures whose experts are: their input is gathered, and what follows is
+            their affair. A mixture whose experts are dealt to expert-parallel ranks works on this rank's tokens.
     """
 
     layers: str
@@ -74,8 +75,9 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         raise PlanError("The plan names no blocks ('pp'), so nothing says where a sequence could be dealt out.")
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
-    mixtures = frozenset(name.rpartition(".")[0] for name in plan.experts if name in modules)
-    layers = [name for name in cuts if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, mixtures)]
+    mixtures = {name.rpartition(".")[0]: _is_dealt(plan.cut_of(name)) for name in plan.experts if name in modules}
+    whole = [name for name, dealt in mixtures.items() if not dealt]
+    layers = [name for name in cuts if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, whole)]
     for name in layers:
         cut = cuts[name]
         if cut.style in COLUMN_STYLES | ROW_STYLES:
@@ -94,8 +96,15 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
     return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes))
 
 
-def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: frozenset[str]) -> Iterator[str]:
-    """Attentions that are no regions, and mixtures of experts.
+def _is_dealt(cut: Cut | None) -> bool:
+    return cut is not None and cut.style == "ep_dispatch_experts"
+
+
+def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Mapping[str, bool]) -> Iterator[str]:
+    """Attentions that are no regions, and mixtures of experts that are not dealt.
+
+    Args:
+        mixtures: name -> whether its experts are dealt to ranks that send each other tokens.
 
     Raises:
         PlanError: another module with parameters that may mix tokens.
@@ -105,6 +114,8 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: fro
         if inner in parents or next(child.parameters(), None) is None:
             continue
         if "Norm" in type(child).__name__ or isinstance(child, _BY_TOKEN) or is_adapter(child):
+            continue
+        if mixtures.get(inner):
             continue
         if any(parent.startswith(f"{inner}.") for parent in parents):
             yield from _mixing(inner, child, parents, mixtures)
@@ -173,24 +184,30 @@ class SequenceBlock:
 
 
 class GatheredRegion:
-    """Mixin for a module whose layers are cut, an attention or an MLP: it gets the whole sequence."""
+    """Mixin for a module whose layers are cut, an attention or an MLP: it gets the whole sequence.
+
+    Some mixtures of experts call one, a shared expert, with the rows of a batch one after the other: (batch * part, hidden).
+    """
 
     tp_context: TensorParallel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, place = _hidden_states(args, kwargs)
         context = self.tp_context
+        flat = hidden.ndim == 2
+        hidden = hidden.unflatten(0, (-1, context.sequence.part)) if flat else hidden
         whole = _Gather.apply(hidden, context)
         args, kwargs = _put(whole, place, args, kwargs)
         outer, context.gathered = context.gathered, Gathered(whole, hidden, context) if _may_gather_again() else None
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             context.gathered = outer
+        return output.flatten(0, 1) if flat else output
 
 
 class WholeRegion:
-    """Mixin for an attention that is not cut, or a mixture of experts: every rank gives it all tokens, and goes on with its part."""
+    """Mixin for an attention that is not cut, or a mixture whose experts are: every rank gives it all tokens, and goes on with its part."""
 
     tp_context: TensorParallel
 
