@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_3d.adapters import own
 from lightning_3d.errors import PlanError, did_you_mean
+from lightning_3d.transformers_compat import models_in
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
@@ -175,10 +176,7 @@ def find_transformers_model(root: nn.Module) -> tuple[str, nn.Module]:
     Raises:
         PlanError: there is none, or there are several.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in root.named_modules():
-        if is_transformers_model(module) and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
+    found = models_in(root)
     if len(found) != 1:
         there = "none" if not found else f"{len(found)}: {', '.join(found)}"
         raise PlanError(

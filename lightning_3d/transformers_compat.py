@@ -25,6 +25,15 @@ def is_transformers_model(module: nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
+def models_in(root: nn.Module) -> dict[str, nn.Module]:
+    """The models of Transformers in a module, by their names there, without those that are parts of others."""
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        if is_transformers_model(module) and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
 @dataclass(frozen=True)
 class Made:
     """How Transformers makes a parameter of stored tensors.
@@ -92,14 +101,14 @@ def _matches(patterns: Iterable[str] | None, name: str) -> bool:
 
 def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
     """Class and configuration of every model of Transformers in a module, by its name there, and whether it has adapters of PEFT."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, module in root.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if is_transformers_model(module) and not inside:
-            config = json.loads(cast(Any, module).config.to_json_string(use_diff=False))
-            adapted = any(is_adapter(layer) for layer in module.modules())
-            found[name] = {"class": type(module).__name__, "config": config, "adapted": adapted}
-    return found
+    return {
+        name: {
+            "class": type(model).__name__,
+            "config": json.loads(cast(Any, model).config.to_json_string(use_diff=False)),
+            "adapted": any(is_adapter(layer) for layer in model.modules()),
+        }
+        for name, model in models_in(root).items()
+    }
 
 
 def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
