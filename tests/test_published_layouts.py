@@ -25,8 +25,8 @@ PUBLISHED = {
     "The Ultra-Scale Playbook (Hugging Face), benchmarks of nanotron": "pp8 pp16_dp8 tp4_pp16_dp4 tp16_dp16 tp16_pp2_dp8 tp16_pp16_dp2"
     " tp32_dp16 tp32_pp4_dp4 tp2_pp32_dp8 tp8_pp32",
 }
-OF_RECIPES = {recipe(name)[1].layout for name in ON_GPUS}
-LAYOUTS = sorted({name for names in PUBLISHED.values() for name in names.split()} | {layout.name for layout in OF_RECIPES if layout.ep == 1})
+OF_RECIPES = {layout.name for layout in (recipe(name)[1].layout for name in ON_GPUS) if layout.ep == 1}
+LAYOUTS = sorted({name for names in PUBLISHED.values() for name in names.split()} | OF_RECIPES)
 
 
 @pytest.fixture
