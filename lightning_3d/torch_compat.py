@@ -118,6 +118,19 @@ def allow_second_backward() -> None:
     torch._functorch.config.donated_buffer = False
 
 
+def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> None:
+    """Replace `x`, contiguous, by its sum over the group, or what another operation makes of it."""
+    import torch.distributed as dist
+
+    from lightning_3d import exchange
+
+    op = dist.ReduceOp.SUM if op is None else op
+    if exchange.fits_whole(x, group):
+        exchange.all_reduce(x, group, op)
+    else:
+        dist.all_reduce(x, op, group)
+
+
 def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
     """Start to collect the parts of all ranks, equal in size, one behind the other. Returns the work to wait for.
 
@@ -125,6 +138,10 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
     """
     import torch.distributed as dist
 
+    from lightning_3d import exchange
+
+    if exchange.fits(part, group):
+        return exchange.all_gather(whole, part, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
 
@@ -136,6 +153,10 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Wor
     """
     import torch.distributed as dist
 
+    from lightning_3d import exchange
+
+    if exchange.fits(whole, group):
+        return exchange.reduce_scatter(part, whole, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(part, whole, group=group, async_op=True)
 

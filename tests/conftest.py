@@ -1,11 +1,18 @@
-"""For all tests: the warm pool of ranks, and the parity table at the end of a session."""
+"""For all tests: the warm pool of ranks, the length of runs that are compared, and the parity table at the end of a session."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from ranks import POOL, run_ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs of 8 steps by default, of 20 in the long sweeps: ranks inherit it."""
+    if config.option.markexpr == "not full":
+        os.environ.setdefault("PARITY_STEPS", "8")
 
 
 @pytest.fixture(scope="session")

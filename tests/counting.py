@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_3d import exchange
 
 # Function -> the argument, by name and position, that holds what this rank hands over (or what it only receives).
 COLLECTIVES: dict[str, tuple[str, int]] = {
@@ -35,6 +38,13 @@ OWN_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+EXCHANGES = {  # how they are made over gloo
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
 }
 
 
@@ -68,22 +78,16 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record every call made as ``torch.distributed.<function>``; what these call inside is not counted again."""
+    """Record every call made as ``torch.distributed.<function>`` or as one of ``exchange``; what these call inside is not counted again."""
     recorder = Recorder()
-    own = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-    aliases = {alias: getattr(dist, alias) for alias in OWN_NAMES if hasattr(dist, alias)}
-    batched = dist.batch_isend_irecv
-    try:
-        for name, function in own.items():
-            setattr(dist, name, _recorded(recorder, name, function))
-        for alias, function in aliases.items():
-            setattr(dist, alias, _recorded(recorder, OWN_NAMES[alias], function))
-        dist.batch_isend_irecv = _recorded_batch(recorder, batched)
+    names = {name: name for name in COLLECTIVES} | OWN_NAMES
+    with pytest.MonkeyPatch.context() as patch:
+        for place, counted in ((dist, names), (exchange, EXCHANGES)):
+            for name, called in counted.items():
+                if hasattr(place, name):
+                    patch.setattr(place, name, _recorded(recorder, called, getattr(place, name)))
+        patch.setattr(dist, "batch_isend_irecv", _recorded_batch(recorder, dist.batch_isend_irecv))
         yield recorder
-    finally:
-        for name, function in (own | aliases).items():
-            setattr(dist, name, function)
-        dist.batch_isend_irecv = batched
 
 
 def _recorded(recorder: Recorder, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import models
 import torch
 from ranks import run_ranks
-from reference import Noise, Recipe, Run, compare, data, initial_model, reference, tuned
+from reference import STEPS, Noise, Recipe, Run, compare, data, initial_model, reference, tuned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -115,7 +115,7 @@ class Measured:
 HEADER = (
     f"{'model':<9} {'layout':<12} {'schedule':<21} {'mode':<13}  "
     f"{'loss':<17}  {'grad norm':<17}  {'weights':<17}      s\n"
-    "largest error over 20 steps (the reference's own reordering noise); losses and norms relative, weights absolute"
+    f"largest error over {STEPS} steps (the reference's own reordering noise); losses and norms relative, weights absolute"
 )
 TABLE: list[Measured] = []  # printed at the end of the session, see conftest.py
 

@@ -7,6 +7,7 @@ Of the package it uses only ``initialize``, for the same initial weights.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_3d.initialization import initialize
 
+STEPS = int(os.environ.get("PARITY_STEPS", "20"))  # fewer in a session without the long sweeps, see conftest.py
 Step = Callable[[nn.Module, models.Batch], Tensor]
 
 
@@ -27,7 +29,7 @@ class Recipe:
     model: str = "llama"
     layers: int = 4
     dtype: str = "float32"
-    steps: int = 20
+    steps: int = STEPS
     global_batch: int = 16
     learning_rate: float = 3e-4
     weight_decay: float = 0.1

@@ -48,6 +48,7 @@ def test_data_ranks_share_the_rows_of_every_step(dp: int) -> None:
         assert torch.equal(together, expected)
 
 
+@pytest.mark.full
 def test_a_contender_takes_one_step_when_it_is_told_to() -> None:
     with Contender("plain", "tp1", 1, steps=3) as contender:
         assert all(contender.step() > 0 for _ in range(2))

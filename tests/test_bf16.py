@@ -16,7 +16,7 @@ LAYOUTS = [
     pytest.param("dp4", {}, marks=pytest.mark.full),
     pytest.param("tp2_pp2_dp2", {"zero_stage": 1}, marks=pytest.mark.full),
     ("pp2_dp2", {"zero_stage": 2, "zero_reduce": "micro_batch", "schedule": "ZBVZeroBubble"}),
-    ("tp2_dp2", {"zero_stage": 3}),
+    pytest.param("tp2_dp2", {"zero_stage": 3}, marks=pytest.mark.full),
 ]
 
 

@@ -11,6 +11,7 @@ from memory import LiveBytes
 from parity import Module, Part, Rows, assert_same_run, assert_same_training, fit_on_rank, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
+from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -40,7 +41,7 @@ def _name(options: dict[str, Any]) -> str:
     return "-".join(str(key if value is True else value) for key, value in options.items())
 
 
-@pytest.mark.parametrize("options", COMMON, ids=_name)
+@pytest.mark.parametrize("options", by_default(COMMON, 0, 1, 2, 4), ids=_name)
 def test_recomputation_is_exact(options: dict[str, Any]) -> None:
     assert_same_training(**options)
 
@@ -133,7 +134,7 @@ def count_sums(**strategy: Any) -> int:
     return len(recorder.over((0, 1), "all_reduce", "reduce_scatter_tensor", numel=size))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
 def test_what_is_communicated_again(sequence_parallel: bool) -> None:
     """Two sums forward and two backward in each of four blocks, with embedding and head two more. A full recomputation repeats the sum
     after the attention; that at the end of a block it does not need."""
@@ -161,7 +162,7 @@ def count_kept_sums(**strategy: Any) -> int:
     return counted.sent
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
 @pytest.mark.parametrize(("keep", "sums"), [(None, 4), (["mm"], 8)], ids=["attention", "mm"])
 def test_what_was_communicated_is_kept(keep: list[str] | None, sums: int, sequence_parallel: bool) -> None:
     """One sum after each of four attentions, or two in each of four blocks, once."""
@@ -187,7 +188,11 @@ def dropped_run(**strategy: Any) -> Part:
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "selective", "recompute_keep": ["mm", "native_dropout"]}],
+    [
+        {"recompute": "full"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.full),
+        {"recompute": "selective", "recompute_keep": ["mm", "native_dropout"]},
+    ],
     ids=_name,
 )
 def test_the_same_dropout_is_drawn_again(options: dict[str, Any]) -> None:

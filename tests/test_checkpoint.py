@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from parity import StepValues, quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
+from sweeps import by_default
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -146,7 +147,7 @@ def uninterrupted() -> list[float]:
     return run_fit("tp2_pp2_dp2", 2)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", by_default(list(SOURCES), 1))
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     [
@@ -174,7 +175,7 @@ def test_resuming_on_the_same_layout_is_exact(saved: dict[str, Path], uninterrup
     assert run_fit("tp2_pp2_dp2", 2, resume=str(saved["zero0"])) == uninterrupted[STEPS_PER_EPOCH:]
 
 
-@pytest.mark.parametrize(("zero", "other"), [(0, 1), (1, 3), (3, 0)])
+@pytest.mark.parametrize(("zero", "other"), by_default([(0, 1), (1, 3), (3, 0)], 1, 2))
 def test_bf16_resumes_with_its_master_weights(zero: int, other: int, tmp_path: Path) -> None:
     first, again, wide = (str(tmp_path / f"{name}.ckpt") for name in ("first", "again", "wide"))
     run_fit("pp2_dp2", 1, at_end=first, zero_stage=zero, precision="bf16-true")

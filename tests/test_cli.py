@@ -26,7 +26,6 @@ FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.ran
 
 LINES: dict[str, list[str]] = {
     "run": QUICK,
-    "raise": [*QUICK, *FAULTY],
     "kill": [*QUICK, *FAULTY, "+callbacks.faulty.how=kill"],
     "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
     "spawn": [*QUICK, "trainer.start_method=spawn"],
@@ -79,24 +78,19 @@ def test_configuration_in_the_run_folder_is_complete(results: dict[str, Result],
     assert config["run_folder"] == str(folder / "run")
 
 
-def test_failing_rank_is_told_once(results: dict[str, Result], folder: Path) -> None:
-    result = results["raise"]
+def test_failing_rank_is_told_once_and_ends_those_that_hang(results: dict[str, Result], folder: Path) -> None:
+    result = results["hang"]
     assert result.code == 1
     assert result.output.count("ArithmeticError: rank 1 cannot go on") == 1, result.output
     assert result.output.count("Traceback") == 1
     assert "lightning_3d: rank 1 of 2 failed" in result.output
-    assert (folder / "raise" / "metrics.csv").is_file(), "what the run did until then is kept"
+    assert (folder / "hang" / "metrics.csv").is_file(), "what the run did until then is kept"
 
 
 def test_killed_rank_is_named(results: dict[str, Result]) -> None:
     assert results["kill"].code == 1
     assert "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)" in results["kill"].output
     assert "Traceback" not in results["kill"].output
-
-
-def test_ranks_that_hang_are_ended_with_the_one_that_failed(results: dict[str, Result]) -> None:
-    assert results["hang"].code == 1
-    assert "rank 1 cannot go on" in results["hang"].output
 
 
 def test_fresh_interpreters_train_as_well(results: dict[str, Result], folder: Path) -> None:

@@ -100,7 +100,6 @@ def assert_same_with(batches: str, model: str, layout: str, kind: str, dtype: st
             ("mistral", "cp2_dp2", "ring", 1, "float32"),
             ("phi3", "tp2_pp2_cp2", "ring", 1, "float32"),
         ],
-        0,
         2,
         3,
         4,
@@ -122,8 +121,6 @@ def test_same_as_one_process(model: str, layout: str, kind: str, zero: int, dtyp
             ("padded", "gemma3", "cp2", "ulysses", 0, "float64"),
         ],
         0,
-        1,
-        3,
         4,
     ),
 )

@@ -10,6 +10,7 @@ import torch
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, target_count
+from sweeps import by_default
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -74,7 +75,7 @@ def whole_outputs(recipe: Recipe) -> tuple[float, Tensor]:
 
 
 @every_layout
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", by_default(["llama", "gemma3"], 1))
 def test_evaluation_equals_one_process(model: str, strategy: dict) -> None:
     recipe = Recipe(model)
     loss, logits = whole_outputs(recipe)

@@ -172,6 +172,7 @@ def test_half_written_status_is_none(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
 
 
+@pytest.mark.full
 def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
     path = prepare(tmp_path / "run")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_3d", "run", str(path)]

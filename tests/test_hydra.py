@@ -168,7 +168,7 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
         (["callbacks.progress=5"], r"callbacks.progress has no _target_"),
         (["trainer.extra=5"], "trainer.extra: Cannot assign int to Dict"),
         (["trainer.max_steps=many"], "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$"),
-        (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has compile, layout'),
+        (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has compile, cp_kind, layout'),
         (["parallelism.order=tp"], "parallelism.order: "),
         (["+cluster.gpu_memory=1"], '"cluster.gpu_memory". Did you mean "cluster.memory"'),
         (["~optimizer"], "The group optimizer must be given"),

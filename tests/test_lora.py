@@ -13,7 +13,7 @@ from counting import Recorder, recording
 from parity import SCHEDULES, Cell, Part, Rows, assert_same_run, fit_on_rank
 from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from ranks import run_ranks
-from reference import Recipe, Run, data, initial_model, train
+from reference import STEPS, Recipe, Run, data, initial_model, train
 from sweeps import by_default
 from test_finetuning import MODES, Finetuned
 from torch.utils.data import DataLoader
@@ -30,7 +30,7 @@ def train_on_rank(recipe: Recipe, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Finetuned(recipe, model), **strategy)
 
 
-def recipe_of(cell: Cell, lora: dict[str, Any], steps: int = 20, in_memory: bool = False) -> Recipe:
+def recipe_of(cell: Cell, lora: dict[str, Any], steps: int = STEPS, in_memory: bool = False) -> Recipe:
     words = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}
     return replace(cell.recipe, lora=tuple(words.items()), steps=steps, adapted_in_memory=in_memory)
 
@@ -43,7 +43,7 @@ def check(
     model: str = "llama",
     *,
     dtype: str = "float32",
-    steps: int = 20,
+    steps: int = STEPS,
     in_memory: bool = False,
 ) -> None:
     """Losses, gradient norms, adapters as on one process; the frozen weights bit for bit those of the beginning."""
@@ -75,7 +75,7 @@ def names(values: Any) -> str | None:
     return "all-linear" if values is EVERYWHERE else "queries" if values is QUERIES else None
 
 
-@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 0, 3, 5), ids=names)
+@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 0, 5), ids=names)
 def test_layouts(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model)
 

@@ -36,7 +36,7 @@ def train(**strategy: Any) -> tuple[Part, int]:
     [
         {"layout": "dp2", "zero_stage": 3},
         {"layout": "pp2_dp2", "zero_stage": 3},
-        {"layout": "tp2_dp2", "zero_stage": 3, "zero_reduce": "step"},
+        pytest.param({"layout": "tp2_dp2", "zero_stage": 3, "zero_reduce": "step"}, marks=pytest.mark.full),
         {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
     ],
     ids=lambda strategy: "-".join(map(str, strategy.values())),

@@ -9,6 +9,7 @@ import sharded
 import torch
 from counting import recording
 from ranks import run_ranks
+from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
@@ -135,12 +136,12 @@ PARITY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("mode", PARITY, ids=lambda mode: "-".join(map(str, mode.values())))
+@pytest.mark.parametrize("mode", by_default(PARITY, 0, 3, 4), ids=lambda mode: "-".join(map(str, mode.values())))
 def test_training_equals_one_process(mode: dict[str, Any]) -> None:
     parity.assert_same_training("llama", sequence_parallel=True, **mode)
 
 
-@pytest.mark.parametrize(("model", "layout"), [("qwen3", "tp4_pp2"), ("phi3", "tp2_dp2"), ("gpt_neox", "tp2_pp2_dp2")])
+@pytest.mark.parametrize(("model", "layout"), by_default([("qwen3", "tp4_pp2"), ("phi3", "tp2_dp2"), ("gpt_neox", "tp2_pp2_dp2")], 1))
 def test_without_it_training_equals_one_process(model: str, layout: str) -> None:
     parity.assert_same_training(model, layout, sequence_parallel=False)
 

@@ -77,7 +77,7 @@ def test_job_that_is_being_submitted_is_cancelled_too(tmp_path: Path, monkeypatc
         return SimpleNamespace(cancel=lambda check: cancelled.append(job.number), done=lambda: True)
 
     monkeypatch.setattr(SlurmEngine, "_submit", submit)
-    with interruptible(), pytest.raises(Interrupted):
+    with pytest.raises(Interrupted), interruptible():
         events([job(tmp_path, 7, "")])
     assert cancelled == [7]
 

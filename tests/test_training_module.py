@@ -337,7 +337,8 @@ def test_metrics_of_a_resumed_run_go_on(trained: dict[str, Any], tmp_path: Path)
 
 def test_rows_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    path.write_text(",".join(COLUMNS) + "\n1,2.0,,1e-3,64,10,0.1,\n2,1.9,,1e-")
+    cells = ["2.0", "", "1e-3"] + [""] * (len(COLUMNS) - 4)
+    path.write_text("\n".join([",".join(COLUMNS), ",".join(["1", *cells]), "2,1.9,,1e-"]))
     assert [row["step"] for row in rows_until(path, 9)] == ["1"]
     assert rows_until(tmp_path / "nowhere.csv", 9) == []
 

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from parity import quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
+from sweeps import by_default
 from torch import nn
 
 from lightning_3d.initialization import initialize
@@ -129,13 +130,18 @@ def test_the_reference_learns_and_stops_early(expected: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "strategy"),
-    [
-        ("tp2_pp2_dp2", {}),
-        ("tp2_pp2_dp2", {"zero_stage": 1}),
-        ("pp2_dp2", {"schedule": "ZBVZeroBubble"}),
-        ("tp2_dp2", {"zero_stage": 1}),
-        ("pp2_dp2", {"zero_stage": 3}),
-    ],
+    by_default(
+        [
+            ("tp2_pp2_dp2", {}),
+            ("tp2_pp2_dp2", {"zero_stage": 1}),
+            ("pp2_dp2", {"schedule": "ZBVZeroBubble"}),
+            ("tp2_dp2", {"zero_stage": 1}),
+            ("pp2_dp2", {"zero_stage": 3}),
+        ],
+        1,
+        2,
+        4,
+    ),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",
 )
 def test_every_rank_sees_the_true_values(layout: str, strategy: dict, expected: Outcome, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, target_count
+from sweeps import by_default
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
@@ -226,8 +227,7 @@ def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, 
     return trainer.global_step
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
-@pytest.mark.parametrize("on_step", [False, True])
+@pytest.mark.parametrize(("on_step", "layout"), by_default([(False, "pp2"), (True, "pp2"), (False, "dp2"), (True, "dp2")], 0, 3))
 def test_a_metric_over_all_ranks_inside_a_step_is_refused(on_step: bool, layout: str) -> None:
     """Some ranks never get there: it would wait for ever."""
     with pytest.raises(ConfigError, match="metric.compute"):
@@ -395,8 +395,9 @@ def test_a_pipeline_that_idles_for_want_of_micro_batches_is_told_once() -> None:
     assert run_ranks(warned, 2, "pp2", 1) == [[], []]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("layout", ["tp2_dp4", "tp4_pp1_dp2"])
+@pytest.mark.parametrize(
+    ("layout", "zero"), by_default([(layout, zero) for layout in ("tp2_dp4", "tp4_pp1_dp2") for zero in (0, 1, 3)], 2, 4)
+)
 def test_copies_stay_equal_where_the_vocabulary_is_cut_unevenly(layout: str, zero: int) -> None:
     """67 tokens: tensor-parallel ranks have flat buffers of different sizes, but hold the same norms bit by bit."""
     parity.assert_same_training("llama", layout, zero=zero)

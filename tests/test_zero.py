@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from counting import recording
 from ranks import run_ranks
+from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError, LayoutError
@@ -327,13 +328,13 @@ def test_stage_0_in_single_precision(layout: str) -> None:
     check(Run(layout), weights=1e-6, norm=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, 1, 3, 7, 8))
 @pytest.mark.parametrize("mode", ALL[1:])
 def test_sharded_in_single_precision(layout: str, mode: str) -> None:
     check(Run(layout, mode=mode), weights=5e-5, norm=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "dp4", "tp2_dp2", "pp2_dp2"])
+@pytest.mark.parametrize("layout", by_default(["tp1", "dp4", "tp2_dp2", "pp2_dp2"], 2, 3))
 @every_mode
 def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
     """Against float32 masters and sums in one process; bf16 weights alone would lose most of these updates."""

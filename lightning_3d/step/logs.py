@@ -22,6 +22,7 @@ from lightning_3d.lightning_compat import (
     set_forward_value,
 )
 from lightning_3d.mesh import Mesh
+from lightning_3d.torch_compat import all_reduce_flat
 
 _NOT_REPLAYED = {"sync_dist", "sync_dist_group", "enable_graph", "batch_size", "reduce_fx"}
 """Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank, or stand elsewhere."""
@@ -165,7 +166,7 @@ class StepLog:
             sums[i, 1] = weights.sum()
             peaks[i] = torch.where(weights > 0, -values if key.combine == "min" else values, -torch.inf).max()
         group = self._mesh.group("cp", "pp", "dp")
-        dist.all_reduce(sums, group=group)
+        all_reduce_flat(sums, group)
         if any(key.combine in ("max", "min") for key in keys):
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
         result = []

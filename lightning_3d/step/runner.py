@@ -22,6 +22,7 @@ from lightning_3d.step.batches import MicroBatches, merge_outputs
 from lightning_3d.step.logs import StepLog
 from lightning_3d.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.step.weighting import LossWeights
+from lightning_3d.torch_compat import all_reduce_flat
 from lightning_3d.zero import DataParallelBackend
 
 
@@ -218,7 +219,7 @@ class StepRunner:
                 totals[:2] = torch.stack(self._sums).sum(0)
             extras = float(any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1]))
             totals[2:] = torch.tensor([checksum, checksum**2, 1.0, extras], dtype=torch.float64)
-        dist.all_reduce(totals, group=self._mesh.group("cp", "pp", "dp"))
+        all_reduce_flat(totals, self._mesh.group("cp", "pp", "dp"))
         loss, weight, checksum, squares, sources, extras = totals.tolist()
         if squares * sources != checksum**2:
             raise ConfigError(

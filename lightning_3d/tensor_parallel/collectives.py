@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_3d.torch_compat import (
     all_gather_flat,
+    all_reduce_flat,
     collectives_are_functional,
     functional_gather,
     functional_scatter_sum,
@@ -116,7 +117,7 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling() or collectives_are_functional():
         return functional_sum(x.contiguous(), group)
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    all_reduce_flat(total, group)
     return total
 
 
@@ -132,9 +133,12 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int,
         padding = list(x.shape)
         padding[dim] = longest - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
-    gathered = x.new_empty((len(sizes), *x.shape))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13, where the old name warns
-    gather(gathered.flatten(0, 1), x.contiguous(), group=group)
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        gathered = functional_gather(x, group).unflatten(0, (len(sizes), -1))
+    else:
+        gathered = x.new_empty((len(sizes), *x.shape))
+        all_gather_flat(gathered.flatten(0, 1), x, group).wait()
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
 
 
@@ -148,7 +152,7 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not ctx.owned or not gradient.is_contiguous() or torch.compiler.is_compiling():
             return _all_reduced(gradient, ctx.group), None, None
-        dist.all_reduce(gradient, group=ctx.group)
+        all_reduce_flat(gradient, ctx.group)
         return gradient, None, None
 
 
@@ -165,7 +169,7 @@ class _Reduce(torch.autograd.Function):
 class _ReduceInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        dist.all_reduce(x, group=group)
+        all_reduce_flat(x, group)
         ctx.mark_dirty(x)
         return x
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_3d.errors import DataError
 from lightning_3d.lightning_compat import assert_on_device
+from lightning_3d.torch_compat import all_reduce_flat
 
 
 def vocab_parallel_cross_entropy(
@@ -49,14 +50,14 @@ class _CrossEntropy(torch.autograd.Function):
         scores = logits.to(wide(logits.dtype))
         local, mine = _locate(targets, vocab_offset, logits.shape[-1])
         extremes = torch.stack([scores.amax(-1), mine.to(scores.dtype)])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        all_reduce_flat(extremes, group, dist.ReduceOp.MAX)
         highest, is_held = extremes
 
         # The highest score is subtracted before the exponential and from the target's alike, as log_softmax does.
         shifted = scores - highest.unsqueeze(-1)
         target_score = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
         sums = torch.stack([shifted.exp_().sum(-1), target_score])
-        dist.all_reduce(sums, group=group)
+        all_reduce_flat(sums, group)
 
         total, target_score = sums
         log_total = total.log()

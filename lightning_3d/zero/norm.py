@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.torch_compat import all_reduce_flat
+
 EPSILON = 1e-6
 """Added to the norm when clipping, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -45,7 +47,7 @@ def global_norm(tensors: Iterable[Tensor], device: torch.device, group: dist.Pro
     """Euclidean norm of the gradients that the ranks of `group` (None: all) count: one all-reduce of one number."""
     square = squared_norm(tensors, device)
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(square, group=group)
+        all_reduce_flat(square, group)
     return float(square.sqrt())
 
 
