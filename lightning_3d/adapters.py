@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -75,6 +75,21 @@ def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
                 raise PlanError(
                     f"{kind} of PEFT works on the whole model at once, which no rank has with {axis} > 1. Use LoRA, or {axis}=1."
                 )
+
+
+def refuse_adapted_experts(module: nn.Module, experts: Iterable[str], axis: str) -> None:
+    """Refuse adapters of PEFT on the parameters of experts, where ranks have a part of these.
+
+    Args:
+        experts: names of the modules that hold experts. axis: that deals or cuts them, for the message.
+    """
+    found = dict(module.named_modules())
+    for name in experts:
+        if name in found and is_adapter(found[name]):
+            raise PlanError(
+                f"'{name}' are experts with an adapter, and {axis} > 1 leaves each rank a part of them. Name the layers to adapt, for"
+                f" example target_modules=[q_proj,v_proj], or use {axis}=1."
+            )
 
 
 def origin(name: str) -> str:

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import test_lora
-from parity import Data, Module, Rows, StepValues, assert_same_training, quiet_trainer
+from parity import Cell, Data, Module, Rows, StepValues, assert_same_training, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
 
+from lightning_3d.errors import PlanError
+from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -49,6 +51,14 @@ def test_adapters(model: str, layout: str, mode: str) -> None:
     test_lora.check({"r": 4, "target_modules": projections, "init_lora_weights": False}, layout, mode=mode, model=model)
 
 
+@pytest.mark.parametrize("layout", by_default(["ep2_dp2", "tp2"], 0))
+def test_adapters_of_experts(layout: str) -> None:
+    """Of all linear layers: PEFT takes experts for such."""
+    recipe = test_lora.recipe_of(Cell("mixtral"), test_lora.EVERYWHERE, steps=1)
+    with pytest.raises(PlanError, match=f"experts with an adapter, and {layout[:2]} > 1 .* target_modules"):
+        run_ranks(test_lora.train_on_rank, 2, recipe, layout=layout)
+
+
 def train_mixed(model: str, layout: str, zero: int) -> tuple[list[float], list[float]]:
     """bf16 in matrix products and attention, float32 weights."""
     recipe, values = Recipe(model), StepValues()
@@ -65,6 +75,6 @@ def train_mixed(model: str, layout: str, zero: int) -> tuple[list[float], list[f
 @pytest.mark.parametrize(("model", "layout", "zero"), [("llama", "cp2_dp2", 1), ("mixtral", "ep2_dp2", 0), ("mixtral", "tp2_ep4_dp2", 3)])
 def test_mixed_precision(model: str, layout: str, zero: int) -> None:
     [alone] = run_ranks(train_mixed, 1, model, "tp1", 0)
-    for losses, norms in run_ranks(train_mixed, 8 if "tp2" in layout and "dp4" in layout else 4, model, layout, zero):
+    for losses, norms in run_ranks(train_mixed, Layout.parse(layout).world_size, model, layout, zero):
         assert losses == pytest.approx(alone[0], rel=5e-3)
         assert norms == pytest.approx(alone[1], rel=5e-2)

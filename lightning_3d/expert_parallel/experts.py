@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_3d.adapters import refuse_adapted_experts
 from lightning_3d.classes import specialize
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts, ExpertParallel
@@ -27,10 +28,13 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
         plan: `ParallelPlan.for_experts`.
 
     Raises:
-        LayoutError: the experts cannot be dealt evenly.
+        LayoutError: the experts cannot be dealt evenly. PlanError: they have adapters.
     """
-    specs = {}
-    for name, parameter in _dealt(module, plan) if ep_size > 1 else ():
+    specs: dict[str, ShardSpec] = {}
+    if ep_size == 1:
+        return specs
+    refuse_adapted_experts(module, plan.experts, "ep")
+    for name, parameter in _dealt(module, plan):
         experts = parameter.shape[0]
         if experts % ep_size:
             raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'.")

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_3d.adapters import base_layer, is_adapter, is_lora_linear, lora_variant
+from lightning_3d.adapters import base_layer, is_adapter, is_lora_linear, lora_variant, refuse_adapted_experts
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.sharding import even_range
@@ -55,8 +55,10 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int) -> dict[str, Cu
 
 
 def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Refuse experts that are given tokens alone (Llama 4): of these nothing says which expert gets which."""
-    for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts"):
+    """Refuse experts that are given tokens alone (Llama 4): of these nothing says which expert gets which. And those with adapters."""
+    experts = [name for name, cut in cuts.items() if cut.style == "moe_tp_experts"]
+    refuse_adapted_experts(module, experts, "tp")
+    for name in experts:
         if len(inspect.signature(module.get_submodule(name).forward).parameters) < 3:
             raise PlanError(
                 f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot cut them. Use tp 1."
