@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 def train(cfg: DictConfig) -> dict[str, Any]:
     """Fit, test the best checkpoint if asked, and return the last metrics."""
     L.seed_everything(cfg.seed, workers=True)
-    datamodule: L.LightningDataModule = instantiate(cfg.data)
-    model: L.LightningModule = instantiate(cfg.model)
+    datamodule: L.LightningDataModule = instantiate(cfg.data, _convert_="all")  # its arguments go into checkpoints
+    model: L.LightningModule = instantiate(cfg.model, _convert_="all")
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers)
