@@ -72,7 +72,7 @@ IN_FLOAT32 = ("gemma2", "cohere2", "deepseek_v3")  # its softmax, norm, router
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "position_ids"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "position_ids"),
-    "mamba": ({}, "position_ids"),
+    "mamba": ({}, "linear_attention"),
     "qwen3_next": (MIXTURE, "linear_attention"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv"),
     "falcon_h1": ({}, "hybrid"),

@@ -253,7 +253,7 @@ def test_keys_of_the_group_are_arguments_of_the_strategy() -> None:
     config = composed("parallelism=pp2_dp2", "parallelism.order=[tp,cp,dp,pp]", "parallelism.recompute=selective").parallelism
     strategy = instantiate(config, recompute_keep=["mm"])
     assert type(strategy) is Lightning3DStrategy and strategy.layout == Layout(pp=2, dp=2, order=("tp", "cp", "dp", "pp"))
-    assert (strategy.zero_stage, strategy.micro_batch_size, strategy.blocks.recompute_keep) == (1, 2, ("mm",))
+    assert (strategy.zero_stage, strategy.micro_batch_size, strategy.options.blocks.recompute_keep) == (1, 2, ("mm",))
 
 
 class Mine(Lightning3DStrategy):
