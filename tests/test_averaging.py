@@ -372,7 +372,7 @@ def saved_and_read(path: str, zero_stage: int) -> bool:
     return all(torch.equal(was, now.to(torch.bfloat16)) for was, now in pairs)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", by_default([0, 1], 1))
 def test_what_is_written_last_is_saved(zero_stage: int, tmp_path: Path) -> None:
     """Not the master weights of before, which a wider type would read."""
     assert run_ranks(saved_and_read, 2, str(tmp_path / "last.ckpt"), zero_stage) == [True, True]

@@ -26,7 +26,6 @@ FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.ran
 
 LINES: dict[str, list[str]] = {
     "run": QUICK,
-    "kill": [*QUICK, *FAULTY, "+callbacks.faulty.how=kill"],
     "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
     "spawn": [*QUICK, "trainer.start_method=spawn"],
     "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3,tp2"],
@@ -87,10 +86,12 @@ def test_failing_rank_is_told_once_and_ends_those_that_hang(results: dict[str, R
     assert (folder / "hang" / "metrics.csv").is_file(), "what the run did until then is kept"
 
 
-def test_killed_rank_is_named(results: dict[str, Result]) -> None:
-    assert results["kill"].code == 1
-    assert "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)" in results["kill"].output
-    assert "Traceback" not in results["kill"].output
+@pytest.mark.full
+def test_killed_rank_is_named() -> None:
+    (result,) = run_commands([["train", *QUICK, *FAULTY, "+callbacks.faulty.how=kill"]])
+    assert result.code == 1
+    assert "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_fresh_interpreters_train_as_well(results: dict[str, Result], folder: Path) -> None:
@@ -142,6 +143,7 @@ def test_torchrun_trains_into_one_folder(tmp_path: Path, results: dict[str, Resu
     assert losses(run) == losses(folder / "run")
 
 
+@pytest.mark.full
 def test_failure_under_torchrun_is_told_once(tmp_path: Path) -> None:
     started = time.monotonic()
     done = torchrun([*QUICK, *FAULTY], tmp_path)

@@ -122,16 +122,21 @@ def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches(zero_st
 
 @pytest.mark.parametrize(
     ("pp", "schedule", "crossings"),
-    [
-        (2, "GPipe", 1),
-        (2, "1F1B", 1),
-        (4, "1F1B", 3),
-        (2, "Interleaved1F1B", 3),
-        (2, "LoopedBFS", 3),
-        (2, "InterleavedZeroBubble", 3),
-        (2, "ZBVZeroBubble", 2),  # of three boundaries, the one at the bottom of the V stays on its rank
-        (2, "DualPipeV", 2),
-    ],
+    by_default(
+        [
+            (2, "GPipe", 1),
+            (2, "1F1B", 1),
+            (4, "1F1B", 3),
+            (2, "Interleaved1F1B", 3),
+            (2, "LoopedBFS", 3),
+            (2, "InterleavedZeroBubble", 3),
+            (2, "ZBVZeroBubble", 2),  # of three boundaries, the one at the bottom of the V stays on its rank
+            (2, "DualPipeV", 2),
+        ],
+        1,
+        5,
+        6,
+    ),
 )
 def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule: str, crossings: int) -> None:
     micro_batch, element = 2, 4  # rows, bytes
@@ -142,7 +147,7 @@ def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule:
     assert sum(call.bytes for call in sent) == expected
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel", "share"), [(2, True, 2), (4, True, 4), (2, False, 1)])
+@pytest.mark.parametrize(("tp", "sequence_parallel", "share"), by_default([(2, True, 2), (4, True, 4), (2, False, 1)], 0, 2))
 def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: bool, share: int) -> None:
     micro_batch, layout = 2, f"tp{tp}_pp2"
     counted = run_ranks(count_step, 2 * tp, 2, layout=layout, micro_batch_size=micro_batch, sequence_parallel=sequence_parallel)
@@ -182,14 +187,19 @@ def test_a_ring_moves_the_keys_of_other_ranks_once(layout: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"zero_stage": 0},
-        {"zero_stage": 1},
-        {"zero_stage": 1, "zero_reduce_scatter": True},
-        {"zero_stage": 2},
-        {"zero_stage": 3},
-        {"zero_stage": 3, "zero_gather": "step", "zero_reduce_scatter": True},
-    ],
+    by_default(
+        [
+            {"zero_stage": 0},
+            {"zero_stage": 1},
+            {"zero_stage": 1, "zero_reduce_scatter": True},
+            {"zero_stage": 2},
+            {"zero_stage": 3},
+            {"zero_stage": 3, "zero_gather": "step", "zero_reduce_scatter": True},
+        ],
+        0,
+        2,
+        4,
+    ),
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_a_finished_stage_is_reduced_while_others_compute(options: dict[str, Any]) -> None:

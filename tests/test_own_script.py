@@ -68,7 +68,14 @@ if how == "well":  # the ranks are there already
     trainer.fit(module, loader)
 """
 
-RARE = ("child raises", "rank 0 raises", "child is killed, rank 0 hangs", "rank 0 is told to end")  # much like others: in the long sweeps
+RARE = (  # much like others, also in other files: in the long sweeps
+    "well",
+    "child raises",
+    "rank 0 raises",
+    "child refuses",
+    "child is killed, rank 0 hangs",
+    "rank 0 is told to end",
+)
 CASES = {  # how, failing rank, exit code, what is said once
     "well": ("well", 0, 0, None),
     "child raises": ("raise", 1, 1, "ArithmeticError: cannot go on"),

@@ -335,6 +335,7 @@ def test_run_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.full
 def test_refusal_under_torchrun_leaves_nothing(tmp_path: Path, token_files: Path) -> None:
     """What data show, found by ranks that torchrun started: told once, and the run folder is gone again."""
     overrides = [*SHARED, "data=tokens", f"data.train_path={token_files}/short.bin"]

@@ -351,7 +351,7 @@ def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
     assert equal >= 0.995 * total  # a sum in another order may round a weight to its neighbour
 
 
-@every_mode
+@pytest.mark.parametrize("mode", by_default(list(MODES), *(place for place, mode in enumerate(MODES) if mode in ("0", "3 eager"))))
 @pytest.mark.parametrize(
     "change",
     [

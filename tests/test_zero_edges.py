@@ -12,6 +12,7 @@ import pytest
 import torch
 from parity import Data, quiet_trainer
 from ranks import run_ranks
+from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -203,7 +204,7 @@ def train(net: type[Net], mode: str, callback: Callable[[], pl.Callback] | None 
 EXACT = [SkipsPartOfABlock, Adversarial, OneBlock, NestedLists, SharedOutside, Dataclasses, Net]
 
 
-@pytest.mark.parametrize("mode", SHARDED)
+@pytest.mark.parametrize("mode", by_default(SHARDED, 1))
 @pytest.mark.parametrize("net", EXACT, ids=lambda net: net.__name__)
 def test_as_at_stage_0(net: type[Net], mode: str) -> None:
     [expected, _] = run_ranks(train, 2, net, "0")
