@@ -10,9 +10,9 @@ from ranks import POOL, run_ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Runs of 5 steps by default, of 20 in the long sweeps: ranks inherit it."""
+    """Runs of 8 steps by default, of 20 in the long sweeps: ranks inherit it."""
     if config.option.markexpr == "not full":
-        os.environ.setdefault("PARITY_STEPS", "5")
+        os.environ.setdefault("PARITY_STEPS", "8")
 
 
 @pytest.fixture(scope="session")
