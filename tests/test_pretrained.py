@@ -412,8 +412,8 @@ def test_experts_are_read_one_by_one_or_as_one(family: str, folders: dict[str, P
     ],
 )
 def test_a_missing_expert_is_found(folders: dict[str, Path], tmp_path: Path, lost: str, message: str) -> None:
-    folder = rewritten(folders["mixtral"], tmp_path / "lost", lambda name: None if f"layers.1.mlp.{lost}" in name else name)
-    assert any(f"layers.1.mlp.{lost}" in name for name in read_tensors(folders["mixtral"]))
+    folder = rewritten(folders["mixtral"], tmp_path / "lost", lambda name: None if f"layers.1.block_sparse_moe.{lost}" in name else name)
+    assert any(f"layers.1.block_sparse_moe.{lost}" in name for name in read_tensors(folders["mixtral"]))
     with pytest.raises(Lightning3DError, match=message):
         load_pretrained(on_meta("mixtral"), folder)
 
