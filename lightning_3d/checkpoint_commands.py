@@ -98,7 +98,8 @@ def _export(options: argparse.Namespace) -> None:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     found = export(path, output, module=options.module, dtype=dtype, max_shard_size=options.max_shard_size, tokenizer=tokenizer)
     words = "with its tokenizer" if found.tokenizer else "without a tokenizer (--tokenizer FOLDER adds one)"
-    print(f"{output}: {found.tensors} tensors, {in_bytes(found.nbytes)} in {found.files} files, {words}")
+    files = "1 file" if found.files == 1 else f"{found.files} files"
+    print(f"{output}: {found.tensors} tensors, {in_bytes(found.nbytes)} in {files}, {words}")
 
 
 def _tokenizer_of_run(path: Path) -> Path | None:

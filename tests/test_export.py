@@ -95,7 +95,7 @@ def test_one_file_another_type_and_a_tokenizer(llama: tuple[Path, Path], tmp_pat
     output = tmp_path / "out"
     words = [str(llama[1]), "--to", "huggingface", "--output", str(output), "--dtype", "bfloat16"]
     assert command([*words, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
-    assert "1 files, with its tokenizer" in capsys.readouterr().out
+    assert "1 file, with its tokenizer" in capsys.readouterr().out
     assert (output / "model.safetensors").is_file() and not (output / "model.safetensors.index.json").exists()
     for name, value in weights_of(llama[0]).items():
         assert torch.equal(weights_of(output)[name], value.bfloat16())
