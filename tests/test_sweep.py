@@ -352,3 +352,18 @@ def test_status_is_kept_for_commands_that_keep_none(tmp_path: Path) -> None:
     run(tmp_path / "s", [job(tmp_path / "s", 0)])
     status = read_status(tmp_path / "s" / "0")
     assert status is not None and status.status == "finished"
+
+
+def test_a_signal_that_a_library_swallows_ends_the_sweep_all_the_same() -> None:
+    with pytest.raises(Interrupted, match="SIGTERM"), interruptible(), contextlib.suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+
+def test_a_closed_terminal_does_not_end_a_sweep_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
