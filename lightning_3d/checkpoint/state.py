@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.generators import GENERATORS, read_generators, set_generators
+from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.slices import Slices, flat_range, shard, whole
-from lightning_3d.checkpoint.tensors import TensorFolder
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard, ShardSpec
@@ -134,6 +135,25 @@ class LocalState:
                 elif not offered or spec.counts_in_norm(tp, pp):
                     slices[name] = flat_range(value, held.start, spec)
         return slices, numbers
+
+    def generators(self) -> dict[str, Slices]:
+        """The states of this rank's random number generators, one row for each data-parallel index; ranks with the same data have the
+        same."""
+        if any(self._mesh.index(axis) for axis in ("tp", "cp", "pp")):
+            return {}
+        row = read_generators(self._device()).unsqueeze(0)
+        return {GENERATORS: Slices((self._mesh.size("dp"), row.shape[1]), {(self._mesh.index("dp"), 0): row})}
+
+    def load_generators(self, folder: TensorFolder) -> None:
+        """Set them. Where there are more data-parallel ranks now than there were, the saved rows are used again in turn."""
+        shape = folder.names(GENERATORS).get("")
+        if shape is not None:
+            row = torch.empty(1, shape[1], dtype=torch.uint8)
+            folder.read_into({GENERATORS: Slices(shape, {(self._mesh.index("dp") % shape[0], 0): row})})
+            set_generators(row[0], self._device())
+
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
 
     def load_weights(self, folder: TensorFolder, *, strict: bool) -> None:
         """Fill parameters and buffers from a checkpoint of any layout.
