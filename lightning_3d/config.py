@@ -77,6 +77,7 @@ class ParallelismConfig:
     moe_capacity_factor: float | None = None
     checkpoint_verify: bool = True
     checkpoint_fall_back: bool = False
+    checkpoint_asynchronous: bool = True
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 

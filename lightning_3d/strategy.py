@@ -30,7 +30,7 @@ from lightning_3d.assembly import LocalModel, Partition, assemble, context_of
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
-from lightning_3d.checkpoint import CheckpointStore
+from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -84,7 +84,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
             `BlockOptions`.
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
-        checkpoint_verify, checkpoint_fall_back: how checkpoints are loaded, see `CheckpointStore`.
+        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous: how checkpoints are loaded and saved, see `CheckpointStore`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -122,6 +122,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         moe_capacity_factor: float | None = None,
         checkpoint_verify: bool = True,
         checkpoint_fall_back: bool = False,
+        checkpoint_asynchronous: bool = True,
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -161,10 +162,11 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._runner: StepRunner | None = None
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
-        self._store = CheckpointStore(verify=checkpoint_verify, fall_back=checkpoint_fall_back)
+        self._group_names: Names = []
+        self._store = CheckpointStore(verify=checkpoint_verify, fall_back=checkpoint_fall_back, asynchronous=checkpoint_asynchronous)
         self.compilation: Compilation | None = None
         self._advised = self._told = False
-        self._failed = False
+        self._failed = self._terminated = False
         self._batches_of_step = 0
 
     @property
@@ -231,7 +233,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.layout is not None
-        self._failed, self._batches_of_step = False, 0
+        self._failed, self._terminated, self._batches_of_step = False, False, 0
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
             end_together_on_sigterm(self.lightning_module.trainer)
@@ -364,6 +366,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
                 " parameter groups of one optimizer instead."
             )
         require_trained(self.optimizers[0], self.root_device)
+        self._group_names = name_groups(module, self.optimizers[0])
         self.optimizers = [self._backend.prepare(module, self.optimizers[0])]
         # Gradients are made inside training_step, after this strategy zeroed them; Lightning would wipe them between it and the step.
         module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]
@@ -499,7 +502,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits."""
-        self._failed = True
+        self._failed, self._terminated = True, isinstance(exception, SIGTERMException)
         if self._failures is not None:
             self._failures.note(exception)
 
@@ -514,7 +517,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
             elif self.model_parts is not None:
                 self.model_parts.lost = self._backend.abandon()
             self._backend.teardown()
-        self._store.close()
+        self._store.close(failed=self._failed and not self._terminated)
         module = self.lightning_module
         if module is not None:
             forget_deferred(module.trainer)

@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.callbacks import averages, restore_average, without_average
 from lightning_3d.checkpoint import (
     BATCHES,
-    PATH,
     CheckpointStore,
     LocalState,
+    Names,
     describe_optimizer,
-    load_generators,
     load_optimizer,
     load_weights,
     local_states,
-    share_pipeline_state,
-    take_pipeline_state,
+    saved_generators,
+    share_groups,
+    take_groups,
 )
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
@@ -41,7 +42,8 @@ class TrainerCheckpoints(TrainerCollectives):
     schedule: str
     _store: CheckpointStore
     _backend: DataParallelBackend | None
-    _resumed_from: tuple[str, float | None] | None = None
+    _group_names: Names
+    _resumed_from: tuple[Tensor | None, float | None] | None = None
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class TrainerCheckpoints(TrainerCollectives):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Class and hyper parameters; every rank writes the tensors of its part itself."""
-        return describe_optimizer(optimizer)
+        return describe_optimizer(optimizer, self._group_names)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -93,10 +95,11 @@ class TrainerCheckpoints(TrainerCollectives):
         }
         trainer = self.lightning_module.trainer
         checkpoint = without_average(trainer, checkpoint)
-        checkpoint = share_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
+        checkpoint = share_groups(checkpoint, self._require_mesh())
         checkpoint[BATCHES] = trainer.num_training_batches
         must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must)
+        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=links)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -105,8 +108,8 @@ class TrainerCheckpoints(TrainerCollectives):
         batches = checkpoint.pop(BATCHES, None)
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             restore_average(self.lightning_module.trainer, checkpoint)
-            self._resumed_from = checkpoint[PATH], batches
-        return take_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
+            self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
+        return take_groups(checkpoint, self._group_names)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -127,8 +130,8 @@ class TrainerCheckpoints(TrainerCollectives):
         """After a resume: the data loader stands where it stood, and so do the random number generators."""
         resumed, self._resumed_from = self._resumed_from, None
         if resumed is not None and self.lightning_module is not None:
-            path, batches = resumed
-            go_on_in_data(self.lightning_module.trainer, batches, lambda: load_generators(path, self._local_state()))
+            generators, batches = resumed
+            go_on_in_data(self.lightning_module.trainer, batches, lambda: self._local_state().restore_generators(generators))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

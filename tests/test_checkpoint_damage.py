@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def killed_at(phase: str, path: Path, replaces: bool) -> None:
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "before the first byte": (folder, "begin", kill),
         "in a shard": (HashedFile, "write", write_and_kill_at(200)),
-        "before metadata": (TensorSave, "finish", lambda self, where, write, commit: (write(), kill())),
+        "before metadata": (TensorSave, "finish", lambda self, where, commit: (self.write(where), kill())),
         "before the manifest": (folder, "commit", kill),
         "before the rename": (folder, "flush", kill),
         "after the rename": (folder, "_delete", lambda path: kill() if path.name.endswith("saving") and path.exists() else None),
@@ -293,6 +294,66 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path, small_disk: None) 
     with pytest.warns(UserWarning, match="only complete checkpoint"):
         store.remove(tmp_path / "c")  # the other one is not whole
     assert step_of(tmp_path / "c") == 3
+
+
+# In the background
+
+
+def background(folder: Path) -> CheckpointStore:
+    store = CheckpointStore(asynchronous=True)
+    store.hold([folder])
+    return store
+
+
+class Gate:
+    """Lets writing begin when it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        write = TensorSave.write
+        monkeypatch.setattr(TensorSave, "write", lambda self_, folder: self.opened.wait(60) and write(self_, folder))
+
+
+def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, store = Gate(monkeypatch), background(tmp_path)
+    for step in (1, 2):
+        weights = tensors(step)
+        gate.opened.clear()
+        checkpoint = {"global_step": step, "state_dict": weights}
+        assert store.save(tmp_path / f"step_{step}", checkpoint, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+        assert not (tmp_path / f"step_{step}").exists()
+        weights["weight"].fill_(-1)
+        gate.opened.set()
+        store.wait()
+        assert step_of(tmp_path / f"step_{step}") == step
+    assert step_of(tmp_path / "step_1") == 1, "the copies of one save are the memory of the next"
+    store.close()
+
+
+def test_f33_f39_the_next_save_and_a_load_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, store = Gate(monkeypatch), background(tmp_path)
+    save(tmp_path / "a", 1, store, must=False)
+    threading.Timer(0.2, gate.opened.set).start()
+    save(tmp_path / "b", 2, store, must=False)
+    assert step_of(tmp_path / "a") == 1
+    assert store.load(tmp_path / "b")["global_step"] == 2
+    save(tmp_path / "c", 3, store, must=False)
+    store.close()
+    assert step_of(tmp_path / "c") == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Path, small_disk: None) -> None:
+    store = background(tmp_path)
+    save(tmp_path / "a", 1, store, must=False)
+    save(tmp_path / "b", 2, store, must=False, numel=10_000)
+    store.remove(tmp_path / "a")
+    with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
+        store.wait()
+    assert step_of(tmp_path / "a") == 1
+    save(tmp_path / "c", 3, store, must=False)
+    store.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 # Two runs

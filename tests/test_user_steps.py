@@ -483,8 +483,8 @@ def test_learning_rates_of_later_stages_survive_a_resume(tmp_path: Any) -> None:
     for before, after, message in (first, last):
         assert message == "" and after == pytest.approx([rate / 2 for rate in before])
     assert set(first[0]) != set(last[0])
-    for _, _, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):
-        assert "differ between pipeline stages (pp2_vp1, 1F1B)" in message
+    for before, after, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):  # each parameter finds its group
+        assert message == "" and set(before) <= {2 * rate for rate in after} and len(after) > len(before)
 
 
 def unequal(training: bool) -> str:

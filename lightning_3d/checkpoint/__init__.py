@@ -1,8 +1,9 @@
 """Checkpoints that belong to the model, not to the layout: any layout saves them, any other loads them.
 
 `folder` is what lies on disk and when it counts, `writing`, `reading` and `slices` how every rank writes and reads only its part,
-`hashes` how damage is found, `state` what of a model in training goes in, `generators` its random numbers, `plain` how Lightning's own
-state becomes JSON. `store` is what a run does with them; the strategy calls it and the functions of this module.
+`hashes` how damage is found, `state` what of a model in training goes in, `parameter_groups` hyper parameters and schedulers, `generators`
+random numbers, `plain` how Lightning's own state becomes JSON. `store` is what a run does with them; the strategy calls it and the
+functions of this module.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.folder import local_path, read_manifest, verify
-from lightning_3d.checkpoint.pipeline_state import share_pipeline_state, take_pipeline_state
+from lightning_3d.checkpoint.parameter_groups import (
+    Names,
+    describe_optimizer,
+    name_groups,
+    restore_hyper_parameters,
+    share_groups,
+    take_groups,
+)
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import (
     MODEL,
     LocalState,
     OptimizerOwner,
-    describe_optimizer,
-    restore_hyper_parameters,
 )
 from lightning_3d.checkpoint.store import BATCHES, PATH, CheckpointStore
 from lightning_3d.errors import CheckpointError
@@ -32,15 +38,17 @@ __all__ = [
     "PATH",
     "CheckpointStore",
     "LocalState",
+    "Names",
     "describe_optimizer",
     "load_full_state_dict",
-    "load_generators",
     "load_optimizer",
     "load_weights",
     "local_states",
+    "name_groups",
     "read_manifest",
-    "share_pipeline_state",
-    "take_pipeline_state",
+    "saved_generators",
+    "share_groups",
+    "take_groups",
 ]
 
 
@@ -70,9 +78,9 @@ def load_optimizer(
     local.load_optimizer(TensorFolder(found), owner)
 
 
-def load_generators(path: str | os.PathLike[str], local: LocalState) -> None:
-    """Put the random number generators of this rank where they were when the checkpoint was saved."""
-    local.load_generators(TensorFolder(local_path(path)))
+def saved_generators(checkpoint: Mapping[str, Any], local: LocalState) -> Tensor | None:
+    """This rank's random number generators, for `LocalState.restore_generators`."""
+    return local.saved_generators(TensorFolder(local_path(checkpoint[PATH])))
 
 
 def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.agreement import StorageError, on_rank_zero, through_rank_zero
@@ -19,7 +21,7 @@ from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
 from lightning_3d.checkpoint.lock import FolderLock
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
-from lightning_3d.checkpoint.writing import Notes, TensorSave
+from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
 from lightning_3d.checkpoint_names import checkpoints_in
 from lightning_3d.errors import CheckpointError
 
@@ -41,14 +43,20 @@ class CheckpointStore:
     Args:
         verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
         fall_back: where a checkpoint is damaged, load the newest good one beside it instead.
+        asynchronous: saves that may fail are written in the background, from copies. One at a time: the next one waits.
     """
 
-    def __init__(self, *, verify: bool = True, fall_back: bool = False) -> None:
+    def __init__(self, *, verify: bool = True, fall_back: bool = False, asynchronous: bool = True) -> None:
         self._verify = verify
         self._fall_back = fall_back
+        self._asynchronous = asynchronous
         self._keeps = False
         self._locks: dict[Path, FolderLock] = {}
         self._postponed: set[Path] = set()
+        self._buffers: dict[Piece, Tensor] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._made_for: dist.ProcessGroup | None = None
+        self._pending: BackgroundSave | None = None
 
     def hold(self, folders: Iterable[str | os.PathLike[str]]) -> None:
         """From now on until `close` no other run may write into these folders. Those that are not there yet are held from the first
@@ -67,10 +75,19 @@ class CheckpointStore:
 
         on_rank_zero(lock)
 
-    def close(self) -> None:
-        """The run has ended: others may write where it has written. Local."""
-        self._keeps = False
-        self._release()
+    def close(self, *, failed: bool = False) -> None:
+        """The run has ended: others may write where it has written. Local, but waits for a save in the background.
+
+        Args:
+            failed: other ranks may be gone, so that it will not be finished.
+        """
+        try:
+            if not failed:
+                self.wait(must=False)
+        finally:
+            self._keeps, self._pending = False, None
+            self._buffers.clear()
+            self._release()
 
     def _lock(self, path: Path) -> None:
         if path not in self._locks:
@@ -89,6 +106,7 @@ class CheckpointStore:
         about: Mapping[str, Any],
         *,
         must: bool = True,
+        now: bool = False,
     ) -> bool:
         """Write a checkpoint folder that appears under its name when it is complete.
 
@@ -99,13 +117,15 @@ class CheckpointStore:
             owner: of the optimizer's state; None if there is none.
             about: goes into the manifest.
             must: raise where the storage fails; otherwise warn, and what is saved already stays.
+            now: not in the background: somebody needs the folder at once, to link to it for example.
 
         Returns:
-            Whether it was written.
+            Whether it was written, or is being written.
 
         Raises:
             CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
         """
+        self.wait()
         final = local_path(path)
         state = {key: value for key, value in checkpoint.items() if key not in _NOT_TRAINER_STATE}
         with_optimizer = owner is not None and bool(checkpoint.get("optimizer_states"))
@@ -119,25 +139,61 @@ class CheckpointStore:
             def commit(sums: dict[str, FileSum]) -> None:
                 folder.commit(temporary, final, facts | {"tensor_bytes": tensors.nbytes}, files | sums)
 
-            tensors.finish(temporary, lambda: tensors.write(temporary), commit)
+            if must or now or not self._asynchronous:
+                tensors.finish(temporary, commit)
+            else:
+                tensors.stage(self._buffers)
+                group = self._own_group()
+                self._pending = BackgroundSave(final, lambda: tensors.finish(temporary, commit, group))
+                return True
         except CheckpointError as error:
             on_rank_zero(lambda: _abandon(final))
             if must or not isinstance(error, StorageError):
                 raise
-            self._say(f"The checkpoint {final} could not be written, and training goes on without it: {error}")
+            self._say_failed(final, error)
             return False
         finally:
-            if not self._keeps:
+            if not self._keeps and self._pending is None:
                 self._release()
         self._remove_postponed(final)
         return True
+
+    def _own_group(self) -> dist.ProcessGroup | None:
+        """For what a save in the background sends, while training uses the other groups."""
+        world = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+        if self._made_for is not world:
+            self._made_for = world
+            self._group = dist.new_group(backend="gloo", group_desc="checkpoints") if world is not None else None
+        return self._group
+
+    def wait(self, *, must: bool = True) -> None:
+        """Until the save in the background is finished, if there is one. Local.
+
+        Args:
+            must: raise where it has failed for another reason than the storage.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error = pending.join()
+        if error is None:
+            self._remove_postponed(pending.path)
+            return
+        if _leads():
+            _abandon(pending.path)
+        if must and not isinstance(error, StorageError):
+            raise error
+        self._say_failed(pending.path, error)
+
+    def _say_failed(self, path: Path, error: BaseException) -> None:
+        self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
 
     def _begin(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
         self._lock(final.parent)
         return folder.begin(final, state)
 
     def _remove_postponed(self, saved: Path) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _leads():
             for path in self._postponed - {saved}:
                 folder.remove(path)
             self._postponed.clear()
@@ -146,9 +202,12 @@ class CheckpointStore:
         """Delete a checkpoint, if there is another good one beside it; otherwise after the next save. One rank calls it."""
         where = local_path(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
+        if self._pending is not None and self._pending.path == where:
+            self.wait(must=False)
         if is_checkpoint and not folder.others_are_whole(where):
             self._postponed.add(where)
-            self._say(f"{where} is the only complete checkpoint in its folder: it is kept until another one is written.")
+            if self._pending is None:
+                self._say(f"{where} is the only complete checkpoint in its folder: it is kept until another one is written.")
         else:
             folder.remove(where)
 
@@ -158,6 +217,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank, if there is no complete and undamaged checkpoint.
         """
+        self.wait()
         wanted = local_path(path)
         try:
             return self._load(wanted)
@@ -180,8 +240,37 @@ class CheckpointStore:
 
     @staticmethod
     def _say(message: str) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _leads():
             warnings.warn(message, stacklevel=3)
+
+
+class BackgroundSave:
+    """The last part of a save, in a thread of its own.
+
+    Attributes:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: Path, finish: Callable[[], None]) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> BaseException | None:
+        """What went wrong, when it is over."""
+        self._thread.join()
+        return self._error
+
+
+def _leads() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _collector(

@@ -63,15 +63,10 @@ class Written:
 
 
 class TensorSave:
-    """One save of what all ranks hold. `plan` and `finish` are collective, `stage` and `write` are not.
+    """One save of what all ranks hold. `plan` and `finish` are collective, `stage` and `write` are not."""
 
-    Args:
-        group: of all ranks, rank 0 first; None is the default group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+    def __init__(self) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._own: dict[Piece, Tensor] = {}
         self._metadata: Metadata | None = None
 
@@ -100,8 +95,24 @@ class TensorSave:
             self._metadata = _describe([offered for offered, _ in offers], notes)
             return _one_writer_each([offered for offered, _ in offers])
 
-        pieces = through_rank_zero(offer, deal, self._group)
+        pieces = through_rank_zero(offer, deal)
         self._own = {(name, offset): held[name].parts[offset] for name, offset in pieces}
+
+    def stage(self, buffers: dict[Piece, Tensor]) -> None:
+        """Copy this rank's slices to the host: what training does to them from now on is not saved.
+
+        Args:
+            buffers: those of the save before, which are used again, and of this one.
+        """
+        for piece, part in self._own.items():
+            buffer = buffers.get(piece)
+            if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
+                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            buffers[piece] = self._own[piece] = buffer.copy_(part.detach(), non_blocking=part.is_cuda)
+        for old in buffers.keys() - self._own.keys():
+            del buffers[old]
+        if any(buffer.is_pinned() for buffer in buffers.values()):
+            torch.cuda.synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -129,12 +140,12 @@ class TensorSave:
                 raise StorageError(f"{folder / name} could not be written: {reason(failed)}") from error
             raise
 
-    def finish(self, folder: Path, write: Callable[[], Written | None], commit: Callable[[dict[str, FileSum]], None]) -> None:
-        """Wait until all ranks have written; then rank 0 writes the table of contents and commits.
+    def finish(self, folder: Path, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None) -> None:
+        """Write, and wait until all ranks have written; then rank 0 writes the table of contents and commits.
 
         Args:
-            write: this rank's `write`, or what has come of it.
             commit: gets the hashes of all files with tensors.
+            group: of all ranks; None is the default group.
 
         Raises:
             CheckpointError, StorageError: on all ranks, if any could not write.
@@ -153,7 +164,7 @@ class TensorSave:
             commit({part.file: part.sum for part in files} | {METADATA_FILE: table.close()})
             return [True] * len(written)
 
-        through_rank_zero(write, commit_all, self._group)
+        through_rank_zero(lambda: self.write(folder), commit_all, group)
 
 
 def _offer(slices: Slices) -> _Offer:
