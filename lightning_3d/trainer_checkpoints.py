@@ -106,9 +106,10 @@ class TrainerCheckpoints(TrainerCollectives):
         """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
         checkpoint = self._store.load(self.broadcast(str(checkpoint_path)))
         batches = checkpoint.pop(BATCHES, None)
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            restore_average(self.lightning_module.trainer, checkpoint)
-            self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
+        if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        restore_average(self.lightning_module.trainer, checkpoint)
+        self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
         return take_groups(checkpoint, self._group_names)
 
     @override

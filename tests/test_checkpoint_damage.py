@@ -48,7 +48,7 @@ def tensors(step: int, numel: int = 1000) -> dict[str, Tensor]:
 
 def save(path: Path, step: int, store: CheckpointStore | None = None, must: bool = True, numel: int = 1000) -> bool:
     checkpoint = {"global_step": step, "epoch": 0, "state_dict": tensors(step, numel), "note": torch.ones(3)}
-    return (store or CheckpointStore()).save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, must=must)  # type: ignore[arg-type]
+    return (store or CheckpointStore(asynchronous=False)).save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, must=must)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest
     evil, table = pickle.dumps(Evil(), protocol=2), (checkpoint / METADATA_FILE).read_bytes()
     (checkpoint / METADATA_FILE).write_bytes(evil)
     sign(checkpoint)
-    with pytest.raises(CheckpointError, match=r"\.metadata asks for .*touch"):
+    with pytest.raises(CheckpointError, match=r"\.metadata asks for"):
         load_full_state_dict(checkpoint)
     (checkpoint / METADATA_FILE).write_bytes(table)
     shard = (checkpoint / SHARD).read_bytes()
@@ -279,7 +279,7 @@ def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path, small_disk: None) -
 
 def test_f40_the_only_good_one_is_not_removed(tmp_path: Path, small_disk: None) -> None:
     """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before, whatever came of the save."""
-    store = CheckpointStore()
+    store = CheckpointStore(asynchronous=False)
     assert save(tmp_path / "a", 1, store)
     with pytest.warns(UserWarning, match="could not be written"):
         assert not save(tmp_path / "b", 2, store, must=False, numel=10_000)
@@ -311,7 +311,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         write = TensorSave.write
-        monkeypatch.setattr(TensorSave, "write", lambda self_, folder: self.opened.wait(60) and write(self_, folder))
+        monkeypatch.setattr(TensorSave, "write", lambda save, folder: self.opened.wait(60) and write(save, folder))
 
 
 def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,12 +139,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {reason(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint of this strategy.")
+    if manifest.pop(_OWN_HASH, None) != _own_hash(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is not what was written: the checkpoint is damaged; use another one.")
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has format version {manifest['version']}; this release reads up to {VERSION}. Upgrade it."
         )
-    if manifest.pop(_OWN_HASH, None) != _own_hash(manifest):
-        raise CheckpointError(f"{path / MANIFEST} is not what was written: the checkpoint is damaged; use another one.")
     _require_sizes(path, files_of(manifest), "The checkpoint is damaged; use another one.")
     return manifest
 
@@ -218,12 +218,8 @@ def _json(value: Any) -> bytes:
 
 def _write(path: Path, contents: bytes) -> FileSum:
     file = HashedFile(path)
-    try:
-        file.write(contents)
-        return file.close()
-    except OSError:
-        file.abandon()
-        raise
+    file.write(contents)
+    return file.close()
 
 
 def _read_json(path: Path) -> Any:

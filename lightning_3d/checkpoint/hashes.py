@@ -9,9 +9,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from lightning_3d.checkpoint.agreement import StorageError, reason
 
 _THREADS = 4
 """Files that a process hashes at a time; hashing leaves the interpreter's lock."""
@@ -34,45 +37,55 @@ class FileSum:
 class HashedFile:
     """A new file that is hashed on its way to the disk, for `torch.save` and others that only write.
 
-    `close` returns when its contents are on the disk.
+    What the disk refuses is told by `check` and `close`, not by `write`: torch calls that from C++, where it would not come through.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: BinaryIO = path.open("xb")
         self._hash = hashlib.sha256()
         self._failed: OSError | None = None
         self.position = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            self._failed = error
-            raise
-        self._hash.update(data)
-        self.position += written
-        return written
+        size = memoryview(data).nbytes
+        if self._failed is None:
+            try:
+                self._file.write(data)
+                self._hash.update(data)
+            except OSError as error:
+                self._failed = error
+        self.position += size
+        return size
 
     def flush(self) -> None:
-        self._file.flush()
+        """For `torch.save`; `close` flushes."""
+
+    def check(self) -> None:
+        """Raises StorageError: something could not be written."""
+        if self._failed is not None:
+            raise StorageError(f"{self._path} could not be written: {reason(self._failed)}") from self._failed
 
     def close(self) -> FileSum:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        return FileSum(self.position, self._hash.hexdigest())
+        """Return when the contents are on the disk.
 
-    def abandon(self) -> OSError | None:
-        """Let go of the file after an error.
-
-        Returns:
-            What the disk said; torch wraps that in an error of its own.
+        Raises:
+            StorageError: they are not.
         """
         try:
-            self._file.close()
+            if self._failed is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
         except OSError as error:
-            self._failed = self._failed or error
-        return self._failed
+            self._failed = error
+        self.abandon()
+        self.check()
+        return FileSum(self.position, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Let go of the file."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def flush(path: Path) -> None:

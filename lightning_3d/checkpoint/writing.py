@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_3d.checkpoint.agreement import StorageError, reason, through_rank_zero
+from lightning_3d.checkpoint.agreement import through_rank_zero
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.errors import CheckpointError, listed
@@ -132,13 +132,11 @@ class TensorSave:
                 file.write(b"\0" * (-file.position % ALIGNMENT))
                 start = file.position
                 torch.save(_alone(part), file)  # type: ignore[arg-type]  # it only writes
+                file.check()
                 places[piece] = (start, file.position - start)
             return Written(name, file.close(), places)
-        except BaseException as error:
-            failed = file.abandon()
-            if failed is not None:
-                raise StorageError(f"{folder / name} could not be written: {reason(failed)}") from error
-            raise
+        finally:
+            file.abandon()
 
     def finish(self, folder: Path, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None) -> None:
         """Write, and wait until all ranks have written; then rank 0 writes the table of contents and commits.
