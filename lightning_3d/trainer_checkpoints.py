@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -69,9 +71,17 @@ class TrainerCheckpoints(TrainerCollectives):
         return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend)
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
-        """Before a fit: no other run may write where this one's callbacks will."""
+        """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
         folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         self._store.hold(self.broadcast([str(folder) for folder in folders if folder]))
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
+
+    def _exists(self, callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> bool:
+        """In the place of `ModelCheckpoint.file_exists`, by which it finds a name that is free."""
+        self._store.wait()
+        return type(callback).file_exists(callback, *args, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

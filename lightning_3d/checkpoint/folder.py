@@ -49,18 +49,22 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 # Writing. One rank calls these functions.
 
 
-def begin(path: Path, trainer_state: Mapping[str, Any]) -> tuple[Path, Files]:
-    """Make the temporary folder for a checkpoint at `path`, with Lightning's state in it, and clear away what killed saves left beside it.
+def begin(path: Path, trainer_state: Mapping[str, Any], *, alone: bool = True) -> tuple[Path, Files]:
+    """Make the temporary folder for a checkpoint at `path`, with Lightning's state in it.
+
+    Args:
+        alone: nobody else writes into the folder of `path`, so that what killed saves left there is cleared away.
 
     Returns:
         The folder, and the hashes of its files.
     """
-    if path.parent.is_dir():
+    if alone and path.parent.is_dir():
         recover_all(path.parent)
         for purpose in (SAVING, REPLACED, REMOVED):
             for left in path.parent.glob(f".*.{purpose}"):
                 _delete(left)
     folder = aside(path, SAVING)
+    _delete(folder)
     folder.mkdir(parents=True)
     packer = Packer()
     packed = packer.pack_entries(trainer_state)

@@ -34,6 +34,9 @@ BATCHES = "lightning_3d_batches_per_epoch"
 _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
 """Tensors are written by the ranks that hold them; the other entry is the class of omegaconf containers: dicts here."""
 
+_PATIENCE_SECONDS = 600.0
+"""For a save of another run into the same folder, where that is not one run's own."""
+
 log = logging.getLogger(__name__)
 
 
@@ -50,8 +53,9 @@ class CheckpointStore:
         self._verify = verify
         self._fall_back = fall_back
         self._asynchronous = asynchronous
-        self._keeps = False
+        self._folders: set[Path] = set()
         self._locks: dict[Path, FolderLock] = {}
+        self._turn: FolderLock | None = None
         self._postponed: set[Path] = set()
         self._buffers: dict[Piece, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
@@ -65,15 +69,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: another run holds one.
         """
-        self._keeps = True
-        paths = [Path(path).absolute() for path in folders if "://" not in str(path)]
-
-        def lock() -> None:
-            for path in paths:
-                if path.is_dir():
-                    self._lock(path)
-
-        on_rank_zero(lock)
+        self._folders = {Path(path).absolute() for path in folders if "://" not in str(path)}
+        on_rank_zero(lambda: self._lock([path for path in self._folders if path.is_dir()]))
 
     def close(self, *, failed: bool = False) -> None:
         """The run has ended: others may write where it has written. Local, but waits for a save in the background.
@@ -85,17 +82,16 @@ class CheckpointStore:
             if not failed:
                 self.wait(must=False)
         finally:
-            self._keeps, self._pending = False, None
+            self._pending = None
+            self._folders.clear()
             self._buffers.clear()
-            self._release()
+            while self._locks:
+                self._locks.popitem()[1].release()
 
-    def _lock(self, path: Path) -> None:
-        if path not in self._locks:
-            self._locks[path] = FolderLock(path)
-
-    def _release(self) -> None:
-        while self._locks:
-            self._locks.popitem()[1].release()
+    def _lock(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path not in self._locks:
+                self._locks[path] = FolderLock(path)
 
     def save(
         self,
@@ -144,7 +140,7 @@ class CheckpointStore:
             else:
                 tensors.stage(self._buffers)
                 group = self._own_group()
-                self._pending = BackgroundSave(final, lambda: tensors.finish(temporary, commit, group))
+                self._pending = BackgroundSave(final, lambda: tensors.finish(temporary, commit, group), self._end_turn())
                 return True
         except CheckpointError as error:
             on_rank_zero(lambda: _abandon(final))
@@ -153,8 +149,8 @@ class CheckpointStore:
             self._say_failed(final, error)
             return False
         finally:
-            if not self._keeps and self._pending is None:
-                self._release()
+            if self._turn is not None:
+                self._end_turn()()
         self._remove_postponed(final)
         return True
 
@@ -189,8 +185,20 @@ class CheckpointStore:
         self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
 
     def _begin(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
-        self._lock(final.parent)
-        return folder.begin(final, state)
+        """Make the temporary folder, alone in the one that it is in: of a run's own until its end, of others for this save. Names with a
+        dot are a program's own, which no other one uses."""
+        own = final.parent in self._folders
+        shared = not own and not final.name.startswith(".")
+        if own:
+            self._lock([final.parent])
+        elif shared:
+            self._turn = FolderLock(final.parent, _PATIENCE_SECONDS)
+        return folder.begin(final, state, alone=own or shared)
+
+    def _end_turn(self) -> Callable[[], None]:
+        """What lets others write where this save does; it has to be called when that is over."""
+        turn, self._turn = self._turn, None
+        return turn.release if turn is not None else lambda: None
 
     def _remove_postponed(self, saved: Path) -> None:
         if _leads():
@@ -251,17 +259,19 @@ class BackgroundSave:
         path: of the checkpoint.
     """
 
-    def __init__(self, path: Path, finish: Callable[[], None]) -> None:
+    def __init__(self, path: Path, finish: Callable[[], None], ended: Callable[[], None]) -> None:
         self.path = path
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(finish, ended), name=f"save {path.name}", daemon=True)
         self._thread.start()
 
-    def _run(self, finish: Callable[[], None]) -> None:
+    def _run(self, finish: Callable[[], None], ended: Callable[[], None]) -> None:
         try:
             finish()
         except BaseException as error:
             self._error = error
+        finally:
+            ended()
 
     def join(self) -> BaseException | None:
         """What went wrong, when it is over."""
