@@ -405,19 +405,20 @@ def go_on_in_data(trainer: Any, batches_then: float | None, restore_generators: 
     if any(hasattr(loader, "load_state_dict") for loader in loaders):
         return
     done = loop.epoch_loop.batch_progress.current.completed + int(loop.epoch_loop.restarted_on_train_batch_end)
-    begins = not loop.epoch_loop.restarting or done >= trainer.num_training_batches
-    if begins and trainer.current_epoch == 0 and done == 0:
+    now = trainer.num_training_batches
+    inside = loop.epoch_loop.restarting and 0 < done < (batches_then if batches_then is not None else now)
+    if inside and batches_then is not None and batches_then != now:
+        raise DataError(
+            f"The checkpoint was saved after {done} of the {batches_then} batches of an epoch, which has {now} now: nothing tells which"
+            " samples come next. Use the same data and global batch, or a checkpoint from the end of an epoch."
+        )
+    if not inside and trainer.current_epoch == 0:
         return
     for loader in loaders:
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     iter(fetcher)
-    if begins or done == 0:
+    if not inside:
         return
-    if batches_then is not None and batches_then != trainer.num_training_batches:
-        raise DataError(
-            f"The checkpoint was saved after {done} of the {batches_then} batches of an epoch, which has {trainer.num_training_batches}"
-            " now: nothing tells which samples come next. Use the same data and global batch, or a checkpoint from the end of an epoch."
-        )
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     for _ in range(done):
         next(fetcher)

@@ -450,7 +450,7 @@ def fit_and_fail(folder: str) -> None:
 def test_a_checkpoint_on_exception_does_not_wait_for_ranks_that_know_nothing(tmp_path: Any) -> None:
     with pytest.raises(ArithmeticError):
         run_ranks(fit_and_fail, 2, str(tmp_path), timeout=40)
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {".lightning_3d.lock"}, "no checkpoint, nor a part of one"
 
 
 class LayerwiseRates(Steps):
