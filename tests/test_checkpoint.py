@@ -146,21 +146,34 @@ def uninterrupted() -> list[float]:
     return run_fit("tp2_pp2_dp2", 2)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [
-        ("tp1", {}),
-        ("pp4", {}),
-        ("dp2", {"zero_stage": 1}),
-        ("tp4_dp2", {"zero_stage": 1}),
-        ("dp4", {"zero_stage": 2}),
-        ("tp2_dp2", {"zero_stage": 3}),
-        ("tp2_pp2_dp2", {}),
-        ("pp2_dp2", {"schedule": "Interleaved1F1B", "zero_stage": 1}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"zero{value.get('zero_stage', 0)}",
-)
+TARGETS: list[tuple[str, dict[str, Any]]] = [
+    ("tp1", {}),
+    ("pp4", {}),
+    ("dp2", {"zero_stage": 1}),
+    ("tp4_dp2", {"zero_stage": 1}),
+    ("dp4", {"zero_stage": 2}),
+    ("tp2_dp2", {"zero_stage": 3}),
+    ("tp2_pp2_dp2", {}),
+    ("pp2_dp2", {"schedule": "Interleaved1F1B", "zero_stage": 1}),
+]
+IN_DEFAULT = (("zero1", "tp2_dp2"), ("zero0", "pp2_dp2"))  # test_checkpoint_matrix.py has other pairs
+
+
+def pairs() -> list[Any]:
+    return [
+        pytest.param(
+            source,
+            layout,
+            strategy,
+            id=f"{source}-{layout}-zero{strategy.get('zero_stage', 0)}",
+            marks=() if (source, layout) in IN_DEFAULT else pytest.mark.full,
+        )
+        for source in SOURCES
+        for layout, strategy in TARGETS
+    ]
+
+
+@pytest.mark.parametrize(("source", "layout", "strategy"), pairs())
 def test_any_layout_restores_every_bit_and_goes_on(
     source: str, layout: str, strategy: dict, saved: dict[str, Path], uninterrupted: list[float], tmp_path: Path
 ) -> None:

@@ -29,12 +29,12 @@ def test_f28_f30_damaged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> 
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     lines = [
-        train(tmp_path / "b", 6, f"trainer.resume={last}"),
         train(tmp_path / "c", 6, f"trainer.resume={link}"),
         train(tmp_path / "d", 6, f"trainer.resume={unfinished}"),
+        train(tmp_path / "b", 6, f"trainer.resume={last}"),
         train(tmp_path / "e", 6, f"trainer.resume={last}", "parallelism.checkpoint_fall_back=true", "parallelism=tp2"),
     ]
-    damaged, pointer, not_finished, fallen_back = run_commands(lines, timeout=600)
+    pointer, not_finished, damaged, fallen_back = run_commands(lines, timeout=600)
     for result, words in (
         (damaged, [str(last), "__0_0.distcp is not what was written"]),
         (pointer, [str(link), "points to", "which is not there"]),
