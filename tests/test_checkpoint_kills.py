@@ -41,6 +41,8 @@ def test_f27_every_kill_loses_at_most_the_steps_since_the_last_checkpoint(tmp_pa
     for case, resumed in zip(CASES, again, strict=True):
         assert resumed.code == 0, f"{case}: {resumed.output}"
         assert f"goes on from {before[case]}" in resumed.output
-        assert [path.name for path in folders[case].iterdir()] == [f"step_{STEPS}.ckpt"], "nothing of killed saves is left"
+        left = {path.name for path in folders[case].iterdir()}
+        assert f"step_{STEPS}.ckpt" in left, case
+        assert not [name for name in left if name.startswith(".") and name.endswith((".saving", ".replaced", ".removed"))], case
         with (folders[case].parent / "metrics.csv").open() as file:
             assert next(reversed(list(csv.DictReader(file))))["step"] == str(STEPS)
