@@ -68,7 +68,7 @@ class TrainerCheckpoints(TrainerCollectives):
 
     def _local_state(self) -> LocalState:
         assert self.lightning_module is not None
-        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend)
+        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend, self.root_device)
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
         """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""

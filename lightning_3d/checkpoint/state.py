@@ -50,15 +50,22 @@ class LocalState:
         specs: where each of its parameters lies in the whole model.
         mesh: where this rank stands.
         owner: has the values of parameters that are dealt to data-parallel ranks, which the module has not.
+        device: of this rank, whose random number generator is saved.
 
     Attributes:
         aliases: other names of tied parameters on this rank -> their name in the checkpoint.
     """
 
     def __init__(
-        self, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, owner: OptimizerOwner | None = None
+        self,
+        module: nn.Module,
+        specs: Mapping[str, ShardSpec],
+        mesh: Mesh,
+        owner: OptimizerOwner | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._module = module
+        self._device = device or torch.device("cpu")
         self._owner = owner
         self._specs = specs
         self._mesh = mesh
@@ -140,7 +147,7 @@ class LocalState:
         same."""
         if any(self._mesh.index(axis) for axis in ("tp", "cp", "pp")):
             return {}
-        row = read_generators(self._device()).unsqueeze(0)
+        row = read_generators(self._device).unsqueeze(0)
         return {GENERATORS: Slices((self._mesh.size("dp"), row.shape[1]), {(self._mesh.index("dp"), 0): row})}
 
     def saved_generators(self, folder: TensorFolder) -> Tensor | None:
@@ -156,10 +163,7 @@ class LocalState:
     def restore_generators(self, row: Tensor | None) -> None:
         """Put the random number generators of this rank where they were."""
         if row is not None:
-            set_generators(row, self._device())
-
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
+            set_generators(row, self._device)
 
     def load_weights(self, folder: TensorFolder, *, strict: bool) -> None:
         """Fill parameters and buffers from a checkpoint of any layout.
