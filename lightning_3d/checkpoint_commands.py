@@ -31,6 +31,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file; default: 5GB")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="whose tokenizer is copied; default: the one that the run began from")
     parser.add_argument("--module", metavar="NAME", help="of the model, where a checkpoint holds several")
+    _add_no_verify(parser)
     return _guarded(parser, arguments, _export)
 
 
@@ -42,7 +43,12 @@ def inspect(arguments: list[str]) -> int:
     )
     parser.add_argument("checkpoint", help="a checkpoint, or a run folder, whose newest one is taken")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its type and shape")
+    _add_no_verify(parser)
     return _guarded(parser, arguments, _inspect)
+
+
+def _add_no_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their hashes: that reads all of them")
 
 
 def _guarded(parser: argparse.ArgumentParser, arguments: list[str], action: Callable[[argparse.Namespace], None]) -> int:
@@ -96,7 +102,15 @@ def _export(options: argparse.Namespace) -> None:
     from lightning_3d.checkpoint.inspection import in_bytes
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    found = export(path, output, module=options.module, dtype=dtype, max_shard_size=options.max_shard_size, tokenizer=tokenizer)
+    found = export(
+        path,
+        output,
+        module=options.module,
+        dtype=dtype,
+        max_shard_size=options.max_shard_size,
+        tokenizer=tokenizer,
+        hashes=not options.no_verify,
+    )
     words = "with its tokenizer" if found.tokenizer else "without a tokenizer (--tokenizer FOLDER adds one)"
     files = "1 file" if found.files == 1 else f"{found.files} files"
     print(f"{output}: {found.tensors} tensors, {in_bytes(found.nbytes)} in {files}, {words}")
@@ -117,5 +131,5 @@ def _inspect(options: argparse.Namespace) -> None:
 
     from lightning_3d.checkpoint.inspection import describe
 
-    for line in describe(path, tensors=options.tensors):
+    for line in describe(path, tensors=options.tensors, hashes=not options.no_verify):
         print(line)

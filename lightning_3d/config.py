@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.block_options import BlockOptions
+from lightning_3d.checkpoint_names import MANIFEST, recover
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config_keys import check_group_keys, check_type, data_options, explain_value
 from lightning_3d.context_options import check_fields
@@ -76,6 +77,9 @@ class ParallelismConfig:
     moe_z_loss: float = 0.0
     moe_bias_update: float = 0.0
     moe_capacity_factor: float | None = None
+    checkpoint_verify: bool = True
+    checkpoint_fall_back: bool = False
+    checkpoint_asynchronous: bool = True
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 
@@ -376,12 +380,26 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
         raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
-    if trainer.resume is not None and not Path(trainer.resume).exists():
-        raise CheckpointError(f"There is no checkpoint {trainer.resume} to resume from (trainer.resume).")
+    if trainer.resume is not None:
+        _check_resume(Path(trainer.resume))
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
         )
+
+
+def _check_resume(path: Path) -> None:
+    """What a look at the folder shows; the ranks compare the files with their hashes."""
+    try:
+        recover(path)
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(f"trainer.resume={path} points to {path.readlink()}, which is not there.")
+        if not path.exists():
+            raise CheckpointError(f"There is no checkpoint {path} to resume from (trainer.resume).")
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(f"trainer.resume={path} is no complete checkpoint: there is no {MANIFEST} in it.")
+    except OSError as error:
+        raise CheckpointError(f"trainer.resume={path} cannot be read: {error.strerror}.") from error
 
 
 def _check_targets(run: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -316,6 +317,23 @@ def read_dcp_metadata(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error!r}.") from error
 
 
+def dcp_place(file: str, offset: int, length: int) -> Any:
+    """Where a slice lies, as the reader of torch.distributed.checkpoint expects it: its `_StorageInfo` (torch 2.11 to 2.13)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
+    """A table of contents of the version that torch.distributed.checkpoint (torch 2.11 to 2.13) writes itself; older ones had none."""
+    import torch.distributed.checkpoint.filesystem as filesystem
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    metadata = Metadata(tensors, planner_data=notes)
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return metadata
+
+
 def keep_sample_order(trainer: Any) -> None:
     """Let a training data loader that does not shuffle keep its order, as on one process.
 
@@ -362,6 +380,50 @@ def batches_to_come(trainer: Any) -> float | None:
         return trainer.num_training_batches if trainer.fit_loop.batch_idx == 0 else None
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
+
+
+def go_on_in_data(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
+    """At the start of a resumed fit: take its data loader to where it was, and restore the random number generators where an
+    uninterrupted fit would have had the saved states: before a new epoch's iterator is made, or after the last batch trained on.
+
+    Lightning 2.6 has made the iterator by then (`FitLoop.setup_data`), before it tells samplers the epoch, and counts where the fit was
+    (`epoch_loop.batch_progress`, to which `restarted_on_train_batch_end` adds one). It restores the position of loaders that have
+    `load_state_dict`; of others it would take the first batches of the epoch again, and warn. Here the batches of before are read and
+    dropped.
+
+    Args:
+        batches_then: in an epoch, when the checkpoint was saved.
+
+    Raises:
+        DataError: an epoch has another number of batches now, so that the position means nothing.
+    """
+    from lightning.fabric.utilities.data import _set_sampler_epoch
+
+    loop = trainer.fit_loop
+    fetcher, loaders = loop._data_fetcher, loop._combined_loader.flattened
+    restore_generators()
+    if any(hasattr(loader, "load_state_dict") for loader in loaders):
+        return
+    done = loop.epoch_loop.batch_progress.current.completed + int(loop.epoch_loop.restarted_on_train_batch_end)
+    now = trainer.num_training_batches
+    inside = loop.epoch_loop.restarting and 0 < done < (batches_then if batches_then is not None else now)
+    if inside and batches_then is not None and batches_then != now:
+        raise DataError(
+            f"The checkpoint was saved after {done} of the {batches_then} batches of an epoch, which has {now} now: nothing tells which"
+            " samples come next. Use the same data and global batch, or a checkpoint from the end of an epoch."
+        )
+    if not inside and trainer.current_epoch == 0:
+        return
+    for loader in loaders:
+        _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+    iter(fetcher)
+    if not inside:
+        return
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+    for _ in range(done):
+        next(fetcher)
+    fetcher.fetched -= done
+    restore_generators()
 
 
 def autograd_is_running() -> bool:

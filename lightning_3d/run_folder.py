@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from lightning_3d.checkpoint_names import checkpoints_in, recover_all
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.run_status import RunStatus, read_status
 
@@ -21,7 +21,7 @@ LOGS = "logs"
 SAME = ("model", "data", "optimizer", "seed")
 """What tries of one run share. Layout, machines and length may change: checkpoints belong to the model."""
 
-_CHECKPOINTS, _MANIFEST, _LOCK = "checkpoints", "manifest.json", ".lock"
+_CHECKPOINTS, _LOCK = "checkpoints", ".lock"
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,9 @@ def missing_folders(path: Path) -> tuple[Path, ...]:
 
 def newest_checkpoint(path: Path) -> str | None:
     """The complete checkpoint with the most steps in a run folder; None where there is none."""
-    found = {}
-    for manifest in (path / _CHECKPOINTS).glob(f"[!.]*/{_MANIFEST}"):
-        try:
-            found[int(json.loads(manifest.read_text("utf-8"))["global_step"]), manifest.stat().st_mtime] = manifest.parent
-        except (OSError, ValueError, KeyError, TypeError):  # being removed, or not ours
-            continue
-    return str(found[max(found)]) if found else None
+    recover_all(path / _CHECKPOINTS)
+    found = checkpoints_in(path / _CHECKPOINTS)
+    return str(found[0]) if found else None
 
 
 def _hold(path: Path) -> None:

@@ -7,8 +7,7 @@ micro-batches, `zero` owns gradients and optimizer.
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,19 +29,8 @@ from typing_extensions import override
 from lightning_3d.assembly import LocalModel, Partition, assemble, context_of
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
-from lightning_3d.callbacks import averages, defer_averaging, forget_deferred, restore_average, set_up_callbacks, without_average
-from lightning_3d.checkpoint import (
-    LocalState,
-    describe_optimizer,
-    load_checkpoint,
-    load_optimizer,
-    load_weights,
-    local_states,
-    remove_checkpoint,
-    save_checkpoint,
-    share_pipeline_state,
-    take_pipeline_state,
-)
+from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
+from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -70,14 +58,13 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
-from lightning_3d.trainer_collectives import TrainerCollectives
-from lightning_3d.transformers_compat import describe_models
+from lightning_3d.trainer_checkpoints import TrainerCheckpoints
 from lightning_3d.unsupported import optimizers_of_a_stage, refuse_callbacks, refuse_unsupported, require_trained
 from lightning_3d.zero import DataParallelBackend, make_backend
 from lightning_3d.zero_options import ZeroOptions
 
 
-class Lightning3DStrategy(TrainerCollectives):
+class Lightning3DStrategy(TrainerCheckpoints):
     """Tensor x pipeline x data x context x expert parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
 
     The user's module stays as it is. Its model is a Transformers causal LM, or any module with a plan; its steps run once per
@@ -98,6 +85,7 @@ class Lightning3DStrategy(TrainerCollectives):
             `BlockOptions`.
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
+        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous: how checkpoints are loaded and saved, see `CheckpointStore`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -133,6 +121,9 @@ class Lightning3DStrategy(TrainerCollectives):
         moe_z_loss: float = 0.0,
         moe_bias_update: float = 0.0,
         moe_capacity_factor: float | None = None,
+        checkpoint_verify: bool = True,
+        checkpoint_fall_back: bool = False,
+        checkpoint_asynchronous: bool = True,
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -171,9 +162,11 @@ class Lightning3DStrategy(TrainerCollectives):
         self._runner: StepRunner | None = None
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
+        self._group_names: Names = []
+        self._store = CheckpointStore(verify=checkpoint_verify, fall_back=checkpoint_fall_back, asynchronous=checkpoint_asynchronous)
         self.compilation: Compilation | None = None
         self._advised = self._told = False
-        self._failed = False
+        self._failed = self._terminated = False
         self._batches_of_step = 0
 
     @property
@@ -240,7 +233,7 @@ class Lightning3DStrategy(TrainerCollectives):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.layout is not None
-        self._failed, self._batches_of_step = False, 0
+        self._failed, self._terminated, self._batches_of_step = False, False, 0
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
             end_together_on_sigterm(self.lightning_module.trainer)
@@ -282,6 +275,7 @@ class Lightning3DStrategy(TrainerCollectives):
         self._build()
         if fitting:
             self.setup_optimizers(trainer)
+            self._hold_checkpoint_folders(trainer)
         self.setup_precision_plugin()
         set_up_callbacks(trainer, self._require_mesh().layout)
 
@@ -365,6 +359,7 @@ class Lightning3DStrategy(TrainerCollectives):
                 " parameter groups of one optimizer instead."
             )
         require_trained(self.optimizers[0], self.root_device)
+        self._group_names = name_groups(module, self.optimizers[0])
         self.optimizers = [self._backend.prepare(module, self.optimizers[0])]
         # Gradients are made inside training_step, after this strategy zeroed them; Lightning would wipe them between it and the step.
         module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]
@@ -473,41 +468,7 @@ class Lightning3DStrategy(TrainerCollectives):
         if clip_val and clip_val > 0:
             self._backend.clip(**{"value" if by_value else "max_norm": float(clip_val)})
 
-    # Checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Parameters exist only after setup; they are filled in place."""
-        return True
-
-    def _local_state(self) -> LocalState:
-        assert self.lightning_module is not None
-        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Class and hyper parameters; every rank writes the tensors of its part itself."""
-        return describe_optimizer(optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._has_failed_alone():
-            warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
-            return
-        if storage_options is not None:
-            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
-        assert self.layout is not None and self.lightning_module is not None
-        about = {
-            "layout": self.layout.name,
-            "schedule": self.schedule,
-            "zero_stage": self.zero_stage,
-            "precision": str(self.precision_plugin.precision),
-            "transformers": describe_models(self.lightning_module),
-        }
-        checkpoint = without_average(self.lightning_module.trainer, checkpoint)
-        checkpoint = share_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
-        save_checkpoint(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about)
+    # Failures
 
     def _has_failed_alone(self) -> bool:
         """Whether a callback communicates because of an exception (to save a checkpoint), which other ranks know nothing of.
@@ -523,33 +484,6 @@ class Lightning3DStrategy(TrainerCollectives):
         self.on_exception(error)
         return True
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
-        checkpoint = load_checkpoint(self.broadcast(str(checkpoint_path)))
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            restore_average(self.lightning_module.trainer, checkpoint)
-        return take_pipeline_state(checkpoint, self._require_mesh(), self.schedule)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_weights(checkpoint, self._local_state(), strict=strict)
-        assert self.lightning_module is not None
-        if self.zero_stage < 3 and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
-            checkpoint.update(local_states(checkpoint, self._local_state()))
-        if self.optimizers and self._backend is not None:
-            self._backend.refresh_master_weights()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._backend is not None
-        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self._backend)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
-
     def _may_communicate(self, what: str) -> bool:
         if self._runner is not None:
             self._runner.refuse_inside(what)
@@ -558,7 +492,7 @@ class Lightning3DStrategy(TrainerCollectives):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits."""
-        self._failed = True
+        self._failed, self._terminated = True, isinstance(exception, SIGTERMException)
         if self._failures is not None:
             self._failures.note(exception)
 
@@ -573,6 +507,7 @@ class Lightning3DStrategy(TrainerCollectives):
             elif self.model_parts is not None:
                 self.model_parts.lost = self._backend.abandon()
             self._backend.teardown()
+        self._store.close(failed=self._failed and not self._terminated)
         module = self.lightning_module
         if module is not None:
             forget_deferred(module.trainer)

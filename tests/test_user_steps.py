@@ -451,7 +451,7 @@ def fit_and_fail(folder: str) -> None:
 def test_a_checkpoint_on_exception_does_not_wait_for_ranks_that_know_nothing(tmp_path: Any) -> None:
     with pytest.raises(ArithmeticError):
         run_ranks(fit_and_fail, 2, str(tmp_path), timeout=40)
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {".lightning_3d.lock"}, "no checkpoint, nor a part of one"
 
 
 class LayerwiseRates(Steps):
@@ -484,8 +484,8 @@ def test_learning_rates_of_later_stages_survive_a_resume(tmp_path: Any) -> None:
     for before, after, message in (first, last):
         assert message == "" and after == pytest.approx([rate / 2 for rate in before])
     assert set(first[0]) != set(last[0])
-    for _, _, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):
-        assert "differ between pipeline stages (pp2_vp1, 1F1B)" in message
+    for before, after, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):  # each parameter finds its group
+        assert message == "" and set(before) <= {2 * rate for rate in after} and len(after) > len(before)
 
 
 def unequal(training: bool) -> str:

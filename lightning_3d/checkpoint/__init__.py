@@ -1,7 +1,8 @@
 """Checkpoints that belong to the model, not to the layout: any layout saves them, any other loads them.
 
-`folder` is what lies on disk and when it counts, `tensors` and `slices` how every rank writes and reads only its part,
-`state` what of a model in training goes in, `plain` how Lightning's own state becomes JSON. The strategy calls the
+`folder` is what lies on disk and when it counts, `writing`, `reading` and `slices` how every rank writes and reads only its part,
+`hashes` how damage is found, `state` what of a model in training goes in, `parameter_groups` hyper parameters and schedulers, `generators`
+random numbers, `plain` how Lightning's own state becomes JSON. `store` is what a run does with them; the strategy calls it and the
 functions of this module.
 """
 
@@ -14,94 +15,41 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import folder
-from lightning_3d.checkpoint.folder import local_path, on_rank_zero, read_manifest
-from lightning_3d.checkpoint.pipeline_state import share_pipeline_state, take_pipeline_state
-from lightning_3d.checkpoint.slices import Slices
+from lightning_3d.checkpoint.folder import local_path, read_manifest, verify
+from lightning_3d.checkpoint.parameter_groups import (
+    Names,
+    describe_optimizer,
+    name_groups,
+    restore_hyper_parameters,
+    share_groups,
+    take_groups,
+)
+from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import (
-    CURRENT,
-    CURRENT_STATE,
     MODEL,
     LocalState,
     OptimizerOwner,
-    describe_optimizer,
-    restore_hyper_parameters,
 )
-from lightning_3d.checkpoint.tensors import Notes, TensorFolder, write_tensors
+from lightning_3d.checkpoint.store import BATCHES, PATH, CheckpointStore
 from lightning_3d.errors import CheckpointError
 
 __all__ = [
+    "BATCHES",
+    "PATH",
+    "CheckpointStore",
     "LocalState",
+    "Names",
     "describe_optimizer",
-    "load_checkpoint",
     "load_full_state_dict",
     "load_optimizer",
     "load_weights",
     "local_states",
+    "name_groups",
     "read_manifest",
-    "remove_checkpoint",
-    "save_checkpoint",
-    "share_pipeline_state",
-    "take_pipeline_state",
+    "saved_generators",
+    "share_groups",
+    "take_groups",
 ]
-
-PATH = "lightning_3d_path"
-"""Where in Lightning's checkpoint dict the folder stands from which its tensors are to be read."""
-
-_NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
-"""Tensors are written by the ranks that hold them; the other entry is the class of omegaconf containers: dicts here."""
-
-
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    checkpoint: Mapping[str, Any],
-    local: LocalState,
-    owner: OptimizerOwner | None,
-    about: Mapping[str, Any],
-) -> None:
-    """Write a checkpoint folder that appears under its name when it is complete. Collective over the world.
-
-    Args:
-        path: the folder's final name, the same on all ranks. What is there is replaced.
-        checkpoint: Lightning's dict, with the rank's own tensors in "state_dict". Optimizer state is saved if it has
-            "optimizer_states".
-        owner: of the optimizer's state; None if there is none.
-        about: goes into the manifest.
-
-    Raises:
-        CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
-    """
-    final = local_path(path)
-    trainer_state = {key: value for key, value in checkpoint.items() if key not in _NOT_TRAINER_STATE}
-    with_optimizer = owner is not None and bool(checkpoint.get("optimizer_states"))
-
-    def collect() -> tuple[dict[str, Slices], Notes]:
-        shards = owner.optimizer_shards(to_save=True) if owner is not None and with_optimizer else []
-        state, numbers = local.optimizer(shards, offered=True)
-        held = local.weights(checkpoint["state_dict"], offered=True) | state
-        held |= local.weights(checkpoint.get(CURRENT_STATE, {}), offered=True, prefix=CURRENT)
-        return held, {"aliases": local.aliases, "numbers": dict.fromkeys(numbers, "")}
-
-    facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
-    facts = {**about, **facts, "optimizer_state": with_optimizer}
-    try:
-        temporary = on_rank_zero(lambda: folder.begin(final, trainer_state))
-        write_tensors(temporary, collect)
-        on_rank_zero(lambda: folder.commit(temporary, final, facts))
-    except CheckpointError:
-        on_rank_zero(lambda: folder.abandon(final))
-        raise
-
-
-def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Lightning's dict, without tensors: `load_weights` and `load_optimizer` read those. Collective over the world.
-
-    Raises:
-        CheckpointError: on every rank, if there is no complete checkpoint.
-    """
-    found = local_path(path)
-    on_rank_zero(lambda: read_manifest(found))
-    return {**folder.read_trainer_state(found), PATH: str(found)}
 
 
 def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bool = True) -> None:
@@ -130,22 +78,27 @@ def load_optimizer(
     local.load_optimizer(TensorFolder(found), owner)
 
 
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint. One rank calls it."""
-    folder.remove(local_path(path))
+def saved_generators(checkpoint: Mapping[str, Any], local: LocalState) -> Tensor | None:
+    """This rank's random number generators, for `LocalState.restore_generators`."""
+    return local.saved_generators(TensorFolder(local_path(checkpoint[PATH])))
 
 
-def load_full_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> dict[str, Tensor]:
     """All parameters and buffers of a checkpoint, whole, on the CPU, by their names in the user's module.
 
     Tied parameters share memory. For one process, without process groups:
     `module.load_state_dict(load_full_state_dict(path))`.
 
+    Args:
+        verify_hashes: compare all files with their hashes first.
+
     Raises:
-        CheckpointError: there is no complete checkpoint.
+        CheckpointError: there is no complete checkpoint, or it is damaged.
     """
     found = local_path(path)
-    read_manifest(found)
+    manifest = read_manifest(found)
+    if verify_hashes:
+        verify(found, manifest)
     tensors = TensorFolder(found)
     state = {name: tensors.read(MODEL + name) for name in tensors.names(MODEL)}
     return state | {alias: state[name] for alias, name in tensors.notes.get("aliases", {}).items() if name in state}

@@ -14,10 +14,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.folder import read_manifest
+from lightning_3d.checkpoint.folder import read_manifest, verify
+from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
 from lightning_3d.checkpoint.state import MODEL
-from lightning_3d.checkpoint.tensors import TensorFolder
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
 from lightning_3d.transformers_compat import build_on_meta, keeps_float32, stored_form
 
@@ -57,6 +57,7 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
     tokenizer: Path | None = None,
+    hashes: bool = True,
 ) -> Exported:
     """Write the folder `output`, which appears when it is complete.
 
@@ -66,14 +67,17 @@ def export(
         dtype: of the weights; as they are in the checkpoint by default.
         max_shard_size: of a file, such as "5GB".
         tokenizer: a folder whose tokenizer's files are copied.
+        hashes: compare all files with their hashes first.
 
     Raises:
-        CheckpointError: no complete checkpoint, or no model of Transformers in it. ConfigError: `output` is taken.
+        CheckpointError: no complete checkpoint, a damaged one, or no model of Transformers in it. ConfigError: `output` is taken.
     """
     manifest = read_manifest(path)
     name, described = _choose(manifest, module, path)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and is not empty. Give another --output.")
+    if hashes:
+        verify(path, manifest)
     model = build_on_meta(described["class"], described["config"])
     source = _Source(TensorFolder(path), MODEL + (f"{name}." if name else ""), model, dtype, path)
     temporary = output.with_name(f".{output.name}.exporting")

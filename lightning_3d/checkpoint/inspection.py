@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from lightning_3d.checkpoint.folder import read_manifest
+from lightning_3d.checkpoint.folder import read_manifest, verify
 from lightning_3d.checkpoint.huggingface import MODELS
+from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import CURRENT, MODEL, OPTIMIZER
-from lightning_3d.checkpoint.tensors import TensorFolder
 from lightning_3d.errors import listed
 
 
@@ -22,11 +23,12 @@ def in_bytes(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
-def describe(path: Path, *, tensors: bool = False) -> Iterator[str]:
+def describe(path: Path, *, tensors: bool = False, hashes: bool = True) -> Iterator[str]:
     """Lines about the checkpoint at `path`; the last one says that it is whole.
 
     Args:
         tensors: a line for each tensor too.
+        hashes: read all files and compare them with their hashes, not only their sizes.
 
     Raises:
         CheckpointError: it is not there, not finished, or damaged.
@@ -55,4 +57,8 @@ def describe(path: Path, *, tensors: bool = False) -> Iterator[str]:
     if not manifest.get("optimizer_state"):
         yield "  optimizer   none: weights only"
     yield f"  files       {len(manifest['files'])}, {in_bytes(sum(file.stat().st_size for file in path.iterdir()))}"
-    yield "  whole       yes"
+    started = time.monotonic()
+    if hashes:
+        verify(path, manifest)
+    compared = f"every file has its hash ({time.monotonic() - started:.1f} s)" if hashes else "every file has its size"
+    yield f"  whole       yes: {compared}"

@@ -81,6 +81,11 @@ def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     return Box(offset, (0,) * len(shape), shape)
 
 
+def overlap(offset: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], other_shape: tuple[int, ...]) -> Box | None:
+    """Where two rectangles of one tensor meet, or None. `local_offset` of the result is in the first of them."""
+    return _overlap(Box(offset, (), shape), Box(other, other, other_shape))
+
+
 def _overlap(rectangle: Box, box: Box) -> Box | None:
     """Where a rectangle of the local tensor meets a box, or None.
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.generators import GENERATORS, read_generators, set_generators
+from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.slices import Slices, flat_range, shard, whole
-from lightning_3d.checkpoint.tensors import TensorFolder
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard, ShardSpec
@@ -50,15 +50,22 @@ class LocalState:
         specs: where each of its parameters lies in the whole model.
         mesh: where this rank stands.
         owner: has the values of parameters that are dealt to data-parallel ranks, which the module has not.
+        device: of this rank, whose random number generator is saved.
 
     Attributes:
         aliases: other names of tied parameters on this rank -> their name in the checkpoint.
     """
 
     def __init__(
-        self, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, owner: OptimizerOwner | None = None
+        self,
+        module: nn.Module,
+        specs: Mapping[str, ShardSpec],
+        mesh: Mesh,
+        owner: OptimizerOwner | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._module = module
+        self._device = device or torch.device("cpu")
         self._owner = owner
         self._specs = specs
         self._mesh = mesh
@@ -134,6 +141,29 @@ class LocalState:
                 elif not offered or spec.counts_in_norm(tp, pp):
                     slices[name] = flat_range(value, held.start, spec)
         return slices, numbers
+
+    def generators(self) -> dict[str, Slices]:
+        """The states of this rank's random number generators, one row for each data-parallel index; ranks with the same data have the
+        same."""
+        if any(self._mesh.index(axis) for axis in ("tp", "cp", "pp")):
+            return {}
+        row = read_generators(self._device).unsqueeze(0)
+        return {GENERATORS: Slices((self._mesh.size("dp"), row.shape[1]), {(self._mesh.index("dp"), 0): row})}
+
+    def saved_generators(self, folder: TensorFolder) -> Tensor | None:
+        """This rank's row of a checkpoint; None if it has none. Where there are more data-parallel ranks now than there were, the saved
+        rows are used again in turn."""
+        shape = folder.names(GENERATORS).get("")
+        if shape is None:
+            return None
+        row = torch.empty(1, shape[1], dtype=torch.uint8)
+        folder.read_into({GENERATORS: Slices(shape, {(self._mesh.index("dp") % shape[0], 0): row})})
+        return row[0]
+
+    def restore_generators(self, row: Tensor | None) -> None:
+        """Put the random number generators of this rank where they were."""
+        if row is not None:
+            set_generators(row, self._device)
 
     def load_weights(self, folder: TensorFolder, *, strict: bool) -> None:
         """Fill parameters and buffers from a checkpoint of any layout.
@@ -220,37 +250,6 @@ def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices
         f" shape {spec.local_shape}: nothing tells which part of the whole that is. Save weights only, or use an"
         " optimizer such as AdamW."
     )
-
-
-def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Class and hyper parameters of an optimizer, without its tensors."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"class": type(optimizer).__name__, "param_groups": groups}
-
-
-def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any]) -> None:
-    """Give the parameter groups of `optimizer` the values that they had.
-
-    Raises:
-        CheckpointError: another class of optimizer, or another number of groups.
-    """
-    own = type(optimizer).__name__
-    groups = described["param_groups"]
-    if described["class"] != own:
-        raise CheckpointError(
-            f"The checkpoint has the state of {described['class']}, but configure_optimizers made {own}."
-        )
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers made"
-            f" {len(optimizer.param_groups)}."
-        )
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            current = group.get(key)
-            group[key] = (
-                value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
-            )
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:

@@ -20,6 +20,7 @@ from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.module import CausalLM
+from lightning_3d.training.record import RunRecord, same_run
 
 
 def train(config: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ def make_trainer(config: Mapping[str, Any]) -> Trainer:
     """Lightning's Trainer for the ranks that are running already."""
     options = config["trainer"]
     callbacks: list[Callback] = make_objects("callbacks", config["callbacks"])
-    loggers: list[Logger] = make_objects("logger", config["logger"])
+    loggers: list[Logger] = make_objects("logger", same_run(config["logger"], options["resume"]))
     place = outside_rank()  # ranks that this package started have torchrun's variables too
     local_size = place.local_world_size if place is not None else 1
     arguments = {
@@ -81,7 +82,7 @@ def make_trainer(config: Mapping[str, Any]) -> Trainer:
         "gradient_clip_val": options["gradient_clip_val"],
         "log_every_n_steps": options["log_every_n_steps"],
         "logger": loggers or False,
-        "callbacks": callbacks,
+        "callbacks": [*callbacks, RunRecord(config)],
         "default_root_dir": config["run_folder"],
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),

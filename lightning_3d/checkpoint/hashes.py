@@ -1,0 +1,128 @@
+"""SHA-256 of the files of a checkpoint: taken while they are written, compared before anything in them is read.
+
+`sha256sum` gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from lightning_3d.checkpoint.agreement import StorageError, reason
+
+_THREADS = 4
+"""Files that a process hashes at a time; hashing leaves the interpreter's lock."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a whole file is known by."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileSum:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return cls(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
+class HashedFile:
+    """A new file that is hashed on its way to the disk, for `torch.save` and others that only write.
+
+    What the disk refuses is told by `check` and `close`, not by `write`: torch calls that from C++, where it would not come through.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO = path.open("xb")
+        self._hash = hashlib.sha256()
+        self._failed: OSError | None = None
+        self.position = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        size = memoryview(data).nbytes
+        if self._failed is None:
+            try:
+                self._file.write(data)
+                self._hash.update(data)
+            except OSError as error:
+                self._failed = error
+        self.position += size
+        return size
+
+    def flush(self) -> None:
+        """For `torch.save`; `close` flushes."""
+
+    def check(self) -> None:
+        """Raises StorageError: something could not be written."""
+        if self._failed is not None:
+            raise StorageError(f"{self._path} could not be written: {reason(self._failed)}") from self._failed
+
+    def close(self) -> FileSum:
+        """Return when the contents are on the disk.
+
+        Raises:
+            StorageError: they are not.
+        """
+        try:
+            if self._failed is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._failed = error
+        self.abandon()
+        self.check()
+        return FileSum(self.position, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Let go of the file."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk: a rename must not overtake what it commits."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def deal(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
+    """Names of files in so many parts of about the same size."""
+    dealt: list[list[str]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
+        least = load.index(min(load))
+        dealt[least].append(name)
+        load[least] += files[name].bytes
+    return dealt
+
+
+def find_damage(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of a folder, each in a sentence that names it. Reads all of them."""
+
+    def compare(name: str) -> str | None:
+        try:
+            found = FileSum.of(folder / name)
+        except FileNotFoundError:
+            return f"the file {name} is missing"
+        except OSError as error:
+            return f"the file {name} cannot be read ({error.strerror})"
+        if found.bytes != files[name].bytes:
+            return f"the file {name} has {found.bytes} bytes instead of {files[name].bytes}"
+        if found.sha256 != files[name].sha256:
+            return f"the file {name} is not what was written (its SHA-256 is {found.sha256[:12]}..., not {files[name].sha256[:12]}...)"
+        return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [problem for problem in pool.map(compare, names) if problem is not None]

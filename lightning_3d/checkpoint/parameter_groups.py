@@ -1,0 +1,138 @@
+"""Hyper parameters and learning-rate schedulers in any layout.
+
+They go by parameter group, and pipeline stages may have different groups, as with learning rates that depend on the layer. So groups are
+saved with the names of their parameters, those of all stages where they differ, and each group of a later run takes what the group of its
+parameters had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.errors import CheckpointError
+from lightning_3d.mesh import Mesh
+
+Names = list[list[str]]
+"""Of each parameter group the names of its parameters."""
+
+_KEY = "lightning_3d_pipeline_ranks"
+_NAMES = "names"
+_OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
+
+
+def name_groups(module: nn.Module, optimizer: Optimizer) -> Names:
+    """By names in the module, of parameters that are the module's own: a data-parallel backend may put others in their place."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+
+
+def describe_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    """Class and hyper parameters of an optimizer, without its tensors. Groups that were added since `names` was made have none."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group, own in zip(groups, names, strict=False):
+        group[_NAMES] = own
+    return {"class": type(optimizer).__name__, "param_groups": groups}
+
+
+def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any]) -> None:
+    """Give the parameter groups of `optimizer` the values that they had.
+
+    Raises:
+        CheckpointError: another class of optimizer, or another number of groups.
+    """
+    own = type(optimizer).__name__
+    groups = described["param_groups"]
+    if described["class"] != own:
+        raise CheckpointError(
+            f"The checkpoint has the state of {described['class']}, but configure_optimizers made {own}."
+        )
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers made"
+            f" {len(optimizer.param_groups)}."
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            current = group.get(key)
+            if key != _NAMES:
+                group[key] = value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
+
+
+def share_groups(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The checkpoint, with every stage's optimizer description and schedulers where they differ. Collective over the pipeline."""
+    if mesh.size("pp") == 1 or not checkpoint.get(_OPTIMIZERS):
+        return checkpoint
+    gathered: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(gathered, {key: checkpoint[key] for key in (_OPTIMIZERS, _SCHEDULERS) if key in checkpoint}, group=mesh.control)
+    if any(_plain(state) != _plain(gathered[0]) for state in gathered):
+        return checkpoint | {_KEY: gathered}
+    for index, group in enumerate(_groups(checkpoint)):
+        group[_NAMES] = sorted({name for state in gathered for name in _groups(state)[index].get(_NAMES, [])})
+    return checkpoint
+
+
+def take_groups(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """The checkpoint with a description and schedulers that fit the parameter groups of this rank.
+
+    Raises:
+        CheckpointError: parameters that are in one group now had different hyper parameters.
+    """
+    own = dict(checkpoint)
+    states = own.pop(_KEY, None) or [own]
+    if not own.get(_OPTIMIZERS) or not names:
+        return own
+    chosen = [_source(states, index, group) for index, group in enumerate(names)]
+    if None in chosen or (len(states) == 1 and chosen == [(0, index) for index in range(len(_groups(own)))]):
+        return own
+    pairs = [pair for pair in chosen if pair is not None]
+    groups = [_groups(states[stage])[index] for stage, index in pairs]
+    own[_OPTIMIZERS] = [{**states[0][_OPTIMIZERS][0], "param_groups": groups}]
+    versions = zip(*(state.get(_SCHEDULERS, []) for state in states), strict=True)
+    own[_SCHEDULERS] = [_pick(scheduler, [len(_groups(state)) for state in states], pairs) for scheduler in versions]
+    return own
+
+
+def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return state[_OPTIMIZERS][0]["param_groups"]
+
+
+def _plain(state: Mapping[str, Any]) -> str:
+    """What makes two stages differ: everything but the names."""
+    groups = [{key: value for key, value in group.items() if key != _NAMES} for group in _groups(state)]
+    return repr((groups, state.get(_SCHEDULERS)))
+
+
+def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str]) -> tuple[int, int] | None:
+    """(stage, index) of the saved group that a group of this rank goes on from; None where nothing tells."""
+    wanted = set(names)
+    found = [
+        (stage, place)
+        for stage, state in enumerate(states)
+        for place, group in enumerate(_groups(state))
+        if not wanted.isdisjoint(group.get(_NAMES, ()))
+    ]
+    if not found:  # no parameters on this stage, or none that were trained then
+        return (0, index) if index < len(_groups(states[0])) else None
+    values = {repr({k: v for k, v in _groups(states[stage])[place].items() if k != _NAMES}) for stage, place in found}
+    if len(values) > 1:
+        raise CheckpointError(
+            f"Parameter group {index} has parameters that were in {len(found)} groups with different hyper parameters when the checkpoint"
+            f" was saved, {names[0]} among them. Make the same groups in configure_optimizers, or load the weights only."
+        )
+    return found[0]
+
+
+def _pick(versions: Sequence[Mapping[str, Any]], counts: Sequence[int], chosen: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The state of one scheduler, which all stages saved, for the chosen groups: lists with an entry for each group are made of theirs."""
+    state = dict(versions[chosen[0][0]])
+    for key, value in state.items():
+        if key == "_schedulers":  # of SequentialLR and ChainedScheduler
+            state[key] = [_pick([version[key][i] for version in versions], counts, chosen) for i in range(len(value))]
+        elif isinstance(value, (list, tuple)) and all(len(v[key]) == count for v, count in zip(versions, counts, strict=True)):
+            state[key] = [versions[stage][key][index] for stage, index in chosen]
+    return state

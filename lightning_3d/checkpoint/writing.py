@@ -1,0 +1,226 @@
+"""Writing tensors by slices under the whole model's names, in the file format of torch.distributed.checkpoint (DCP).
+
+`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks only tell each other which
+slices they hold; every byte of a tensor goes from the rank that holds it to the disk.
+
+DCP's own `save` is not used: its plans are sent as one object for each slice and come back with the writer's, which at a
+thousand ranks is much of a gigabyte on rank 0, and it can neither hash files nor finish in the background. What goes over
+the network here is a name, a shape and a list of offsets for each tensor, and an index of what to write back.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_3d.checkpoint.agreement import through_rank_zero
+from lightning_3d.checkpoint.hashes import FileSum, HashedFile
+from lightning_3d.checkpoint.slices import Slices
+from lightning_3d.errors import CheckpointError, listed
+from lightning_3d.lightning_compat import dcp_metadata, dcp_place
+
+METADATA_FILE = ".metadata"
+ALIGNMENT = 64
+"""Bytes; as in the archives of `torch.save`."""
+
+Notes = dict[str, dict[str, str]]
+"""Small facts beside the tensors: by topic, a mapping. Those of all ranks are merged."""
+Piece = tuple[str, tuple[int, ...]]
+"""Name of a tensor and where in it a slice begins."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank holds of one tensor: offsets and shapes of its slices."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has put on the disk: the file, its hash, and where in it each slice is."""
+
+    file: str
+    sum: FileSum
+    places: dict[Piece, tuple[int, int]]
+
+
+class TensorSave:
+    """One save of what all ranks hold. `plan` and `finish` are collective, `stage` and `write` are not."""
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._own: dict[Piece, Tensor] = {}
+        self._metadata: Metadata | None = None
+
+    def plan(self, collect: Callable[[], tuple[Mapping[str, Slices], Notes]]) -> None:
+        """Agree on who writes what. What several ranks hold is left to the one of them that has the least to write.
+
+        Args:
+            collect: gives this rank's slices, by name, and its notes. Slices of different ranks are either the same or do not
+                overlap.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not collect, or if a tensor is not covered by what the ranks hold.
+        """
+        held: Mapping[str, Slices] = {}
+
+        def offer() -> tuple[dict[str, _Offer], Notes]:
+            nonlocal held
+            held, notes = collect()
+            return {name: _offer(slices) for name, slices in held.items() if slices.parts}, notes
+
+        def deal(offers: list[tuple[dict[str, _Offer], Notes]]) -> list[list[Piece]]:
+            notes: Notes = {}
+            for _, noted in offers:
+                for topic, facts in noted.items():
+                    notes.setdefault(topic, {}).update(facts)
+            self._metadata = _describe([offered for offered, _ in offers], notes)
+            return _one_writer_each([offered for offered, _ in offers])
+
+        pieces = through_rank_zero(offer, deal)
+        self._own = {(name, offset): held[name].parts[offset] for name, offset in pieces}
+
+    def stage(self, buffers: dict[Piece, Tensor]) -> None:
+        """Copy this rank's slices to the host: what training does to them from now on is not saved.
+
+        Args:
+            buffers: those of the save before, which are used again, and of this one.
+        """
+        for piece, part in self._own.items():
+            buffer = buffers.get(piece)
+            if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
+                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            buffers[piece] = self._own[piece] = buffer.copy_(part.detach(), non_blocking=part.is_cuda)
+        for old in buffers.keys() - self._own.keys():
+            del buffers[old]
+        if any(buffer.is_pinned() for buffer in buffers.values()):
+            torch.cuda.synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the whole checkpoint, each counted once. Known to rank 0."""
+        contents = self._metadata.state_dict_metadata.values() if self._metadata is not None else ()
+        return sum(prod(e.size) * e.properties.dtype.itemsize for e in contents if isinstance(e, TensorStorageMetadata))
+
+    def write(self, folder: Path) -> Written | None:
+        """Write this rank's slices into one file; None if it has none."""
+        if not self._own:
+            return None
+        name = f"__{self._rank}_0.distcp"
+        file = HashedFile(folder / name)
+        places = {}
+        try:
+            for piece, part in self._own.items():
+                file.write(b"\0" * (-file.position % ALIGNMENT))
+                start = file.position
+                torch.save(_alone(part), file)  # type: ignore[arg-type]  # it only writes
+                file.check()
+                places[piece] = (start, file.position - start)
+            return Written(name, file.close(), places)
+        finally:
+            file.abandon()
+
+    def finish(self, folder: Path, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None) -> None:
+        """Write, and wait until all ranks have written; then rank 0 writes the table of contents and commits.
+
+        Args:
+            commit: gets the hashes of all files with tensors.
+            group: of all ranks; None is the default group.
+
+        Raises:
+            CheckpointError, StorageError: on all ranks, if any could not write.
+        """
+
+        def commit_all(written: list[Written | None]) -> list[bool]:
+            assert self._metadata is not None
+            files = [part for part in written if part is not None]
+            self._metadata.storage_data = {
+                MetadataIndex(name, offset): dcp_place(part.file, start, length)
+                for part in files
+                for (name, offset), (start, length) in part.places.items()
+            }
+            table = HashedFile(folder / METADATA_FILE)
+            table.write(pickle.dumps(self._metadata))
+            commit({part.file: part.sum for part in files} | {METADATA_FILE: table.close()})
+            return [True] * len(written)
+
+        through_rank_zero(lambda: self.write(folder), commit_all, group)
+
+
+def _offer(slices: Slices) -> _Offer:
+    parts = tuple((offset, tuple(part.shape)) for offset, part in slices.parts.items())
+    return _Offer(slices.shape, next(iter(slices.parts.values())).dtype, parts)
+
+
+def _alone(part: Tensor) -> Tensor:
+    """On the host, with no more memory behind it than its own: `torch.save` writes all that there is."""
+    tensor = part.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
+    """For each rank the pieces that it writes. Those with few holders choose first, then the largest: that is even."""
+    holders: dict[Piece, list[int]] = {}
+    size: dict[Piece, int] = {}
+    for rank, offered in enumerate(offers):
+        for name, offer in offered.items():
+            for offset, shape in offer.parts:
+                holders.setdefault((name, offset), []).append(rank)
+                size[name, offset] = prod(shape) * offer.dtype.itemsize
+    load = [0] * len(offers)
+    dealt: list[list[Piece]] = [[] for _ in offers]
+    for piece in sorted(holders, key=lambda piece: (len(holders[piece]), -size[piece])):
+        writer = min(holders[piece], key=load.__getitem__)
+        dealt[writer].append(piece)
+        load[writer] += size[piece]
+    return dealt
+
+
+def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
+    """The table of contents, without places.
+
+    Raises:
+        CheckpointError: part of a tensor is missing or there twice, so that it could be saved but not be loaded.
+    """
+    tensors: dict[str, _Offer] = {}
+    chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+    wrong: dict[str, str] = {}
+    for offered in offers:
+        for name, offer in offered.items():
+            first = tensors.setdefault(name, offer)
+            if (first.shape, first.dtype) != (offer.shape, offer.dtype):
+                wrong[name] = f"{name}: {first.dtype} {first.shape} and {offer.dtype} {offer.shape}"
+            chunks.setdefault(name, {}).update(offer.parts)
+    for name, parts in chunks.items():
+        covered, whole = sum(map(prod, parts.values())), prod(tensors[name].shape)
+        if covered != whole:
+            wrong.setdefault(name, f"{name}: {covered} of {whole} elements")
+    if wrong:
+        raise CheckpointError(f"The ranks do not hold these tensors exactly once: {listed(wrong.values())}.")
+    contents: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=tensors[name].dtype),
+            torch.Size(tensors[name].shape),
+            [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in sorted(parts.items())],
+        )
+        for name, parts in sorted(chunks.items())
+    }
+    return dcp_metadata(contents, notes)

@@ -1,0 +1,152 @@
+"""What Lightning asks a strategy about checkpoints. Each hook hands over to `checkpoint`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.callbacks import averages, restore_average, without_average
+from lightning_3d.checkpoint import (
+    BATCHES,
+    CheckpointStore,
+    LocalState,
+    Names,
+    describe_optimizer,
+    load_optimizer,
+    load_weights,
+    local_states,
+    saved_generators,
+    share_groups,
+    take_groups,
+)
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
+from lightning_3d.lightning_compat import go_on_in_data
+from lightning_3d.trainer_collectives import TrainerCollectives
+from lightning_3d.transformers_compat import describe_models
+from lightning_3d.zero import DataParallelBackend
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class TrainerCheckpoints(TrainerCollectives):
+    """A strategy whose checkpoints are folders that every layout reads."""
+
+    layout: Layout | None
+    schedule: str
+    _store: CheckpointStore
+    _backend: DataParallelBackend | None
+    _group_names: Names
+    _resumed_from: tuple[Tensor | None, float | None] | None = None
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """Where every parameter of this rank lies in the whole model: `ShardSpec` by full parameter name."""
+        raise NotImplementedError
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
+        raise NotImplementedError
+
+    def _has_failed_alone(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Parameters exist only after setup; they are filled in place."""
+        return True
+
+    def _local_state(self) -> LocalState:
+        assert self.lightning_module is not None
+        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend, self.root_device)
+
+    def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
+        """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
+        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        self._store.hold(self.broadcast([str(folder) for folder in folders if folder]))
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
+
+    def _exists(self, callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> bool:
+        """In the place of `ModelCheckpoint.file_exists`, by which it finds a name that is free."""
+        self._store.wait()
+        return type(callback).file_exists(callback, *args, **kwargs)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Class and hyper parameters; every rank writes the tensors of its part itself."""
+        return describe_optimizer(optimizer, self._group_names)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Where the storage fails during a fit, training goes on and says so."""
+        if self._has_failed_alone():
+            warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
+            return
+        if storage_options is not None:
+            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
+        assert self.layout is not None and self.lightning_module is not None
+        about = {
+            "layout": self.layout.name,
+            "schedule": self.schedule,
+            "zero_stage": self.zero_stage,
+            "precision": str(self.precision_plugin.precision),
+            "transformers": describe_models(self.lightning_module),
+        }
+        trainer = self.lightning_module.trainer
+        checkpoint = without_average(trainer, checkpoint)
+        checkpoint = share_groups(checkpoint, self._require_mesh())
+        checkpoint[BATCHES] = trainer.num_training_batches
+        must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
+        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=links)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
+        checkpoint = self._store.load(self.broadcast(str(checkpoint_path)))
+        batches = checkpoint.pop(BATCHES, None)
+        if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        restore_average(self.lightning_module.trainer, checkpoint)
+        self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
+        return take_groups(checkpoint, self._group_names)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_weights(checkpoint, self._local_state(), strict=strict)
+        assert self.lightning_module is not None
+        if self.zero_stage < 3 and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
+            checkpoint.update(local_states(checkpoint, self._local_state()))
+        if self.optimizers and self._backend is not None:
+            self._backend.refresh_master_weights()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._backend is not None
+        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self._backend)
+
+    @override
+    def on_train_start(self) -> None:
+        """After a resume: the data loader stands where it stood, and so do the random number generators."""
+        resumed, self._resumed_from = self._resumed_from, None
+        if resumed is not None and self.lightning_module is not None:
+            generators, batches = resumed
+            go_on_in_data(self.lightning_module.trainer, batches, lambda: self._local_state().restore_generators(generators))
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._store.remove(filepath)

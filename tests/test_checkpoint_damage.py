@@ -1,0 +1,393 @@
+"""What may happen to a checkpoint on disk: kills while it is written, damage afterwards, another run. One process, no model."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_3d.checkpoint import CheckpointStore, folder, load_full_state_dict, read_manifest
+from lightning_3d.checkpoint.agreement import StorageError
+from lightning_3d.checkpoint.folder import MANIFEST, TRAINER, TRAINER_TENSORS
+from lightning_3d.checkpoint.hashes import FileSum, HashedFile
+from lightning_3d.checkpoint.lock import FolderLock
+from lightning_3d.checkpoint.slices import whole
+from lightning_3d.checkpoint.state import MODEL
+from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
+from lightning_3d.checkpoint_names import checkpoints_in
+from lightning_3d.errors import CheckpointError
+
+SHARD = "__0_0.distcp"
+
+
+class PlainState:
+    """In the place of `LocalState`: tensors that are whole on the one rank that there is."""
+
+    aliases: dict[str, str] = {}
+
+    def weights(self, state: dict[str, Tensor], **options: Any) -> dict[str, Any]:
+        return {f"{MODEL}{name}": whole(tensor) for name, tensor in state.items()}
+
+
+def tensors(step: int, numel: int = 1000) -> dict[str, Tensor]:
+    return {"weight": torch.full((numel,), float(step)), "bias": torch.arange(5) + step}
+
+
+def save(path: Path, step: int, store: CheckpointStore | None = None, must: bool = True, numel: int = 1000) -> bool:
+    checkpoint = {"global_step": step, "epoch": 0, "state_dict": tensors(step, numel), "note": torch.ones(3)}
+    return (store or CheckpointStore(asynchronous=False)).save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, must=must)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "step_1", 1)
+    return tmp_path / "step_1"
+
+
+def step_of(path: Path) -> int:
+    """The step of a whole checkpoint, by its manifest and by its tensors."""
+    step = read_manifest(path)["global_step"]
+    assert torch.equal(load_full_state_dict(path)["weight"], tensors(step)["weight"])
+    return step
+
+
+def test_what_was_saved_is_loaded(checkpoint: Path) -> None:
+    found = load_full_state_dict(checkpoint)
+    assert found.keys() == tensors(1).keys() and all(torch.equal(found[name], tensor) for name, tensor in tensors(1).items())
+    loaded = CheckpointStore().load(checkpoint)
+    assert (loaded["global_step"], loaded["note"].tolist()) == (1, [1.0, 1.0, 1.0])
+    assert sorted(path.name for path in checkpoint.iterdir()) == sorted([METADATA_FILE, SHARD, TRAINER, TRAINER_TENSORS, MANIFEST])
+
+
+def test_hashes_are_those_of_sha256sum(checkpoint: Path) -> None:
+    for name, known in read_manifest(checkpoint)["files"].items():
+        assert known["sha256"] == subprocess.run(["sha256sum", checkpoint / name], capture_output=True, text=True).stdout.split()[0]
+
+
+# Damage. Each message names the file, and the exit code of each is that of a refusal.
+
+
+def refusal(path: Path, store: CheckpointStore | None = None) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        (store or CheckpointStore()).load(path)
+    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def flip_bit(path: Path, where: float = 0.5) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[int(where * (len(contents) - 1))] ^= 1
+    path.write_bytes(contents)
+
+
+@pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("name", [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS, MANIFEST])
+def test_f30_one_flipped_bit_is_found(name: str, where: float, checkpoint: Path) -> None:
+    flip_bit(checkpoint / name, where)
+    assert str(checkpoint) in refusal(checkpoint) and name in refusal(checkpoint)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_full_state_dict(checkpoint)
+
+
+def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
+    flip_bit(checkpoint / TRAINER_TENSORS, 1.0)
+    assert CheckpointStore(verify=False).load(checkpoint)["note"].tolist() != [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS])
+def test_f29_f31_a_truncated_or_missing_file_is_found(name: str, checkpoint: Path) -> None:
+    size = (checkpoint / name).stat().st_size
+    os.truncate(checkpoint / name, size - 1)
+    assert f"{name} has {size - 1} bytes instead of {size}" in refusal(checkpoint)
+    (checkpoint / name).unlink()
+    assert f"The file {name} is missing in {checkpoint}" in refusal(checkpoint)
+
+
+def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
+    assert 'Did you mean "step_1"?' in refusal(checkpoint.with_name("step_11"))
+    link = checkpoint.with_name("last")
+    link.symlink_to(checkpoint.with_name("step_9"))
+    assert f"{link} points to {checkpoint.with_name('step_9')}, which is not there" in refusal(link)
+    (checkpoint / MANIFEST).unlink()
+    assert "never finished" in refusal(checkpoint)
+    checkpoint.with_name("old").write_bytes(b"a file")
+    assert "is a file" in refusal(checkpoint.with_name("old"))
+    assert "local or mounted" in refusal("s3://bucket/a.ckpt")  # type: ignore[arg-type]
+
+
+def test_a_folder_that_may_not_be_read_is_named(checkpoint: Path) -> None:
+    checkpoint.chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:  # root may read everything
+            os.chmod(checkpoint.parent, 0o755)
+            os.seteuid(65534)
+        message = refusal(checkpoint)
+    finally:
+        os.seteuid(user)
+        checkpoint.chmod(0o755)
+    assert str(checkpoint) in message and "Permission denied" in message
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)
+
+
+def sign(path: Path) -> None:
+    """Write a manifest that fits the files, as one could who wants a damaged checkpoint to be loaded."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest["files"] = {name: vars(FileSum.of(path / name)) for name in manifest["files"]}
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the table of contents, and in the archive of a tensor: hashes are no signatures."""
+    monkeypatch.chdir(tmp_path)
+    evil, table = pickle.dumps(Evil(), protocol=2), (checkpoint / METADATA_FILE).read_bytes()
+    (checkpoint / METADATA_FILE).write_bytes(evil)
+    sign(checkpoint)
+    with pytest.raises(CheckpointError, match=r"\.metadata asks for"):
+        load_full_state_dict(checkpoint)
+    (checkpoint / METADATA_FILE).write_bytes(table)
+    shard = (checkpoint / SHARD).read_bytes()
+    at = shard.find(b"\x80\x02ctorch._utils")  # what torch.load would unpickle
+    shard = shard[:at] + evil + shard[at + len(evil) :]
+    (checkpoint / SHARD).write_bytes(shard)
+    sign(checkpoint)
+    load_full_state_dict(checkpoint)
+    assert not Path("executed").exists()
+    pickle.loads(shard[at:])
+    assert Path("executed").exists(), "it would have run"
+
+
+def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / f"step_{step}", step)
+    flip_bit(tmp_path / "step_3" / SHARD)
+    os.truncate(tmp_path / "step_2" / SHARD, 10)
+    assert "step_3" in refusal(tmp_path / "step_3")
+    with pytest.warns(UserWarning, match="step_3 is damaged.*Instead of it, .*step_1 at step 1 is loaded"):
+        assert CheckpointStore(fall_back=True).load(tmp_path / "step_3")["global_step"] == 1
+    flip_bit(tmp_path / "step_1" / SHARD)
+    assert "step_3" in refusal(tmp_path / "step_3", CheckpointStore(fall_back=True))
+
+
+# Kills and failures while a checkpoint is written
+
+
+def killed_at(phase: str, path: Path, replaces: bool) -> None:
+    """In a child process: save over what is at `path`, and be killed in a phase of that."""
+    kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "before the first byte": (folder, "begin", kill),
+        "in a shard": (HashedFile, "write", write_and_kill_at(200)),
+        "before metadata": (TensorSave, "finish", lambda self, where, commit: (self.write(where), kill())),
+        "before the manifest": (folder, "commit", kill),
+        "before the rename": (folder, "flush", kill),
+        "after the rename": (folder, "_delete", lambda path: kill() if path.name.endswith("saving") and path.exists() else None),
+    }
+    if phase == "between two renames":
+        folder._exchange = lambda first, second: False
+        rename, calls = Path.rename, iter((rename_first, kill))
+        Path.rename = lambda self, other: next(calls)(rename, self, other)  # type: ignore[method-assign]
+    else:
+        owner, name, replacement = patches[phase]
+        setattr(owner, name, replacement)
+    save(path, 2)
+
+
+def rename_first(rename: Any, path: Path, other: Path) -> Path:
+    return rename(path, other)
+
+
+def write_and_kill_at(count: int) -> Callable[[HashedFile, bytes], int]:
+    write = HashedFile.write
+
+    def killing(self: HashedFile, data: bytes) -> int:
+        if self.position + len(data) > count and str(self._file.name).endswith(".distcp"):
+            self._file.write(bytes(data)[:count])
+            self._file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(self, data)
+
+    return killing
+
+
+PHASES = ["before the first byte", "in a shard", "before metadata", "before the manifest", "before the rename"]
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "between two renames", "after the rename"])
+@pytest.mark.parametrize("replaces", [True, False], ids=["replaces", "new"])
+def test_f27_a_kill_leaves_the_newest_complete_checkpoint(phase: str, replaces: bool, tmp_path: Path) -> None:
+    if not replaces and phase in ("between two renames", "after the rename"):
+        pytest.skip("where nothing is replaced there is one rename, and nothing after it")
+    save(tmp_path / "a", 1)
+    path = tmp_path / ("a" if replaces else "b")
+    child = os.fork()
+    if child == 0:
+        try:
+            killed_at(phase, path, replaces)
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    committed = phase in ("after the rename", "between two renames")
+    if replaces:
+        assert step_of(tmp_path / "a") == (2 if committed else 1)
+    else:
+        assert step_of(tmp_path / "a") == 1 and not path.exists()
+        assert checkpoints_in(tmp_path) == [tmp_path / "a"]
+    save(tmp_path / "c", 3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "c"], "nothing of the killed save is left"
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """Files cannot grow above 20 kB: writing to them fails as on a full disk, with another number."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path, small_disk: None) -> None:
+    save(tmp_path / "a", 1)
+    with pytest.raises(StorageError, match=f"{SHARD} could not be written: OSError"):
+        save(tmp_path / "a", 2, numel=10_000)
+    with pytest.warns(UserWarning, match=f"b could not be written, and training goes on without it: .*{SHARD}"):
+        assert not save(tmp_path / "b", 2, must=False, numel=10_000)
+    assert step_of(tmp_path / "a") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_f40_the_only_good_one_is_not_removed(tmp_path: Path, small_disk: None) -> None:
+    """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before, whatever came of the save."""
+    store = CheckpointStore(asynchronous=False)
+    assert save(tmp_path / "a", 1, store)
+    with pytest.warns(UserWarning, match="could not be written"):
+        assert not save(tmp_path / "b", 2, store, must=False, numel=10_000)
+    with pytest.warns(UserWarning, match="only complete checkpoint"):
+        store.remove(tmp_path / "a")
+    store.remove(tmp_path / "b")
+    assert step_of(tmp_path / "a") == 1
+    assert save(tmp_path / "c", 3, store)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"], "now the first is removed"
+    save(tmp_path / "d", 4, store)
+    (tmp_path / "d" / SHARD).unlink()
+    with pytest.warns(UserWarning, match="only complete checkpoint"):
+        store.remove(tmp_path / "c")  # the other one is not whole
+    assert step_of(tmp_path / "c") == 3
+
+
+# In the background
+
+
+def background(folder: Path) -> CheckpointStore:
+    store = CheckpointStore(asynchronous=True)
+    store.hold([folder])
+    return store
+
+
+class Gate:
+    """Lets writing begin when it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        write = TensorSave.write
+        monkeypatch.setattr(TensorSave, "write", lambda save, folder: self.opened.wait(60) and write(save, folder))
+
+
+def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, store = Gate(monkeypatch), background(tmp_path)
+    for step in (1, 2):
+        weights = tensors(step)
+        gate.opened.clear()
+        checkpoint = {"global_step": step, "state_dict": weights}
+        assert store.save(tmp_path / f"step_{step}", checkpoint, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+        assert not (tmp_path / f"step_{step}").exists()
+        weights["weight"].fill_(-1)
+        gate.opened.set()
+        store.wait()
+        assert step_of(tmp_path / f"step_{step}") == step
+    assert step_of(tmp_path / "step_1") == 1, "the copies of one save are the memory of the next"
+    store.close()
+
+
+def test_f33_f39_the_next_save_and_a_load_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, store = Gate(monkeypatch), background(tmp_path)
+    save(tmp_path / "a", 1, store, must=False)
+    threading.Timer(0.2, gate.opened.set).start()
+    save(tmp_path / "b", 2, store, must=False)
+    assert step_of(tmp_path / "a") == 1
+    assert store.load(tmp_path / "b")["global_step"] == 2
+    save(tmp_path / "c", 3, store, must=False)
+    store.close()
+    assert step_of(tmp_path / "c") == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Path, small_disk: None) -> None:
+    store = background(tmp_path)
+    save(tmp_path / "a", 1, store, must=False)
+    save(tmp_path / "b", 2, store, must=False, numel=10_000)
+    store.remove(tmp_path / "a")
+    with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
+        store.wait()
+    assert step_of(tmp_path / "a") == 1
+    save(tmp_path / "c", 3, store, must=False)
+    store.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+# Two runs
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from lightning_3d.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_f37_two_runs_cannot_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"{tmp_path} belongs to another run.*process {other.pid}"):
+            FolderLock(tmp_path, patience_seconds=0)
+        monkeypatch.setattr("lightning_3d.checkpoint.lock._PATIENCE_SECONDS", 0)
+        with pytest.raises(CheckpointError, match="belongs to another run"):
+            CheckpointStore().hold([tmp_path])
+    finally:
+        other.kill()
+        other.wait()
+    store = CheckpointStore()
+    store.hold([tmp_path, tmp_path / "not there yet"])  # who was killed holds nothing
+    save(tmp_path / "a", 1, store)
+    store.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_copy_elsewhere_is_as_good(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.move(checkpoint, tmp_path / "elsewhere")
+    assert step_of(tmp_path / "elsewhere") == 1
