@@ -1,5 +1,6 @@
 """Checkpoints in the format of Transformers: what Transformers saved, loaded on ranks and exported again, is the same bit for bit."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -127,13 +128,20 @@ def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
 def test_a_model_that_is_none_of_transformers(llama: tuple[Path, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama[1], tmp_path / "other"))
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"transformers": {}}))
+    write_manifest(folder, manifest | {"transformers": {}})
     with pytest.raises(CheckpointError, match="no model of Transformers"):
         export(folder, tmp_path / "out")
     two = {"model": manifest["transformers"]["model"], "other": manifest["transformers"]["model"]}
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"transformers": two}))
+    write_manifest(folder, manifest | {"transformers": two})
     with pytest.raises(ConfigError, match=r"several models: model and other.*--module"):
         export(folder, tmp_path / "out")
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """With the hash of its own that it would have been written with."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    own = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(rest | {"sha256": own}))
 
 
 def test_inspect(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +156,13 @@ def test_inspect(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
         assert f"model.{name} " in listed and str(list(value.shape)) in listed
     folder = Path(shutil.copytree(llama[1], tmp_path / "damaged"))
     shard = next(folder.glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-10])
+    contents = shard.read_bytes()
+    shard.write_bytes(contents[:-9] + bytes([contents[-9] ^ 1]) + contents[-8:])
+    assert inspect([str(folder), "--no-verify"]) == 0
+    assert "every file has its size" in capsys.readouterr().out
+    assert inspect([str(folder)]) == 2
+    assert f"{shard.name} is not what was written" in capsys.readouterr().err
+    shard.write_bytes(contents[:-10])
     assert inspect([str(folder)]) == 2
     assert shard.name in capsys.readouterr().err
 
