@@ -5,13 +5,10 @@ part that it would see in a real layout. So every kind of parameter is there in 
 cut unevenly, replicated, with partial gradients, tied across stages, frozen, and never used.
 """
 
-import subprocess
 import sys
-import textwrap
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
-from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import ShardSpec, cut_along, even_range, replicated
@@ -538,76 +534,3 @@ def test_the_clip_coefficient_is_torchs() -> None:
             assert clip_coefficient(float(expected), 0.5) * size == pytest.approx(parameter.grad.item())
     assert clip_coefficient(float("inf"), 0.5) == 0.0
     assert clip_coefficient(float("nan"), 0.5) != clip_coefficient(float("nan"), 0.5)
-
-
-def refusal(stage: int, precision: str, dtype: torch.dtype, optimizer: str) -> str:
-    """The message with which a backend refuses to train one linear layer of which each rank holds a part."""
-    mesh = Mesh(Layout.parse("tp1"))
-    module = nn.Linear(4, 4, bias=False, dtype=dtype)
-    spec = cut_along("weight", (8, 4), 0, [(0, 4)], tp_replicas=(0,))
-    try:
-        backend = make_backend(ZeroOptions(stage, "step"), mesh, {"weight": spec}, precision=precision)
-        other = nn.Linear(2, 2) if optimizer == "foreign" else module
-        make = getattr(torch.optim, "SGD" if optimizer == "foreign" else optimizer)
-        backend.prepare(module, make(other.parameters(), lr=1e-3))
-    except (ConfigError, LayoutError) as error:
-        assert error.exit_code == 2
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "dtype", "optimizer", "words"),
-    [
-        (1, "fp64", torch.float64, "AdamW", "double precision"),
-        (1, "fp32", torch.float64, "AdamW", "float64"),
-        (0, "fp32", torch.bfloat16, "AdamW", "bf16-true"),
-        (0, "fp32", torch.float16, "AdamW", "float16"),
-        (0, "fp32", torch.float32, "LBFGS", "LBFGS"),
-        (0, "fp32", torch.float32, "Adafactor", "whole weight matrices"),
-        (1, "fp32", torch.float32, "Adagrad", "Adagrad"),
-        (0, "fp32", torch.float32, "foreign", "not in the module"),
-    ],
-)
-def test_refusals(stage: int, precision: str, dtype: torch.dtype, optimizer: str, words: str) -> None:
-    assert words in run_ranks(refusal, 1, stage, precision, dtype, optimizer)[0]
-
-
-SCRIPT = """
-    import os, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from lightning_3d.layout import Layout
-    from lightning_3d.mesh import Mesh
-    from lightning_3d.sharding import replicated
-    from lightning_3d.zero import make_backend
-    from lightning_3d.zero_options import ZeroOptions
-
-    assert "deepspeed" not in sys.modules, "DeepSpeed takes a second to import; stage 0 does not need it"
-    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
-    module = nn.Linear(4, 4)
-    specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
-    backend = make_backend(ZeroOptions(1, "step"), Mesh(Layout()), specs)
-    backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-    for _ in range(3):
-        with backend.gradient_scope():
-            module(torch.ones(1, 4)).sum().backward()
-            backend.reduce(1.0)
-        backend.clip(max_norm=1.0)
-        backend.step()
-    assert not {"DS_ACCELERATOR", "LOCAL_RANK"} & set(os.environ)
-    assert "torch._inductor.compile_fx" not in sys.modules, "importing the compiler takes seconds"
-"""
-
-
-def test_deepspeed_is_silent_and_imports_no_compiler(tmp_path: Path) -> None:
-    """In a process of its own that was started by no launcher, with all warnings on, and without a teardown."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    root = str(Path(__file__).parents[1])
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    command = [sys.executable, "-W", "default::FutureWarning", str(script), str(tmp_path / "store")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
