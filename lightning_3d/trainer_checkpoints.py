@@ -147,6 +147,11 @@ class TrainerCheckpoints(TrainerCollectives):
             go_on_in_data(self.lightning_module.trainer, batches, lambda: self._local_state().restore_generators(generators))
 
     @override
+    def on_train_end(self) -> None:
+        """The fit is not over before its last save is."""
+        self._store.wait()
+
+    @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self._store.remove(filepath)
