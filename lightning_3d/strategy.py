@@ -40,9 +40,9 @@ from lightning_3d.layout_rules import few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
-    end_together_on_sigterm,
     evaluation_place,
     keep_sample_order,
+    obey_signals_together,
     run_after_closure,
     steps_after_this_batch,
     subprocess_launcher,
@@ -245,7 +245,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._failed, self._terminated, self._batches_of_step = False, False, 0
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
-            end_together_on_sigterm(self.lightning_module.trainer)
+            obey_signals_together(self.lightning_module.trainer)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
             self._failures.watch(getattr(self._launcher, "children", None))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class TrainerCheckpoints(TrainerCollectives):
     _backend: DataParallelBackend | None
     _group_names: Names
     _resumed_from: tuple[Tensor | None, float | None] | None = None
+    _at_once: bool = False
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -110,8 +112,17 @@ class TrainerCheckpoints(TrainerCollectives):
         checkpoint = share_groups(checkpoint, self._require_mesh())
         checkpoint[BATCHES] = trainer.num_training_batches
         must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
-        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=links)
+        now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
+
+    @contextmanager
+    def saving_at_once(self) -> Iterator[None]:
+        """Saves in here are complete when they return: what follows may end the process."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

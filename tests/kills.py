@@ -1,29 +1,24 @@
 """Chains of starts on one run folder: each goes on from the newest checkpoint and is killed, until one comes to the end.
 
-What must hold after every kill is asserted here, with nothing of the product's own reading: hashes by hashlib, steps by the manifests,
-losses and gradient norms by those of a run that nobody disturbed.
+What must hold after every kill is asserted here and in `saving`.
 """
 
-import csv
-import hashlib
-import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from faulty import KillInSave
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parity import Cell, Data, Module, Rows, quiet_trainer, strategy_arguments
-from reference import data
+from parity import Cell
+from saving import check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import Ended, start
 
 from lightning_3d.run_folder import newest_checkpoint
 
 EVERY = 2
 """Steps from one save to the next."""
-Values = dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ def run_chain(chain: Chain, seed: int, folder: Path) -> int:
         ended = start(train, arguments, cell.world_size, folder / f"start_{number}")
         values = read_values(run / f"values_{number}.csv")
         after = check_checkpoints(run)
-        check_values(values, expected, exact=len(chain.cells) == 1, what=f"{what}\n{ended}")
+        check_values(values, expected, f"{what}\n{ended}", exact=len(chain.cells) == 1)
         assert not values or min(values) == before + 1, f"{what}: it went on with step {min(values)}"
         if kill is None or kill.save > 1:
             assert not remains & remains_in(run), f"{what}: {remains} of the kill before are left"
@@ -108,84 +103,18 @@ def check_end(kill: Kill, ended: Ended, what: str) -> None:
         assert code == -9 if killed else code > 0, f"{what}: rank {rank} ended with {code}\n{ended}"
 
 
-def check_values(values: Values, expected: Values, exact: bool, what: str) -> None:
-    for step, found in values.items():
-        wanted = expected[step]
-        same = found == wanted if exact else all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(found, wanted, strict=True))
-        assert same, f"{what}\nstep {step} has loss and gradient norm {found}, not {wanted}"
-
-
-def check_checkpoints(run: Path) -> int:
-    """Everything that is taken for a checkpoint is whole, to the last bit. Returns the step of the newest, 0 where there is none."""
-    steps = [0]
-    for manifest in run.glob("checkpoints/[!.]*/manifest.json"):
-        known = json.loads(manifest.read_text())
-        steps.append(known["global_step"])
-        assert {path.name for path in manifest.parent.iterdir()} == {*known["files"], manifest.name}, manifest.parent
-        for name, file in known["files"].items():
-            contents = (manifest.parent / name).read_bytes()
-            assert (len(contents), hashlib.sha256(contents).hexdigest()) == (file["bytes"], file["sha256"]), manifest.parent / name
-    return max(steps)
-
-
 def remains_in(run: Path) -> set[tuple[str, int]]:
-    """Name and inode of what saves and removals have left unfinished."""
-    return {(path.name, path.stat().st_ino) for path in run.glob("checkpoints/.*") if path.is_dir()}
-
-
-def undisturbed(cell: Cell, steps: int, folder: Path) -> Values:
-    """Loss and gradient norm of each step of a run that writes no checkpoints."""
-    folder.mkdir()
-    ended = start(train, (cell, steps, folder, 0, None), cell.world_size, folder / "logs")
-    assert ended.codes == [0] * cell.world_size, str(ended)
-    return read_values(folder / "values_0.csv")
-
-
-def read_values(path: Path) -> Values:
-    if not path.exists():
-        return {}
-    with path.open() as file:
-        rows = [row for row in csv.reader(file) if len(row) == 4]  # the last may have been cut off
-    return {int(step): (float(loss), float(norm)) for step, loss, norm, _ in rows}
+    """Name and time of what saves and removals have left unfinished."""
+    return {(path.name, path.stat().st_mtime_ns) for path in run.glob("checkpoints/.*") if path.is_dir()}
 
 
 # What follows runs in the ranks.
 
 
-class WriteValues(pl.Callback):
-    """Writes loss and gradient norm of every step, as soon as it is over."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.is_global_zero:
-            step = trainer.strategy.last_step  # type: ignore[attr-defined]
-            with self.path.open("a") as file:
-                file.write(f"{trainer.global_step},{step.loss!r},{step.grad_norm!r},\n")
-
-
-def train(
-    cell: Cell, steps: int, run: Path, number: int, asynchronous: bool | None, last: bool = False, kill: Kill | None = None
-) -> None:
+def train(cell: Cell, steps: int, run: Path, number: int, asynchronous: bool, last: bool, kill: Kill | None) -> None:
     """A rank of a start."""
-    from lightning_3d.strategy import Lightning3DStrategy
-
-    recipe = replace(cell.recipe, steps=steps)
-    strategy = Lightning3DStrategy(**strategy_arguments(cell), checkpoint_asynchronous=asynchronous is not False, seed=recipe.seed)
-    callbacks: list[pl.Callback] = [WriteValues(run / f"values_{number}.csv")]
+    naming: dict[str, Any] = {"filename": "step_{step}", "auto_insert_metric_name": False}
+    callbacks: list[pl.Callback] = [ModelCheckpoint(run / "checkpoints", every_n_train_steps=EVERY, save_last=last, **naming)]
     if kill is not None:
         callbacks.append(KillInSave(**vars(kill)))
-    if asynchronous is not None:
-        naming: dict[str, Any] = {"filename": "step_{step}", "auto_insert_metric_name": False}
-        callbacks.append(ModelCheckpoint(run / "checkpoints", every_n_train_steps=EVERY, save_last=last, **naming))
-    trainer = quiet_trainer(
-        strategy=strategy,
-        devices=cell.world_size,
-        max_steps=steps,
-        gradient_clip_val=recipe.clip,
-        callbacks=callbacks,
-        enable_checkpointing=asynchronous is not None,
-    )
-    rows = Data(Rows(data(recipe)), recipe.global_batch // cell.dp)
-    trainer.fit(Module(recipe), datamodule=rows, ckpt_path=newest_checkpoint(run))
+    fit(cell, steps, run / f"values_{number}.csv", callbacks, newest_checkpoint(run), checkpoint_asynchronous=asynchronous)

@@ -28,7 +28,7 @@ from lightning_3d.launch import Ranks
 PATIENCE_SECONDS = 90.0
 """How long ranks may run on after one of them has died. They end within a second or two; the machine may be busy."""
 _LOG_TAIL_BYTES = 3000
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000  # <sched.h>, <sys/mount.h>
+_CLONE_NEWNS, _MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 0x20000, 0x1, 0x20, 0x4000, 0x40000  # <sched.h>, <sys/mount.h>
 
 
 def in_fresh_process(fn: Callable[..., Any], *args: Any, timeout: float = 250) -> Any:
@@ -100,7 +100,7 @@ def start(job: Callable[..., None], arguments: tuple[Any, ...], count: int, logs
             if deadline is None and any(code for _, code in ranks.ended.values()):
                 deadline = time.monotonic() + PATIENCE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
-                ranks.send(signal.SIGUSR1)
+                ranks.send(signal.SIGUSR2)
                 time.sleep(1)
                 output = "\n".join(_output(logs, rank) for rank in ranks.running)
                 raise AssertionError(f"{PATIENCE_SECONDS:g} s after a rank has died, ranks {ranks.running} go on:\n{output}")
@@ -120,12 +120,12 @@ def _output(logs: Path, rank: int) -> str:
 
 
 def _job(logs: Path, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """In a rank: rank 0 too prints into a file, and SIGUSR1 shows what all threads are doing."""
+    """In a rank: rank 0 too prints into a file, and SIGUSR2 shows what all threads are doing."""
     descriptor = os.open(logs / f"rank_{os.environ['RANK']}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    faulthandler.register(signal.SIGUSR1, file=2)
+    faulthandler.register(signal.SIGUSR2, file=2)
     job(*arguments)
 
 
@@ -136,17 +136,25 @@ def small_disk(where: Path, size: int) -> Iterator[None]:
     Raises:
         PermissionError: this machine does not permit it.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def require(result: int) -> None:
-        if result:
-            raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
     where.mkdir()
-    require(libc.unshare(_CLONE_NEWNS))
-    require(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
-    require(libc.mount(b"none", os.fsencode(where), b"tmpfs", 0, f"size={size}".encode()))
+    if _libc.unshare(_CLONE_NEWNS):
+        raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    _mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _mount(b"none", os.fsencode(where), b"tmpfs", 0, f"size={size}".encode())
     try:
         yield
     finally:
-        libc.umount2(os.fsencode(where), 2)  # MNT_DETACH
+        _libc.umount2(os.fsencode(where), 2)  # MNT_DETACH
+
+
+def read_only(where: Path) -> None:
+    """Let nothing more be written to a `small_disk`."""
+    _mount(b"none", os.fsencode(where), b"tmpfs", _MS_REMOUNT | _MS_RDONLY, None)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int, options: bytes | None) -> None:
+    if _libc.mount(source, target, kind, ctypes.c_ulong(flags), options):
+        raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

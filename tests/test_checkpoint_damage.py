@@ -197,7 +197,7 @@ def killed_at(phase: str, path: Path, replaces: bool) -> None:
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "before the first byte": (folder, "begin", kill),
         "in a shard": (HashedFile, "write", write_and_kill_at(200)),
-        "before metadata": (TensorSave, "finish", lambda self, where, commit: (self.write(where), kill())),
+        "before metadata": (TensorSave, "finish", lambda self, where, commit, group: (self.write(where), kill())),
         "before the manifest": (folder, "commit", kill),
         "before the rename": (folder, "flush", kill),
         "after the rename": (folder, "_delete", lambda path: kill() if path.name.endswith("saving") and path.exists() else None),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from command_line import run_commands
 from faulty import KillInSave
-from kills import Chain, check_checkpoints, run_chain
+from kills import Chain, run_chain
 from parity import Cell
+from saving import check_checkpoints
 from starts import in_fresh_process
 from test_cli import QUICK
 
