@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.checkpoint_names import SAVING, aside, checkpoints_in
 from lightning_3d.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
@@ -484,6 +485,16 @@ def obey_signals_together(trainer: Any) -> None:
     connector._sigterm_notifier_fn = note_end
     connector._slurm_sigusr_handler_fn = note_requeue
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = act_on_notes
+
+
+def finished_requeue(path: str) -> str:
+    """The checkpoint of a requeued job that Lightning means by `path`. It takes the highest number in any name with "hpc_ckpt_" (2.6,
+    `_CheckpointConnector._hpc_resume_path`), that of a folder too that a killed save has left unfinished."""
+    wanted = Path(path)
+    if not wanted.name.startswith("hpc_ckpt_") or wanted.exists() or not aside(wanted, SAVING).exists():
+        return path
+    finished = [other for other in checkpoints_in(wanted.parent) if other.name.startswith("hpc_ckpt_")]
+    return str(finished[0]) if finished else path
 
 
 def throughputs_of(monitor: Any) -> list[Any]:

@@ -30,7 +30,7 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.lightning_compat import go_on_in_data
+from lightning_3d.lightning_compat import finished_requeue, go_on_in_data
 from lightning_3d.trainer_collectives import TrainerCollectives
 from lightning_3d.transformers_compat import describe_models
 from lightning_3d.zero import DataParallelBackend
@@ -127,7 +127,7 @@ class TrainerCheckpoints(TrainerCollectives):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
-        checkpoint = self._store.load(self.broadcast(str(checkpoint_path)))
+        checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
         batches = checkpoint.pop(BATCHES, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint

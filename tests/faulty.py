@@ -12,7 +12,8 @@ class FailAtStep(Callback):
     """Fails on one rank at the start of a step.
 
     Args:
-        how: "raise" an exception, "kill" this process, or "hang" the other ranks while this one raises.
+        how: "raise" an exception, "kill" this process, "hang" the other ranks while this one raises, or send SIGTERM to the process that
+            started this one, to "end" the run.
         once: fail in torchrun's first attempt only.
     """
 
@@ -23,6 +24,9 @@ class FailAtStep(Callback):
         if trainer.global_step != self.step or (self.once and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"):
             return
         if trainer.global_rank == self.rank:
+            if self.how == "end":
+                os.kill(os.getppid(), signal.SIGTERM)
+                return
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError(f"rank {self.rank} cannot go on")
