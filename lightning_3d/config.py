@@ -80,6 +80,7 @@ class ParallelismConfig:
     checkpoint_verify: bool = True
     checkpoint_fall_back: bool = False
     checkpoint_asynchronous: bool = True
+    checkpoint_timeout_seconds: float = 1800.0
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
 

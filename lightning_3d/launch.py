@@ -31,6 +31,10 @@ from typing import Any
 from lightning_3d.errors import ConfigError
 from lightning_3d.failures import FOLDER_VARIABLE, Failure, FailureReporter, FolderBoard, silent_end
 
+SAVE_SECONDS = 300.0
+"""How long ranks may take to end after SIGTERM to the run: they finish a step and save. Whoever sent it may have less patience; a second
+signal ends them at once."""
+
 GRACE_SECONDS = 8.0
 """How long ranks may take to end by themselves after SIGTERM, before SIGKILL."""
 
@@ -230,7 +234,7 @@ def launch(
             while ranks.running:
                 ranks.wait(0.2)
                 if received:
-                    return _interrupted(ranks, received[0], grace)
+                    return _interrupted(ranks, received, grace)
                 if _has_failed(ranks, FolderBoard(board)):
                     return _failed(ranks, FolderBoard(board), grace)
         return Outcome(0)
@@ -254,15 +258,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _interrupted(ranks: Ranks, signal_number: int, grace: float) -> Outcome:
+def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
     """Pass a signal on, let the ranks end in order, and report what a shell expects."""
-    if signal_number == signal.SIGINT:
-        ranks.send(signal.SIGINT)
-        deadline = time.monotonic() + grace
-        while ranks.running and time.monotonic() < deadline:
+    number = received[0]
+    if number in (signal.SIGINT, signal.SIGTERM):
+        ranks.send(number)
+        deadline = time.monotonic() + (SAVE_SECONDS if number == signal.SIGTERM else grace)
+        while ranks.running and time.monotonic() < deadline and len(received) == 1:
             ranks.wait(0.2)
+            if ranks.ended:  # they end together
+                deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
     ranks.stop(grace)
-    return Outcome(128 + signal_number)
+    return Outcome(128 + number)
 
 
 def _has_failed(ranks: Ranks, board: FolderBoard) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.checkpoint_names import SAVING, aside, checkpoints_in
 from lightning_3d.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
@@ -438,12 +439,14 @@ def steps_after_this_batch(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
-def end_together_on_sigterm(trainer: Any) -> None:
-    """Let SIGTERM to any rank end a fit before its next batch, on all ranks, whatever each of them is doing when it comes.
+def obey_signals_together(trainer: Any) -> None:
+    """Let a signal to any rank act before the next batch of a fit, on all ranks, whatever each of them is doing when it comes: SIGTERM ends
+    the fit; where SLURM starts jobs again, its signal before that (SIGUSR1) saves a checkpoint and requeues the job.
 
-    Lightning's handler (2.6, `_SignalConnector._sigterm_notifier_fn`) broadcasts from rank 0 in the middle of a step, where the other
-    ranks wait for activations that rank 0 then never sends. Here it only takes a note; where the loop broadcasts rank 0's before every
-    batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), all ranks' notes are reduced. Outside a fit the process ends at once.
+    Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`) broadcast and save in the middle of a
+    step, where the other ranks wait for activations that this rank then never sends. Here they only take a note; where the loop
+    broadcasts rank 0's before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), all ranks' notes are reduced. Outside a fit
+    SIGTERM ends the process at once.
     """
     import signal
 
@@ -452,29 +455,46 @@ def end_together_on_sigterm(trainer: Any) -> None:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-    loop = trainer.fit_loop.epoch_loop
-    noted = False
+    connector = trainer._signal_connector
+    save_and_requeue = type(connector)._slurm_sigusr_handler_fn
+    noted = {"end": False, "requeue": False}
 
-    def note(signum: int, frame: Any) -> None:
-        nonlocal noted
+    def note_end(signum: int, frame: Any) -> None:
         if trainer.state.fn != "fit":
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        if trainer.strategy.launcher is not None and not noted:
+        if trainer.strategy.launcher is not None and not noted["end"]:
             trainer.strategy.launcher.kill(signum)
-        noted = True
+        noted["end"] = True
 
-    def end_if_noted() -> None:
-        nonlocal noted
-        anywhere = torch.tensor(int(noted), device=trainer.strategy.root_device)
+    def note_requeue(signum: int, frame: Any) -> None:
+        noted["requeue"] = True
+
+    def act_on_notes() -> None:
+        anywhere = torch.tensor([int(noted["end"]), int(noted["requeue"])], device=trainer.strategy.root_device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        if anywhere:
-            noted = False
+        end, requeue = anywhere.tolist()
+        noted.update(end=False, requeue=False)
+        if requeue:
+            with trainer.strategy.saving_at_once():
+                save_and_requeue(connector, signal.SIGUSR1, None)
+        if end:
             rank_zero_info("SIGTERM: the fit ends before its next batch.")
             raise SIGTERMException
 
-    trainer._signal_connector._sigterm_notifier_fn = note
-    loop._broadcast_sigterm_tensor = end_if_noted
+    connector._sigterm_notifier_fn = note_end
+    connector._slurm_sigusr_handler_fn = note_requeue
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = act_on_notes
+
+
+def finished_requeue(path: str) -> str:
+    """The checkpoint of a requeued job that Lightning means by `path`. It takes the highest number in any name with "hpc_ckpt_" (2.6,
+    `_CheckpointConnector._hpc_resume_path`), that of a folder too that a killed save has left unfinished."""
+    wanted = Path(path)
+    if not wanted.name.startswith("hpc_ckpt_") or wanted.exists() or not aside(wanted, SAVING).exists():
+        return path
+    finished = [other for other in checkpoints_in(wanted.parent) if other.name.startswith("hpc_ckpt_")]
+    return str(finished[0]) if finished else path
 
 
 def throughputs_of(monitor: Any) -> list[Any]:

@@ -40,9 +40,9 @@ from lightning_3d.layout_rules import few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
-    end_together_on_sigterm,
     evaluation_place,
     keep_sample_order,
+    obey_signals_together,
     run_after_closure,
     steps_after_this_batch,
     subprocess_launcher,
@@ -85,7 +85,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
             `BlockOptions`.
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
-        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous: how checkpoints are loaded and saved, see `CheckpointStore`.
+        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
+            saved, see `CheckpointStore`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -124,6 +125,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         checkpoint_verify: bool = True,
         checkpoint_fall_back: bool = False,
         checkpoint_asynchronous: bool = True,
+        checkpoint_timeout_seconds: float = 1800.0,
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -163,7 +165,14 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
         self._group_names: Names = []
-        self._store = CheckpointStore(verify=checkpoint_verify, fall_back=checkpoint_fall_back, asynchronous=checkpoint_asynchronous)
+        if not checkpoint_timeout_seconds > 0:
+            raise ConfigError(f"checkpoint_timeout_seconds is {checkpoint_timeout_seconds}; it must be above 0.")
+        self._store = CheckpointStore(
+            verify=checkpoint_verify,
+            fall_back=checkpoint_fall_back,
+            asynchronous=checkpoint_asynchronous,
+            timeout_seconds=checkpoint_timeout_seconds,
+        )
         self.compilation: Compilation | None = None
         self._advised = self._told = False
         self._failed = self._terminated = False
@@ -236,7 +245,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._failed, self._terminated, self._batches_of_step = False, False, 0
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
-            end_together_on_sigterm(self.lightning_module.trainer)
+            obey_signals_together(self.lightning_module.trainer)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
             self._failures.watch(getattr(self._launcher, "children", None))
@@ -491,7 +500,10 @@ class Lightning3DStrategy(TrainerCheckpoints):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits."""
+        """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits. SIGTERM ends all ranks
+        together: a save that is under way is finished first."""
+        if isinstance(exception, SIGTERMException):
+            self._store.finish()
         self._failed, self._terminated = True, isinstance(exception, SIGTERMException)
         if self._failures is not None:
             self._failures.note(exception)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.lightning_compat import go_on_in_data
+from lightning_3d.lightning_compat import finished_requeue, go_on_in_data
 from lightning_3d.trainer_collectives import TrainerCollectives
 from lightning_3d.transformers_compat import describe_models
 from lightning_3d.zero import DataParallelBackend
@@ -47,6 +48,7 @@ class TrainerCheckpoints(TrainerCollectives):
     _backend: DataParallelBackend | None
     _group_names: Names
     _resumed_from: tuple[Tensor | None, float | None] | None = None
+    _at_once: bool = False
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -110,13 +112,22 @@ class TrainerCheckpoints(TrainerCollectives):
         checkpoint = share_groups(checkpoint, self._require_mesh())
         checkpoint[BATCHES] = trainer.num_training_batches
         must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
-        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=links)
+        now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
+
+    @contextmanager
+    def saving_at_once(self) -> Iterator[None]:
+        """Saves in here are complete when they return: what follows may end the process."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
-        checkpoint = self._store.load(self.broadcast(str(checkpoint_path)))
+        checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
         batches = checkpoint.pop(BATCHES, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
@@ -145,6 +156,11 @@ class TrainerCheckpoints(TrainerCollectives):
         if resumed is not None and self.lightning_module is not None:
             generators, batches = resumed
             go_on_in_data(self.lightning_module.trainer, batches, lambda: self._local_state().restore_generators(generators))
+
+    @override
+    def on_train_end(self) -> None:
+        """The fit is not over before its last save is."""
+        self._store.wait()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -12,7 +12,8 @@ class FailAtStep(Callback):
     """Fails on one rank at the start of a step.
 
     Args:
-        how: "raise" an exception, "kill" this process, or "hang" the other ranks while this one raises.
+        how: "raise" an exception, "kill" this process, "hang" the other ranks while this one raises, or send SIGTERM to the process that
+            started this one, to "end" the run.
         once: fail in torchrun's first attempt only.
     """
 
@@ -23,6 +24,9 @@ class FailAtStep(Callback):
         if trainer.global_step != self.step or (self.once and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"):
             return
         if trainer.global_rank == self.rank:
+            if self.how == "end":
+                os.kill(os.getppid(), signal.SIGTERM)
+                return
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError(f"rank {self.rank} cannot go on")
@@ -31,74 +35,94 @@ class FailAtStep(Callback):
 
 
 class KillInSave(Callback):
-    """Ends processes with SIGKILL in a phase of a save.
+    """Ends ranks with SIGKILL in a phase of a save.
 
     Args:
-        phase: "begin", "shard", "metadata", "rename", "prune", or "between" for the step after the save.
-        rank: which rank gets there and is killed; -1: all, as soon as rank 0 gets there.
-        save: which save, counted from 1.
+        phase: one of `PHASES`.
+        rank: which rank is killed.
+        everyone: all ranks are, when that one gets there.
+        save: not before this save, counted from 1.
     """
 
-    def __init__(self, phase: str, rank: int, save: int = 2) -> None:
-        self.phase, self.rank, self.save = phase, rank, save
+    PHASES = ("before the first byte", "in a shard", "before metadata", "before the manifest", "before the rename", "in pruning", "between")
+    OF_RANK_ZERO = PHASES[3:6]
+    """Phases that only rank 0 comes to; the other ranks are killed when it does."""
+
+    def __init__(self, phase: str, rank: int, everyone: bool = False, save: int = 2) -> None:
+        assert phase in self.PHASES
+        self.phase, self.rank, self.everyone, self.save = phase, rank, everyone, save
         self.saves = 0
-        self.ranks: list[Any] = []
+        self.processes: list[Any] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         import torch.distributed as dist
 
-        self.ranks = [None] * trainer.world_size
-        dist.all_gather_object(self.ranks, os.getpid())
-        if trainer.global_rank == max(0, self.rank):
-            self._wait_in_ambush()
+        self.processes = [None] * trainer.world_size
+        dist.all_gather_object(self.processes, os.getpid())
+        if trainer.global_rank == (0 if self.phase in self.OF_RANK_ZERO else self.rank):
+            self._wait_in_ambush(trainer.global_rank)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.phase == "between" and self.saves >= self.save and trainer.global_rank == max(0, self.rank):
-            self._kill()
+        self._come_to("between")
 
-    def _kill(self) -> None:
-        for process in self.ranks if self.rank < 0 else []:
-            if process != os.getpid():
+    def _is_at(self, phase: str) -> bool:
+        return phase == self.phase and self.saves >= self.save
+
+    def _come_to(self, phase: str) -> None:
+        if self._is_at(phase):
+            self.phase = "over"
+            victims = self.processes if self.everyone else [self.processes[self.rank]]
+            for process in sorted(victims, key=lambda process: process == os.getpid()):  # this one last
                 os.kill(process, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    def _wait_in_ambush(self) -> None:
+    def _wait_in_ambush(self, rank: int) -> None:
         from lightning_3d.checkpoint import folder
         from lightning_3d.checkpoint.hashes import HashedFile
         from lightning_3d.checkpoint.writing import TensorSave
 
-        plan, write, put = TensorSave.plan, TensorSave.write, HashedFile.write
+        begin, plan, write, put = folder.begin, TensorSave.plan, TensorSave.write, HashedFile.write
+
+        def counted() -> None:
+            self.saves += 1
+            self._come_to("before the first byte")
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            counted()
+            return begin(*args, **kwargs)
 
         def planned(save: Any, collect: Any) -> None:
-            self.saves += 1
-            if self._now("begin"):
-                self._kill()
+            if rank > 0:
+                counted()
             plan(save, collect)
 
         def written(save: Any, where: Any) -> Any:
             result = write(save, where)
-            if self._now("metadata"):
-                self._kill()
+            self._come_to("before metadata")
             return result
 
         def half(file: Any, data: Any) -> int:
-            if self._now("shard") and file.position > 1000:
+            if self._is_at("in a shard") and file.position > 1000:
                 put(file, bytes(data)[: len(data) // 2])
                 file._file.flush()
-                self._kill()
+                self._come_to("in a shard")
             return put(file, data)
 
+        def delete(path: Any) -> None:
+            if path.name.endswith(folder.REMOVED) and path.is_dir():
+                if self._is_at("in pruning"):
+                    next(path.iterdir()).unlink()
+                self._come_to("in pruning")
+            remove(path)
+
+        remove = folder._delete
+        folder.begin, folder._delete = begun, delete
         TensorSave.plan, TensorSave.write, HashedFile.write = planned, written, half  # type: ignore[method-assign]
-        for name, phase in (("flush", "rename"), ("remove", "prune")):
+        for name, phase in (("commit", "before the manifest"), ("flush", "before the rename")):
             setattr(folder, name, self._before(getattr(folder, name), phase))
 
     def _before(self, function: Any, phase: str) -> Any:
         def call(*args: Any) -> Any:
-            if self._now(phase):
-                self._kill()
+            self._come_to(phase)
             return function(*args)
 
         return call
-
-    def _now(self, phase: str) -> bool:
-        return self.phase == phase and self.saves >= self.save

@@ -146,7 +146,7 @@ class RankPool:
         while len(self._ranks) < world_size:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
-            with _server_environment():
+            with server_environment():
                 process.start()
             there.close()
             self._ranks.append((process, here))
@@ -262,7 +262,7 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _server_environment() -> Iterator[None]:
+def server_environment() -> Iterator[None]:
     """The fork server takes its environment and its standard streams from its first start."""
     before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
     os.environ.update(SERVER_ENVIRONMENT)

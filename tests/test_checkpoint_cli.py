@@ -1,6 +1,9 @@
 """Checkpoints from the command line: what is in them, and how damaged ones are refused."""
 
+import csv
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,16 @@ def test_f28_f30_damaged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "e", "last.ckpt", "unfinished"]
     assert fallen_back.code == 0 and "step_2.ckpt at step 2 is loaded" in fallen_back.output, fallen_back.output
     assert read_manifest(tmp_path / "e" / "checkpoints" / "step_6.ckpt")["layout"] == "tp2"
+
+
+def test_f51_sigterm_saves_the_last_step(tmp_path: Path) -> None:
+    faulty = {"_target_": "faulty.FailAtStep", "rank": 1, "step": 3, "how": "end"}
+    ending = [f"+callbacks.faulty.{key}={value}" for key, value in faulty.items()]
+    line = train(tmp_path / "a", 400)
+    ended, resumed = run_commands([[*line, *ending], [*line, "trainer.auto_resume=true", "trainer.max_steps=8"]], timeout=400)
+    assert ended.code == 128 + signal.SIGTERM and "Traceback" not in ended.output, ended.output
+    folder = tmp_path / "a" / "checkpoints"
+    assert re.search(rf"goes on from {folder}/step_([3-9]).ckpt", resumed.output) and resumed.code == 0, resumed.output
+    with (tmp_path / "a" / "metrics.csv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    assert steps == list(range(1, 9)), "no step is lost, none is there twice"

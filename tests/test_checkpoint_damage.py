@@ -107,11 +107,18 @@ def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
     assert CheckpointStore(verify=False).load(checkpoint)["note"].tolist() != [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS])
-def test_f29_f31_a_truncated_or_missing_file_is_found(name: str, checkpoint: Path) -> None:
+FILES = [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_f29_a_truncated_file_is_found(name: str, checkpoint: Path) -> None:
     size = (checkpoint / name).stat().st_size
     os.truncate(checkpoint / name, size - 1)
     assert f"{name} has {size - 1} bytes instead of {size}" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_f31_a_missing_file_is_named(name: str, checkpoint: Path) -> None:
     (checkpoint / name).unlink()
     assert f"The file {name} is missing in {checkpoint}" in refusal(checkpoint)
 
@@ -197,7 +204,7 @@ def killed_at(phase: str, path: Path, replaces: bool) -> None:
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "before the first byte": (folder, "begin", kill),
         "in a shard": (HashedFile, "write", write_and_kill_at(200)),
-        "before metadata": (TensorSave, "finish", lambda self, where, commit: (self.write(where), kill())),
+        "before metadata": (TensorSave, "finish", lambda self, where, commit, group: (self.write(where), kill())),
         "before the manifest": (folder, "commit", kill),
         "before the rename": (folder, "flush", kill),
         "after the rename": (folder, "_delete", lambda path: kill() if path.name.endswith("saving") and path.exists() else None),

@@ -1,48 +1,71 @@
-"""f27: `kill -9` of one rank, or of all, in every phase of a save: the next start goes on from the newest complete checkpoint."""
+"""f27: `kill -9` of one rank, or of all, in every phase of a save: the next start goes on from the newest complete checkpoint.
 
-import csv
+12 kills by default, of which each phase has one of a random rank and one of all ranks; 112 more by `make test-faults`.
+"""
+
+import os
+import random
 from pathlib import Path
 
 import pytest
 from command_line import run_commands
+from faulty import KillInSave
+from kills import Chain, run_chain
+from parity import Cell
+from saving import check_checkpoints
+from starts import in_fresh_process
 from test_cli import QUICK
 
-from lightning_3d.checkpoint import load_full_state_dict
-from lightning_3d.checkpoint_names import checkpoints_in
+SEED = int(os.environ.get("FAULTS_SEED", random.randrange(10**6)))
+SIX = tuple(phase for phase in KillInSave.PHASES if phase != "before the manifest")
 
-PHASES = ["begin", "shard", "metadata", "rename", "prune", "between"]
-CASES = [(phase, rank) for phase in PHASES for rank in (0, 1, -1) if not (phase in ("rename", "prune") and rank == 1)]
-STEPS, EVERY = 8, 2
-NEWEST = {"prune": ["step_4.ckpt"], "between": ["step_2.ckpt", "step_4.ckpt"]}
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+SHORT = {
+    "one rank, in the background": Chain((Cell(dp=2, zero=2),), asynchronous=True, phases=SIX, everyone=(False,)),
+    "all ranks, at once": Chain((Cell(pp=2),), asynchronous=False, phases=SIX, everyone=(True,)),
+}
+LONG = [  # 14 kills each
+    Chain((Cell(tp=2, dp=2, zero=1),), asynchronous=True),
+    Chain((Cell(pp=2, dp=2, zero=0),), asynchronous=True, last=True),
+    Chain((Cell(dp=4, zero=3),), asynchronous=False),
+    Chain((Cell(tp=2, pp=2, zero=2),), asynchronous=True),
+    Chain((Cell("mixtral", ep=2, dp=2, zero=1),), asynchronous=False, last=True),
+    Chain((Cell("phi3", pp=2, schedule="Interleaved1F1B"),), asynchronous=True),
+    Chain((Cell("mixtral", ep=2, dp=4, zero=3),), asynchronous=True),
+    Chain((Cell(tp=2, dp=2, zero=1), Cell(pp=2, dp=2), Cell(dp=4, zero=3), Cell(tp=2, pp=2, zero=2)), asynchronous=True, last=True),
+]
 
 
-def train(folder: Path, *more: str) -> list[str]:
-    length = [f"trainer.max_steps={STEPS}", f"trainer.val_check_interval={STEPS}", f"trainer.checkpoint_every_n_steps={EVERY}"]
-    return ["train", *QUICK, *length, f"hydra.run.dir={folder}", "callbacks.checkpoint.save_top_k=1", *more]
+@pytest.mark.parametrize("chain", SHORT.values(), ids=SHORT)
+def test_f27_a_killed_run_goes_on_from_the_newest_complete_checkpoint(chain: Chain, tmp_path: Path) -> None:
+    print(f"FAULTS_SEED={SEED}")
+    assert in_fresh_process(run_chain, chain, SEED, tmp_path) == 6
 
 
-def test_f27_every_kill_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
-    lines = []
-    for phase, rank in CASES:
-        ambush = ["+callbacks.faulty._target_=faulty.KillInSave", f"+callbacks.faulty.phase={phase}", f"+callbacks.faulty.rank={rank}"]
-        lines.append(train(tmp_path / f"{phase}_{rank}", *ambush))
-    for (phase, rank), killed in zip(CASES, run_commands(lines, timeout=900), strict=True):
-        assert killed.code == 1, f"{phase} {rank}: {killed.output}"
-    folders = {case: tmp_path / f"{case[0]}_{case[1]}" / "checkpoints" for case in CASES}
-    for case, folder in folders.items():
-        found = checkpoints_in(folder)
-        # The second save, of step 4, is not there where it was killed; where others follow it may be under way in the background.
-        assert found and found[0].name in NEWEST.get(case[0], ["step_2.ckpt"]), case
-        for checkpoint in found:
-            load_full_state_dict(checkpoint)
-    before = {case: checkpoints_in(folder)[0] for case, folder in folders.items()}
-    again = run_commands([train(folder.parent, "trainer.auto_resume=true") for folder in folders.values()], timeout=900)
-    for case, resumed in zip(CASES, again, strict=True):
-        assert resumed.code == 0, f"{case}: {resumed.output}"
-        assert f"goes on from {before[case]}" in resumed.output
-        left = {path.name for path in folders[case].iterdir()}
-        assert f"step_{STEPS}.ckpt" in left, case
-        assert not [name for name in left if name.startswith(".") and name.endswith((".saving", ".replaced", ".removed"))], case
-        with (folders[case].parent / "metrics.csv").open() as file:
-            assert next(reversed(list(csv.DictReader(file))))["step"] == str(STEPS)
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(len(LONG)))
+def test_f27_a_hundred_kills(number: int, tmp_path: Path) -> None:
+    print(f"FAULTS_SEED={SEED}")
+    assert in_fresh_process(run_chain, LONG[number], SEED + number, tmp_path, timeout=1700) == 14
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_f27_from_the_command_line(tmp_path: Path) -> None:
+    """The supervisor ends the others, and `auto_resume` finds the newest."""
+    shape = ["trainer.max_steps=8", "trainer.val_check_interval=8", "trainer.checkpoint_every_n_steps=2"]
+    runs = {everyone: ["train", *QUICK, *shape, f"hydra.run.dir={tmp_path / str(everyone)}"] for everyone in (False, True)}
+    ambush = {"_target_": "faulty.KillInSave", "phase": "in a shard", "rank": "1"}
+    lines = [
+        [*run, *(f"+callbacks.faulty.{key}={value}" for key, value in {**ambush, "everyone": everyone}.items())]
+        for everyone, run in runs.items()
+    ]
+    for killed in run_commands(lines, timeout=400):
+        assert killed.code == 1 and "ended by SIGKILL" in killed.output, killed.output
+    again = run_commands([[*run, "trainer.auto_resume=true"] for run in runs.values()], timeout=400)
+    for everyone, resumed in zip(runs, again, strict=True):
+        folder = tmp_path / str(everyone) / "checkpoints"
+        assert resumed.code == 0 and f"goes on from {folder / 'step_2.ckpt'}" in resumed.output, resumed.output
+        left = [path.name for path in folder.iterdir()]
+        assert "step_8.ckpt" in left and not [name for name in left if name.startswith(".")]
+        assert check_checkpoints(folder.parent) == 8

@@ -18,13 +18,19 @@ class StorageError(CheckpointError):
     """The disk did not take or give what it should: full, read-only, failing, gone."""
 
 
+class StorageHangs(CheckpointError):
+    """The disk does not answer: nothing can be said of what was written. No mistake of the user's."""
+
+    exit_code = 1
+
+
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What a rank sends: a value, or what went wrong and whether it was the storage."""
+    """What a rank sends: a value, or what went wrong and as which error it is to be raised."""
 
     value: T | None = None
     failure: str | None = None
-    storage: bool = False
+    error: type[CheckpointError] = CheckpointError
 
 
 def attempt(action: Callable[[], T]) -> Outcome[T]:
@@ -32,7 +38,13 @@ def attempt(action: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(action())
     except Exception as error:
-        return Outcome(failure=reason(error), storage=isinstance(error, (OSError, StorageError)))
+        return Outcome(failure=reason(error), error=_kind(error))
+
+
+def _kind(error: BaseException) -> type[CheckpointError]:
+    if isinstance(error, StorageHangs):
+        return StorageHangs
+    return StorageError if isinstance(error, (OSError, StorageError)) else CheckpointError
 
 
 def through_rank_zero(
@@ -43,7 +55,7 @@ def through_rank_zero(
     Collective: a gather and a scatter of objects.
 
     Raises:
-        CheckpointError, StorageError: on all ranks, if `local` failed on any, or `combine`.
+        CheckpointError, StorageError, StorageHangs: on all ranks, if `local` failed on any, or `combine`.
     """
     own = attempt(local)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -63,7 +75,7 @@ def _answers(outcomes: list[Outcome[T]], combine: Callable[[list[T]], list[R]]) 
         return [_joined(failed)] * len(outcomes)
     combined = attempt(lambda: combine([_result(outcome) for outcome in outcomes]))
     if combined.value is None:
-        return [Outcome(failure=combined.failure, storage=combined.storage)] * len(outcomes)
+        return [Outcome(failure=combined.failure, error=combined.error)] * len(outcomes)
     return [Outcome(value) for value in combined.value]
 
 
@@ -73,12 +85,13 @@ def _joined(failed: Mapping[int, Outcome[Any]]) -> Outcome[Any]:
     for rank, outcome in failed.items():
         texts.setdefault(str(outcome.failure), []).append(rank)
     text = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}: {text}" for text, ranks in texts.items())
-    return Outcome(failure=text, storage=all(outcome.storage for outcome in failed.values()))
+    kinds = {outcome.error for outcome in failed.values()}
+    return Outcome(failure=text, error=kinds.pop() if len(kinds) == 1 else StorageHangs if StorageHangs in kinds else CheckpointError)
 
 
 def _result(outcome: Outcome[T]) -> T:
     if outcome.failure is not None:
-        raise (StorageError if outcome.storage else CheckpointError)(outcome.failure)
+        raise outcome.error(outcome.failure)
     return outcome.value  # type: ignore[return-value]
 
 

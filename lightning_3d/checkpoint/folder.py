@@ -25,7 +25,7 @@ from typing import Any
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
-from lightning_3d.checkpoint.agreement import reason
+from lightning_3d.checkpoint.agreement import StorageError, reason
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
 from lightning_3d.checkpoint.plain import Packer, unpack
 from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, recover, recover_all
@@ -112,6 +112,17 @@ def remove(path: Path) -> None:
         _delete(hidden)
         path.rename(hidden)
         _delete(hidden)
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a folder in which nothing can be written, or that cannot be made.
+
+    Raises:
+        StorageError: it, or the folder in which it would be made, is read-only or no folder.
+    """
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(f"No checkpoint can be written to {path}: {there} is {'read-only' if there.is_dir() else 'no folder'}.")
 
 
 def others_are_whole(path: Path) -> bool:

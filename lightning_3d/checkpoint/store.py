@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint import folder
-from lightning_3d.checkpoint.agreement import StorageError, on_rank_zero, through_rank_zero
+from lightning_3d.checkpoint.agreement import StorageError, StorageHangs, on_rank_zero, through_rank_zero
+from lightning_3d.checkpoint.background import BackgroundSave, in_time
 from lightning_3d.checkpoint.folder import local_path
 from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
 from lightning_3d.checkpoint.lock import FolderLock
@@ -34,8 +36,17 @@ BATCHES = "lightning_3d_batches_per_epoch"
 _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
 """Tensors are written by the ranks that hold them; the other entry is the class of omegaconf containers: dicts here."""
 
+TIMEOUT_SECONDS = 1800.0
+"""As torch's for collectives."""
+
 _PATIENCE_SECONDS = 600.0
 """For a save of another run into the same folder, where that is not one run's own."""
+
+_NOTICED_SECONDS = 1.0
+"""Training that waits so long for a save is told of."""
+
+_NO_END = timedelta(days=30)
+"""Timeout of the group for saves in the background: `timeout_seconds` ends them, with words."""
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +58,17 @@ class CheckpointStore:
         verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
         fall_back: where a checkpoint is damaged, load the newest good one beside it instead.
         asynchronous: saves that may fail are written in the background, from copies. One at a time: the next one waits.
+        timeout_seconds: a save that has not come to its end so long after it began ends the run: the storage hangs.
     """
 
-    def __init__(self, *, verify: bool = True, fall_back: bool = False, asynchronous: bool = True) -> None:
+    def __init__(
+        self, *, verify: bool = True, fall_back: bool = False, asynchronous: bool = True, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
         self._verify = verify
         self._fall_back = fall_back
         self._asynchronous = asynchronous
+        self._timeout = timeout_seconds
+        self._has_waited = False
         self._folders: set[Path] = set()
         self._locks: dict[Path, FolderLock] = {}
         self._turn: FolderLock | None = None
@@ -67,20 +83,29 @@ class CheckpointStore:
         save on. Collective.
 
         Raises:
-            CheckpointError: another run holds one.
+            CheckpointError: another run holds one. StorageError: nothing can be written there.
         """
         self._folders = {Path(path).absolute() for path in folders if "://" not in str(path)}
-        on_rank_zero(lambda: self._lock([path for path in self._folders if path.is_dir()]))
+
+        def hold() -> None:
+            self._lock([path for path in self._folders if path.is_dir()])
+            for path in self._folders:
+                folder.require_writable(path)
+
+        on_rank_zero(hold)
 
     def close(self, *, failed: bool = False) -> None:
         """The run has ended: others may write where it has written. Local, but waits for a save in the background.
 
         Args:
             failed: other ranks may be gone, so that it will not be finished.
+
+        Raises:
+            StorageHangs: it does not come to an end.
         """
         try:
             if not failed:
-                self.wait(must=False)
+                self.finish()
         finally:
             self._pending = None
             self._folders.clear()
@@ -120,6 +145,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
+            StorageHangs: this save, or the one before, does not come to an end.
         """
         self.wait()
         final = local_path(path)
@@ -128,61 +154,82 @@ class CheckpointStore:
         facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
         facts = {**about, **facts, "optimizer_state": with_optimizer}
         tensors = TensorSave()
+        later = self._asynchronous and not must and not now
         try:
-            temporary, files = on_rank_zero(lambda: self._begin(final, state))
+            temporary, files = on_rank_zero(lambda: self._begin_in_time(final, state))
             tensors.plan(_collector(checkpoint, local, owner if with_optimizer else None))
 
             def commit(sums: dict[str, FileSum]) -> None:
                 folder.commit(temporary, final, facts | {"tensor_bytes": tensors.nbytes}, files | sums)
 
-            if must or now or not self._asynchronous:
-                tensors.finish(temporary, commit)
-            else:
+            if later:
                 tensors.stage(self._buffers)
-                group = self._own_group()
-                self._pending = BackgroundSave(final, lambda: tensors.finish(temporary, commit, group), self._end_turn())
-                return True
+            finish = partial(tensors.finish, temporary, commit, self._own_group())
+            self._pending = BackgroundSave(final, tensors, finish, self._end_turn())
         except CheckpointError as error:
-            on_rank_zero(lambda: _abandon(final))
-            if must or not isinstance(error, StorageError):
-                raise
-            self._say_failed(final, error)
-            return False
+            return self._give_up(final, error, must)
         finally:
-            if self._turn is not None:
-                self._end_turn()()
-        self._remove_postponed(final)
-        return True
+            self._end_turn()()
+        return later or self._wait(must)
 
     def _own_group(self) -> dist.ProcessGroup | None:
         """For what a save in the background sends, while training uses the other groups."""
         world = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         if self._made_for is not world:
             self._made_for = world
-            self._group = dist.new_group(backend="gloo", group_desc="checkpoints") if world is not None else None
+            self._group = dist.new_group(backend="gloo", timeout=_NO_END, group_desc="checkpoints") if world is not None else None
         return self._group
 
-    def wait(self, *, must: bool = True) -> None:
-        """Until the save in the background is finished, if there is one. Local.
+    def wait(self) -> None:
+        """Until the save in the background is finished, if there is one. Collective.
 
-        Args:
-            must: raise where it has failed for another reason than the storage.
+        Raises:
+            CheckpointError: it has failed for another reason than the storage.
+            StorageHangs: it does not come to an end; names the ranks that are at something, and what.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        error = pending.join()
-        if error is None:
-            self._remove_postponed(pending.path)
-            return
-        if _leads():
-            _abandon(pending.path)
-        if must and not isinstance(error, StorageError):
-            raise error
-        self._say_failed(pending.path, error)
+        began, pending = time.monotonic(), self._pending
+        self._wait()
+        seconds = time.monotonic() - began
+        if pending is not None and seconds > _NOTICED_SECONDS and not self._has_waited:
+            self._has_waited = True
+            self._say(
+                f"Training has waited {seconds:.1f} s until the checkpoint {pending.path} was written: the disk is slower than saves follow"
+                " each other. Save less often, or to a faster disk. This is told once."
+            )
 
-    def _say_failed(self, path: Path, error: BaseException) -> None:
+    def _wait(self, must: bool = False) -> bool:
+        pending = self._pending
+        if pending is None:
+            return True
+        through_rank_zero(lambda: pending.join(self._timeout), lambda parts: parts)
+        self._pending = None
+        return self._settle(pending, must)
+
+    def finish(self) -> None:
+        """As `wait`, where the other ranks cannot be asked. Local; says what has failed and raises nothing but StorageHangs."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.join(self._timeout)
+            self._settle(pending, tell=True)
+
+    def _settle(self, pending: BackgroundSave, must: bool = False, tell: bool = False) -> bool:
+        """What follows the end of a save. Returns whether it is a checkpoint now."""
+        if pending.error is not None:
+            return self._give_up(pending.path, pending.error, must, tell)
+        self._remove_postponed(pending.path)
+        return True
+
+    def _give_up(self, path: Path, error: BaseException, must: bool, tell: bool = False) -> bool:
+        """Remove what was written. Errors of the storage are told and raised only if `must`, others always but with `tell`."""
+        if _leads() and not isinstance(error, StorageHangs):
+            _abandon(path)
+        if not tell and (must or not isinstance(error, StorageError)):
+            raise error
         self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
+        return False
+
+    def _begin_in_time(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
+        return in_time(lambda: self._begin(final, state), self._timeout, f"The begin of the checkpoint {final}")
 
     def _begin(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
         """Make the temporary folder, alone in the one that it is in: of a run's own until its end, of others for this save. Names with a
@@ -211,7 +258,7 @@ class CheckpointStore:
         where = local_path(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
-            self.wait(must=False)
+            self._pending.join(self._timeout)
         if is_checkpoint and not folder.others_are_whole(where):
             self._postponed.add(where)
             if self._pending is None:
@@ -250,33 +297,6 @@ class CheckpointStore:
     def _say(message: str) -> None:
         if _leads():
             warnings.warn(message, stacklevel=3)
-
-
-class BackgroundSave:
-    """The last part of a save, in a thread of its own.
-
-    Attributes:
-        path: of the checkpoint.
-    """
-
-    def __init__(self, path: Path, finish: Callable[[], None], ended: Callable[[], None]) -> None:
-        self.path = path
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(finish, ended), name=f"save {path.name}", daemon=True)
-        self._thread.start()
-
-    def _run(self, finish: Callable[[], None], ended: Callable[[], None]) -> None:
-        try:
-            finish()
-        except BaseException as error:
-            self._error = error
-        finally:
-            ended()
-
-    def join(self) -> BaseException | None:
-        """What went wrong, when it is over."""
-        self._thread.join()
-        return self._error
 
 
 def _leads() -> bool:

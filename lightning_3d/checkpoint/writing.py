@@ -63,9 +63,14 @@ class Written:
 
 
 class TensorSave:
-    """One save of what all ranks hold. `plan` and `finish` are collective, `stage` and `write` are not."""
+    """One save of what all ranks hold. `plan` and `finish` are collective, `stage` and `write` are not.
+
+    Attributes:
+        doing: what this rank is at, for a save that does not come to an end.
+    """
 
     def __init__(self) -> None:
+        self.doing = "waiting for other ranks"
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._own: dict[Piece, Tensor] = {}
         self._metadata: Metadata | None = None
@@ -125,6 +130,7 @@ class TensorSave:
         if not self._own:
             return None
         name = f"__{self._rank}_0.distcp"
+        self.doing = f"writing {folder / name}"
         file = HashedFile(folder / name)
         places = {}
         try:
@@ -137,6 +143,7 @@ class TensorSave:
             return Written(name, file.close(), places)
         finally:
             file.abandon()
+            self.doing = "waiting for other ranks"
 
     def finish(self, folder: Path, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None) -> None:
         """Write, and wait until all ranks have written; then rank 0 writes the table of contents and commits.
@@ -151,6 +158,7 @@ class TensorSave:
 
         def commit_all(written: list[Written | None]) -> list[bool]:
             assert self._metadata is not None
+            self.doing = f"writing {folder / METADATA_FILE} and what follows it"
             files = [part for part in written if part is not None]
             self._metadata.storage_data = {
                 MetadataIndex(name, offset): dcp_place(part.file, start, length)

@@ -1,0 +1,235 @@
+"""f32, f33: a disk that is full, slow, read-only, or does not answer, during a fit with several ranks."""
+
+import contextlib
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from parity import Cell
+from ranks import run_ranks
+from saving import check_checkpoints, check_values, fit, read_values, undisturbed
+from starts import in_fresh_process, read_only, small_disk, start
+
+from lightning_3d.checkpoint import folder
+from lightning_3d.checkpoint.agreement import StorageHangs
+from lightning_3d.checkpoint.hashes import HashedFile
+from lightning_3d.checkpoint.writing import TensorSave
+from lightning_3d.errors import CheckpointError
+
+DISK = 64 * 2**20
+FOUR = Cell(tp=2, dp=2, zero=1)
+TWO = Cell(dp=2, zero=2)
+
+
+def saver(run: Path, every: int = 2, **options: Any) -> ModelCheckpoint:
+    defaults = {"filename": "step_{step}", "auto_insert_metric_name": False, "save_top_k": -1}
+    return ModelCheckpoint(run / "checkpoints", every_n_train_steps=every, **{**defaults, **options})
+
+
+def with_disk(tmp_path: Path, test: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `test(folder, ...)` in a fresh process, where a disk of its own is at folder / "disk"."""
+    result = in_fresh_process(mounted, tmp_path, test, arguments)
+    if isinstance(result, PermissionError):
+        pytest.skip(f"this machine does not let a file system be mounted: {result.strerror}")
+    return result
+
+
+def mounted(tmp_path: Path, test: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(small_disk(tmp_path / "disk", DISK))
+        except PermissionError as error:
+            return error
+        return test(tmp_path, *arguments)
+
+
+# Full
+
+
+class FillDisk(pl.Callback):
+    """Leaves room for half a checkpoint after step 3, and for all after step 5."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk, self.filler = disk, disk / "filler"
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.strategy._store.wait()  # type: ignore[attr-defined]  # so that the save after step 2 is not hit
+        if trainer.is_global_zero and trainer.global_step == 3:
+            self.fill()
+        if trainer.is_global_zero and trainer.global_step == 5:
+            self.filler.unlink()
+        trainer.strategy.barrier()
+
+    def fill(self) -> None:
+        size = sum(file.stat().st_size for file in (self.disk / "checkpoints" / "step_2.ckpt").iterdir())
+        os.sync()
+        space = os.statvfs(self.disk)
+        self.filler.write_bytes(bytes(space.f_bavail * space.f_frsize - size // 2))
+
+
+def fit_on_a_full_disk(disk: Path, values: Path, asynchronous: bool) -> None:
+    filler = FillDisk(disk)
+    trainer = fit(FOUR, 8, values, [filler, saver(disk)], checkpoint_asynchronous=asynchronous)
+    if trainer.is_global_zero:
+        filler.fill()
+    trainer.strategy.barrier()
+    with pytest.raises(CheckpointError, match="No space left on device") as refused:
+        trainer.save_checkpoint(disk / "more" / "after.ckpt")
+    assert "after.ckpt" in str(refused.value) and "\n" not in str(refused.value)
+    if trainer.is_global_zero:
+        assert not list((disk / "more").iterdir()), "nothing is left of it"
+        filler.filler.unlink()
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(disk / "more" / "after.ckpt")
+
+
+def full_disk(tmp_path: Path, asynchronous: bool) -> tuple[list[str], str]:
+    expected = undisturbed(FOUR, 8, tmp_path / "undisturbed")
+    disk, values = tmp_path / "disk", tmp_path / "values.csv"
+    ended = start(fit_on_a_full_disk, (disk, values, asynchronous), 4, tmp_path / "logs")
+    assert ended.codes == [0] * 4, str(ended)
+    assert sorted(read_values(values)) == list(range(1, 9))
+    check_values(read_values(values), expected, str(ended))
+    assert check_checkpoints(disk) == 8
+    return sorted(path.name for path in (disk / "checkpoints").iterdir()), ended.output[0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_f32_training_goes_on_when_the_disk_is_full(asynchronous: bool, tmp_path: Path) -> None:
+    names, output = with_disk(tmp_path, full_disk, asynchronous)
+    assert names == ["step_2.ckpt", "step_6.ckpt", "step_8.ckpt"], "nothing is left of the save that failed"
+    said = re.findall(r"The checkpoint \S+/(\S+) could not be written, and training goes on without it: (.*)", output)
+    assert [name for name, _ in said] == ["step_4.ckpt"], output
+    assert "No space left on device" in said[0][1]
+
+
+# Read-only
+
+
+def read_only_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    (disk / "there" / "checkpoints").mkdir(parents=True)
+    read_only(disk)
+    for name in ("there", "not there yet"):
+        values = tmp_path / f"{name}.csv"
+        ended = start(fit, (TWO, 4, values, [saver(disk / name)]), 2, tmp_path / name)
+        assert ended.codes == [2, 2], str(ended)
+        assert f"No checkpoint can be written to {disk / name / 'checkpoints'}: " in ended.told[0], ended.told
+        assert "\n" not in ended.told[0] and "read-only" in ended.told[0].lower()
+        assert not values.exists(), "not a step was made"
+
+
+def test_f33_a_read_only_folder_is_refused_before_training(tmp_path: Path) -> None:
+    with_disk(tmp_path, read_only_disk)
+
+
+# Slow
+
+
+class Watched(pl.Callback):
+    """A slow disk, and what is in memory and under way for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.memory: list[list[int]] = []
+        self.under_way = self.most = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        write, stage = TensorSave.write, TensorSave.stage
+
+        def slow(save: Any, where: Path) -> Any:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            time.sleep(self.seconds if trainer.global_rank == 1 else 0)
+            self.under_way -= 1
+            return write(save, where)
+
+        def staged(save: Any, buffers: Any) -> None:
+            stage(save, buffers)
+            self.memory.append(sorted(buffer.data_ptr() for buffer in buffers.values()))
+
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(TensorSave, "write", slow)
+        self.patch.setattr(TensorSave, "stage", staged)
+
+    def on_fit_end(self, *args: Any) -> None:
+        self.patch.undo()
+
+
+def fit_on_a_slow_disk(run: Path) -> tuple[list[str], int, list[list[int]]]:
+    watched = Watched(1.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(TWO, 4, run / "values.csv", [watched, saver(run, every=1)])
+    return [str(warning.message) for warning in caught if "has waited" in str(warning.message)], watched.most, watched.memory
+
+
+def test_f33_a_slow_disk_holds_training_up_and_takes_no_more_memory(tmp_path: Path) -> None:
+    (said, *first), (silent, *second) = run_ranks(fit_on_a_slow_disk, 2, tmp_path)
+    assert len(said) == 1 and not silent, "told once, by rank 0"
+    assert re.search(r"has waited \d+\.\d s until the checkpoint \S*step_1.ckpt was written", said[0])
+    for most, memory in (first, second):
+        assert most == 1, "one save at a time"
+        assert len(memory) == 4 and memory[0] and all(used == memory[0] for used in memory)
+    assert check_checkpoints(tmp_path) == 4
+
+
+# Hanging
+
+
+class Hang(pl.Callback):
+    """The disk of rank 1 does not answer any more, from the second save on, when a file is to be flushed."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            HashedFile.close = lambda file: threading.Event().wait()  # type: ignore[method-assign, assignment]
+
+
+def fit_on_a_disk_that_hangs(run: Path, values: Path, hangs: bool, asynchronous: bool, resume: str | None = None) -> None:
+    callbacks = [Hang()] if hangs else []
+    options = {"checkpoint_timeout_seconds": 3.0, "checkpoint_asynchronous": asynchronous}
+    fit(TWO, 8, values, [*callbacks, saver(run)], resume, **options)
+
+
+def hanging_disk(run: Path, asynchronous: bool) -> None:
+    expected = undisturbed(TWO, 8, run / "undisturbed")
+    arguments = (run, run / "hangs.csv", True, asynchronous)
+    ended = start(fit_on_a_disk_that_hangs, arguments, 2, run / "logs")
+    assert ended.codes == [1, 1], str(ended)
+    told = [text for text in ended.told if "step_4.ckpt is not written 3 s after its begin" in text]
+    assert told, ended
+    assert re.search(r"rank 1: the checkpoint \S+ is not written 3 s after its begin: writing \S+/__1_0.distcp", told[0]), told
+    assert re.search(r"rank 0: the checkpoint \S+ is not written 3 s after its begin: waiting for other ranks", told[0]), told
+    assert check_checkpoints(run) == 2
+    arguments = (run, run / "goes_on.csv", False, asynchronous, str(run / "checkpoints" / "step_2.ckpt"))
+    ended = start(fit_on_a_disk_that_hangs, arguments, 2, run / "again")
+    assert ended.codes == [0, 0], str(ended)
+    values = read_values(run / "goes_on.csv")
+    assert sorted(values) == list(range(3, 9))
+    check_values(values, expected, str(ended))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step}.ckpt" for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_f33_a_save_that_hangs_ends_the_run_and_names_rank_and_file(asynchronous: bool, tmp_path: Path) -> None:
+    in_fresh_process(hanging_disk, tmp_path, asynchronous)
+
+
+def test_f33_a_folder_that_cannot_be_made_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_checkpoint_damage import save
+
+    from lightning_3d.checkpoint import CheckpointStore
+
+    gone = threading.Event()
+    monkeypatch.setattr(folder, "begin", lambda *args, **kwargs: gone.wait(60))
+    with pytest.raises(StorageHangs, match=f"The begin of the checkpoint {tmp_path / 'a'} has not come to its end after 0.2 s"):
+        save(tmp_path / "a", 1, CheckpointStore(timeout_seconds=0.2), must=False)
+    gone.set()
