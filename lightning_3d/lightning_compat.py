@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_3d.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
+    from lightning_3d.remote_path import Place
     from torch import Tensor, nn
 
 
@@ -281,7 +282,7 @@ def _gloo_threads_sleep() -> bool:
     return True
 
 
-def read_dcp_metadata(path: Path) -> Any:
+def read_dcp_metadata(path: Place) -> Any:
     """The table of contents of a torch.distributed.checkpoint folder, a `Metadata`.
 
     DCP (torch 2.11 to 2.13) keeps it as a pickle and opens it with plain `pickle.load`, which runs whatever code a file asks for.

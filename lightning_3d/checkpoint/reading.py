@@ -24,6 +24,7 @@ from lightning_3d.checkpoint.slices import Slices, overlap, whole
 from lightning_3d.checkpoint.writing import METADATA_FILE, Notes
 from lightning_3d.errors import CheckpointError
 from lightning_3d.lightning_compat import read_dcp_metadata
+from lightning_3d.remote_path import Place
 
 _BLOCK_BYTES = 64 * 2**20
 """At most so much of a slice is in memory beside the tensor that it is read for."""
@@ -49,7 +50,7 @@ class TensorFolder:
         notes: what ranks noted at writing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._metadata = read_dcp_metadata(folder / METADATA_FILE)
         self._tensors: dict[str, TensorStorageMetadata] = {

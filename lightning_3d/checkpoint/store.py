@@ -7,8 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,14 +15,15 @@ from torch import Tensor
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.agreement import StorageError, on_rank_zero, through_rank_zero
-from lightning_3d.checkpoint.folder import local_path
 from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
-from lightning_3d.checkpoint.lock import FolderLock
+from lightning_3d.checkpoint.lock import FolderLock, Lease, hold
+from lightning_3d.checkpoint.remote import remove_remains
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
-from lightning_3d.checkpoint_names import checkpoints_in
+from lightning_3d.checkpoint_names import MANIFEST, checkpoints_in
 from lightning_3d.errors import CheckpointError
+from lightning_3d.remote_path import Place, RemotePath, place
 
 PATH = "lightning_3d_path"
 """Where in Lightning's checkpoint dict the folder stands from which its tensors are to be read."""
@@ -53,10 +53,10 @@ class CheckpointStore:
         self._verify = verify
         self._fall_back = fall_back
         self._asynchronous = asynchronous
-        self._folders: set[Path] = set()
-        self._locks: dict[Path, FolderLock] = {}
-        self._turn: FolderLock | None = None
-        self._postponed: set[Path] = set()
+        self._folders: set[Place] = set()
+        self._locks: dict[Place, FolderLock | Lease] = {}
+        self._turn: FolderLock | Lease | None = None
+        self._postponed: set[Place] = set()
         self._buffers: dict[Piece, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         self._made_for: dist.ProcessGroup | None = None
@@ -69,7 +69,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: another run holds one.
         """
-        self._folders = {Path(path).absolute() for path in folders if "://" not in str(path)}
+        self._folders = {place(path) for path in folders}
         on_rank_zero(lambda: self._lock([path for path in self._folders if path.is_dir()]))
 
     def close(self, *, failed: bool = False) -> None:
@@ -88,10 +88,13 @@ class CheckpointStore:
             while self._locks:
                 self._locks.popitem()[1].release()
 
-    def _lock(self, paths: Iterable[Path]) -> None:
+    def _lock(self, paths: Iterable[Place]) -> None:
         for path in paths:
             if path not in self._locks:
-                self._locks[path] = FolderLock(path)
+                self._locks[path] = hold(path)
+                if isinstance(path, RemotePath):
+                    remove_remains(path.iterdir())
+            self._locks[path].check()
 
     def save(
         self,
@@ -122,7 +125,7 @@ class CheckpointStore:
             CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
         """
         self.wait()
-        final = local_path(path)
+        final = place(path)
         state = {key: value for key, value in checkpoint.items() if key not in _NOT_TRAINER_STATE}
         with_optimizer = owner is not None and bool(checkpoint.get("optimizer_states"))
         facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
@@ -181,10 +184,10 @@ class CheckpointStore:
             raise error
         self._say_failed(pending.path, error)
 
-    def _say_failed(self, path: Path, error: BaseException) -> None:
+    def _say_failed(self, path: Place, error: BaseException) -> None:
         self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
 
-    def _begin(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
+    def _begin(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
         """Make the temporary folder, alone in the one that it is in: of a run's own until its end, of others for this save. Names with a
         dot are a program's own, which no other one uses."""
         own = final.parent in self._folders
@@ -192,7 +195,7 @@ class CheckpointStore:
         if own:
             self._lock([final.parent])
         elif shared:
-            self._turn = FolderLock(final.parent, _PATIENCE_SECONDS)
+            self._turn = hold(final.parent, _PATIENCE_SECONDS)
         return folder.begin(final, state, alone=own or shared)
 
     def _end_turn(self) -> Callable[[], None]:
@@ -200,7 +203,7 @@ class CheckpointStore:
         turn, self._turn = self._turn, None
         return turn.release if turn is not None else lambda: None
 
-    def _remove_postponed(self, saved: Path) -> None:
+    def _remove_postponed(self, saved: Place) -> None:
         if _leads():
             for path in self._postponed - {saved}:
                 folder.remove(path)
@@ -208,7 +211,7 @@ class CheckpointStore:
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, if there is another good one beside it; otherwise after the next save. One rank calls it."""
-        where = local_path(path)
+        where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
             self.wait(must=False)
@@ -226,7 +229,9 @@ class CheckpointStore:
             CheckpointError: on every rank, if there is no complete and undamaged checkpoint.
         """
         self.wait()
-        wanted = local_path(path)
+        wanted = place(path)
+        if wanted.name == MANIFEST:
+            wanted = wanted.parent
         try:
             return self._load(wanted)
         except CheckpointError as error:
@@ -240,11 +245,11 @@ class CheckpointStore:
                 return loaded
             raise
 
-    def _load(self, path: Path) -> dict[str, Any]:
+    def _load(self, path: Place) -> dict[str, Any]:
         manifest = on_rank_zero(lambda: folder.read_manifest(path))
         if self._verify:
             _verify(path, folder.files_of(manifest))
-        return {**folder.read_trainer_state(path), PATH: str(path)}
+        return {**folder.read_trainer_state(path, manifest), PATH: str(folder.contents(path, manifest))}
 
     @staticmethod
     def _say(message: str) -> None:
@@ -259,7 +264,7 @@ class BackgroundSave:
         path: of the checkpoint.
     """
 
-    def __init__(self, path: Path, finish: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, path: Place, finish: Callable[[], None], ended: Callable[[], None]) -> None:
         self.path = path
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(finish, ended), name=f"save {path.name}", daemon=True)
@@ -300,7 +305,7 @@ def _collector(
     return collect
 
 
-def _abandon(path: Path) -> None:
+def _abandon(path: Place) -> None:
     """What cannot be removed now, the next save clears away."""
     try:
         folder.abandon(path)
@@ -308,11 +313,11 @@ def _abandon(path: Path) -> None:
         log.warning("%s could not be removed: %s", path, error)
 
 
-def _others(path: Path) -> list[Path]:
+def _others(path: Place) -> Sequence[Place]:
     return [other for other in checkpoints_in(path.parent) if other != path]
 
 
-def _verify(path: Path, files: folder.Files) -> None:
+def _verify(path: Place, files: folder.Files) -> None:
     """Compare every file with its hash, each rank some of them. Collective."""
     began = time.monotonic()
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
