@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
+from lightning_3d.checkpoint_names import MANIFEST, checkpoints_in
 from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError
+from lightning_3d.remote_path import Place, RemotePath, place
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -26,7 +28,7 @@ def export(arguments: list[str]) -> int:
     )
     parser.add_argument("checkpoint", help="a checkpoint, or a run folder, whose newest one is taken")
     parser.add_argument("--to", choices=["huggingface"], default="huggingface", help="the format")
-    parser.add_argument("--output", metavar="FOLDER", help="where to; default: CHECKPOINT-huggingface")
+    parser.add_argument("--output", metavar="FOLDER", help="where to, on the local disk; default: CHECKPOINT-huggingface")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file; default: 5GB")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="whose tokenizer is copied; default: the one that the run began from")
@@ -72,20 +74,23 @@ def _guarded(parser: argparse.ArgumentParser, arguments: list[str], action: Call
     return 0
 
 
-def find_checkpoint(given: str) -> Path:
-    """The checkpoint that `given` names: itself, or the newest complete one in a run folder.
+def find_checkpoint(given: str) -> Place:
+    """The checkpoint that `given` names: itself, or the newest complete one in a run folder, or below a URL.
 
     Raises:
         CheckpointError: there is none.
     """
     from lightning_3d.run_folder import newest_checkpoint
 
-    path = Path(given).expanduser().absolute()
+    path = place(given if "://" in given else Path(given).expanduser())
+    if isinstance(path, RemotePath):
+        found = [] if (path / MANIFEST).is_file() else checkpoints_in(path)
+        return found[0] if found else path
     if (path / "config.yaml").is_file() and not (path / "manifest.json").is_file():
-        found = newest_checkpoint(path)
-        if found is None:
+        newest = newest_checkpoint(path)
+        if newest is None:
             raise CheckpointError(f"The run folder {path} holds no complete checkpoint.")
-        return Path(found)
+        return place(newest)
     return path
 
 
@@ -94,7 +99,8 @@ def _export(options: argparse.Namespace) -> None:
     tokenizer = Path(options.tokenizer).expanduser() if options.tokenizer else _tokenizer_of_run(path)
     if options.tokenizer and not Path(options.tokenizer).expanduser().is_dir():
         raise ConfigError(f"There is no folder {options.tokenizer}. --tokenizer is a folder with a tokenizer in Transformers' format.")
-    output = Path(options.output).expanduser().absolute() if options.output else path.with_name(f"{path.name}-huggingface")
+    beside = Path.cwd() if isinstance(path, RemotePath) else path.parent
+    output = Path(options.output).expanduser().absolute() if options.output else beside / f"{path.name}-huggingface"
 
     import torch
 
@@ -116,9 +122,9 @@ def _export(options: argparse.Namespace) -> None:
     print(f"{output}: {found.tensors} tensors, {in_bytes(found.nbytes)} in {files}, {words}")
 
 
-def _tokenizer_of_run(path: Path) -> Path | None:
+def _tokenizer_of_run(path: Place) -> Path | None:
     """The folder of the tokenizer, or of the pretrained model, that the run of a checkpoint in its run folder used."""
-    for folder in path.parents[:2]:
+    for folder in path.parents[:2] if isinstance(path, Path) else ():
         if (folder / "config.yaml").is_file():
             config: Any = yaml.safe_load((folder / "config.yaml").read_text())
             named = [(config.get("data") or {}).get("tokenizer"), (config.get("model") or {}).get("pretrained")]

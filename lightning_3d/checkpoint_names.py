@@ -59,6 +59,11 @@ def checkpoints_in(folder: Place) -> list[Place]:
     return [path for _, path in sorted(_found(folder), key=lambda found: (found[0], str(found[1])), reverse=True)]
 
 
+def steps_of(checkpoint: Place) -> int:
+    """Raises ValueError or OSError: it is none."""
+    return int(json.loads((checkpoint / MANIFEST).read_text("utf-8"))["global_step"])
+
+
 def manifests_in(folder: Place) -> Iterator[Place]:
     """Of all checkpoints in a folder that were completed."""
     if isinstance(folder, RemotePath):
@@ -72,6 +77,6 @@ def _found(folder: Place) -> Iterator[tuple[tuple[int, float], Place]]:
     for manifest in manifests_in(folder):
         try:
             written = manifest.modified() if isinstance(manifest, RemotePath) else manifest.stat().st_mtime
-            yield (int(json.loads(manifest.read_text("utf-8"))["global_step"]), written), manifest.parent
+            yield (steps_of(manifest.parent), written), manifest.parent
         except (OSError, ValueError, KeyError, TypeError):  # being removed, or not ours
             continue

@@ -166,18 +166,25 @@ class RemotePath:
                 return bytes(system.cat_file(path, start=start, end=end))
             return b"".join(system.cat_ranges([path] * len(starts), starts, ends, on_error="raise"))
 
-    def system(self) -> tuple[Any, str]:
-        """The backend, and what this place is called there.
+    def require_backend(self) -> None:
+        """Starts nothing: ranks can still be forked from this process.
 
         Raises:
-            CheckpointError: fsspec does not know it, or its package is not installed.
+            CheckpointError: fsspec does not know the protocol, or its package is not installed.
         """
         import fsspec
 
         try:
-            return fsspec.url_to_fs(self.url)
+            fsspec.get_filesystem_class(self.protocol)
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{self.url}: {_missing(self.protocol, error)}") from error
+
+    def system(self) -> tuple[Any, str]:
+        """The backend, and what this place is called there. Raises as `require_backend`."""
+        import fsspec
+
+        self.require_backend()
+        return fsspec.url_to_fs(self.url)
 
     @contextmanager
     def _asked(self, *, fresh: bool = False) -> Iterator[tuple[Any, str]]:

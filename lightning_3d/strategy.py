@@ -42,6 +42,7 @@ from lightning_3d.lightning_compat import (
     connect_process_group,
     end_together_on_sigterm,
     evaluation_place,
+    find_last_at_urls,
     keep_sample_order,
     run_after_closure,
     steps_after_this_batch,
@@ -163,6 +164,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
         self._group_names: Names = []
+        find_last_at_urls()
         self._store = CheckpointStore(verify=checkpoint_verify, fall_back=checkpoint_fall_back, asynchronous=checkpoint_asynchronous)
         self.compilation: Compilation | None = None
         self._advised = self._told = False

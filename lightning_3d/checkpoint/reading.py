@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch

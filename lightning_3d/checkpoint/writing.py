@@ -14,7 +14,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
