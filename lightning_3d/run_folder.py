@@ -54,14 +54,14 @@ class RunFolder:
             ConfigError: another run has it, or it cannot be made.
         """
         path = path.absolute()
-        for place in candidates(path, numbered=numbered):
+        for candidate in candidates(path, numbered=numbered):
             try:
-                return cls._claim(place)
+                return cls._claim(candidate)
             except FileExistsError:
                 continue
             except OSError as error:
                 raise ConfigError(
-                    f"The run folder {place} cannot be made: {error.strerror}. Set {option}."
+                    f"The run folder {candidate} cannot be made: {error.strerror}. Set {option}."
                 ) from error
         raise ConfigError(f"{path} holds the files of another run. Set {option} to a new folder, or remove it.")
 

@@ -1,0 +1,127 @@
+"""Checkpoints as others write them, made by the real thing: Lightning's DDP and FSDP strategies, DeepSpeed's engine.
+
+Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the losses of the latter.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from parity import StepValues, quiet_trainer
+from plain_module import RepeatingText, TextData
+from test_checkpoint import GLOBAL_BATCH, TiedModel
+from torch import Tensor
+
+STEPS, MORE = 6, 5
+"""The checkpoint is from the middle of the second epoch of four steps."""
+
+
+class SaveAt(pl.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == STEPS:
+            trainer.save_checkpoint(self.path)
+
+
+class Module(TiedModel):
+    """With the same weights everywhere, however it is built; `tied` and the kind of parameter groups are hyper parameters."""
+
+    def __init__(self, tied: bool = True, kind: str = "decay") -> None:
+        super().__init__(tied=tied)
+        self.save_hyperparameters()
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        assert self.model is not None
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if not parameter.is_meta:
+                    scale = 1.0 if parameter.ndim == 1 else 0.0
+                    parameter.copy_(scale + 0.05 * torch.randn(parameter.shape, generator=generator))
+        if self.hparams["kind"] == "frozen":
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_("layers.1." not in name)
+
+    def configure_optimizers(self) -> Any:
+        assert self.model is not None
+        if self.hparams["kind"] == "decay":
+            return super().configure_optimizers()
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
+    """With DDP: "ddp"; with FSDP: "full" or "sharded"."""
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # ranks.py sets the same variables
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+
+    world_size = dist.get_world_size()
+    values = StepValues()
+    plugins: Any = [TorchElasticEnvironment()] if "LOCAL_RANK" in os.environ else None
+    kind: Any
+    if strategy == "ddp":
+        kind = DDPStrategy()
+    else:
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        kind = FSDPStrategy(state_dict_type=strategy, auto_wrap_policy={LlamaDecoderLayer}, use_orig_params=True)
+    trainer = quiet_trainer(
+        strategy=kind,
+        devices=world_size,
+        max_steps=STEPS + MORE,
+        callbacks=[values, SaveAt(path)],
+        use_distributed_sampler=True,
+        enable_checkpointing=False,
+        plugins=plugins,
+        **({} if strategy != "ddp" else {"gradient_clip_val": 0.5}),
+    )
+    trainer.fit(Module(**options), datamodule=TextData(GLOBAL_BATCH // world_size))
+    return values.losses[STEPS:]
+
+
+def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", **options: Any) -> list[float]:
+    """DeepSpeed's own engine and loop; its loss is the mean over the ranks'."""
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    module = Module(**options)
+    module.configure_model()
+    made = module.configure_optimizers()
+    optimizer, scheduler = (made["optimizer"], made["lr_scheduler"]["scheduler"]) if isinstance(made, dict) else (made, None)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size,
+        "zero_optimization": {"stage": stage, "sub_group_size": 20_000, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    rows = RepeatingText(64, seed=1).rows
+    losses = []
+    for step in range(STEPS + MORE):
+        if step == STEPS:
+            engine.save_checkpoint(folder, tag="checkpoint", client_state={})
+        start = step % 4 * GLOBAL_BATCH
+        mine: Tensor = rows[start : start + GLOBAL_BATCH][rank::world_size]
+        loss = engine(mine) if False else module.model(input_ids=mine, labels=mine).loss  # type: ignore[misc]
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / world_size)
+    engine.destroy()
+    return losses[STEPS:]
+
+
+def files_in(folder: str) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
