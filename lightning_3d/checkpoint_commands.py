@@ -1,8 +1,9 @@
-"""`lightning-3d export` and `lightning-3d inspect`: what can be done with a checkpoint without training. torch is imported late."""
+"""`lightning-3d export`, `import` and `inspect`: what can be done with a checkpoint without training. torch is imported late."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import traceback
@@ -47,6 +48,22 @@ def inspect(arguments: list[str]) -> int:
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its type and shape")
     _add_no_verify(parser)
     return _guarded(parser, arguments, _inspect)
+
+
+def convert(arguments: list[str]) -> int:
+    """Run `lightning-3d import` and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-3d import",
+        description="Convert the checkpoint of another program into one that every layout loads: a checkpoint file of Lightning (one"
+        " process, DDP, FSDP), a sharded folder of its FSDPStrategy, a folder of DeepSpeed (ZeRO 0 to 3). No code in it is run. Weights,"
+        " the optimizer's state by the names of parameters, the step, schedulers and the position in the data are carried over.",
+    )
+    parser.add_argument("source", help="the checkpoint")
+    parser.add_argument("--output", metavar="FOLDER", required=True, help="the new checkpoint, a path or a URL")
+    parser.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
+    parser.add_argument("--groups", metavar="FILE", help="JSON: for each parameter group of the optimizer the names of its parameters")
+    parser.add_argument("--rename", metavar="OLD=NEW", help='names that begin with OLD begin with NEW: "module.=", or "=model." for all')
+    return _guarded(parser, arguments, _convert)
 
 
 def _add_no_verify(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +147,38 @@ def _tokenizer_of_run(path: Place) -> Path | None:
             named = [(config.get("data") or {}).get("tokenizer"), (config.get("model") or {}).get("pretrained")]
             return next((Path(name) for name in named if name and any(Path(name).glob("tokenizer*"))), None)
     return None
+
+
+def _convert(options: argparse.Namespace) -> None:
+    old, equals, new = (options.rename or "").partition("=")
+    if options.rename is not None and not equals:
+        raise ConfigError(f'--rename is "{options.rename}"; write OLD=NEW.')
+    groups = _read_groups(Path(options.groups)) if options.groups else None
+
+    from lightning_3d.checkpoint.foreign import convert
+    from lightning_3d.checkpoint.inspection import in_bytes
+
+    found = convert(
+        Path(options.source).expanduser().absolute(),
+        options.output,
+        groups=groups,
+        optimizer=not options.weights_only,
+        rename=(old, new) if options.rename is not None else None,
+    )
+    print(f"{options.output}: from {found.kind}, step {found.step}, {found.weights} weights, {found.states} states of the optimizer,")
+    print(f"  {in_bytes(found.nbytes)}; any layout loads it")
+    for sentence in found.lost:
+        print(f"  {sentence}")
+
+
+def _read_groups(path: Path) -> list[list[str]]:
+    try:
+        groups = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--groups {path} cannot be read: {error}") from error
+    if not isinstance(groups, list) or not all(isinstance(group, list) and all(isinstance(n, str) for n in group) for group in groups):
+        raise ConfigError(f"--groups {path} must hold a list of names for each parameter group.")
+    return groups
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -87,6 +87,13 @@ def _export(arguments: list[str]) -> int:
     return export(arguments)
 
 
+def _import(arguments: list[str]) -> int:
+    """Convert the checkpoint of another program."""
+    from lightning_3d.checkpoint_commands import convert
+
+    return convert(arguments)
+
+
 def _inspect(arguments: list[str]) -> int:
     """Show what a checkpoint holds."""
     from lightning_3d.checkpoint_commands import inspect
@@ -95,7 +102,7 @@ def _inspect(arguments: list[str]) -> int:
 
 
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"launch": _launch, "export": _export, "inspect": _inspect}
+_WITHOUT_RANKS = {"launch": _launch, "export": _export, "import": _import, "inspect": _inspect}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

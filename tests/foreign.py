@@ -3,14 +3,14 @@
 Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the losses of the latter.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from parity import StepValues, quiet_trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from parity import quiet_trainer
 from plain_module import RepeatingText, TextData
 from test_checkpoint import GLOBAL_BATCH, TiedModel
 from torch import Tensor
@@ -26,6 +26,47 @@ class SaveAt(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == STEPS:
             trainer.save_checkpoint(self.path)
+
+
+class MeanLosses(pl.Callback):
+    """The mean over the ranks of each step's loss."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        mean = outputs["loss"].detach().clone()
+        dist.all_reduce(mean)
+        self.losses.append(float(mean) / dist.get_world_size())
+
+
+class CPU(CUDAAccelerator):
+    """Lightning's FSDPStrategy asks for this class of accelerators; torch's FSDP runs on CPUs too."""
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("cpu")] * (devices if isinstance(devices, int) else len(devices))
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
 
 
 class Module(TiedModel):
@@ -50,6 +91,11 @@ class Module(TiedModel):
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_("layers.1." not in name)
 
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(input_ids=ids, labels=labels).loss
+        return loss
+
     def configure_optimizers(self) -> Any:
         assert self.model is not None
         if self.hparams["kind"] == "decay":
@@ -60,18 +106,18 @@ class Module(TiedModel):
 
 def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
     """With DDP: "ddp"; with FSDP: "full" or "sharded"."""
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # ranks.py sets the same variables
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
     world_size = dist.get_world_size()
-    values = StepValues()
-    plugins: Any = [TorchElasticEnvironment()] if "LOCAL_RANK" in os.environ else None
+    values = MeanLosses()
+    more: dict[str, Any] = {}
     kind: Any
     if strategy == "ddp":
-        kind = DDPStrategy()
+        kind, more["gradient_clip_val"] = DDPStrategy(), 0.5
     else:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+        more["accelerator"] = CPU()
         kind = FSDPStrategy(state_dict_type=strategy, auto_wrap_policy={LlamaDecoderLayer}, use_orig_params=True)
     trainer = quiet_trainer(
         strategy=kind,
@@ -80,8 +126,7 @@ def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
         callbacks=[values, SaveAt(path)],
         use_distributed_sampler=True,
         enable_checkpointing=False,
-        plugins=plugins,
-        **({} if strategy != "ddp" else {"gradient_clip_val": 0.5}),
+        **more,
     )
     trainer.fit(Module(**options), datamodule=TextData(GLOBAL_BATCH // world_size))
     return values.losses[STEPS:]
@@ -100,7 +145,7 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", **options:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size,
-        "zero_optimization": {"stage": stage, "sub_group_size": 20_000, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "sub_group_size": 10_000, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": dtype == "bfloat16"},
@@ -113,7 +158,7 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", **options:
             engine.save_checkpoint(folder, tag="checkpoint", client_state={})
         start = step % 4 * GLOBAL_BATCH
         mine: Tensor = rows[start : start + GLOBAL_BATCH][rank::world_size]
-        loss = engine(mine) if False else module.model(input_ids=mine, labels=mine).loss  # type: ignore[misc]
+        loss = engine(mine, labels=mine)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float().clone()

@@ -37,8 +37,11 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
     folder = TensorFolder(contents(path, manifest))
     yield f"{path}"
     yield f"  step        {manifest.get('global_step', '?')}, epoch {manifest.get('epoch', '?')}"
-    writer = f"{manifest['layout']}, {manifest['schedule']}, ZeRO-{manifest['zero_stage']}, precision {manifest['precision']}"
-    yield f"  written by  {writer}; any layout loads it"
+    if "source" in manifest:
+        yield f"  made from   {manifest['source']}; any layout loads it"
+    else:
+        writer = f"{manifest['layout']}, {manifest['schedule']}, ZeRO-{manifest['zero_stage']}, precision {manifest['precision']}"
+        yield f"  written by  {writer}; any layout loads it"
     for name, model in manifest.get(MODELS, {}).items():
         yield f"  model       {model['class']}{f' ({name})' if name else ''}"
     kinds = {"weights": MODEL, "optimizer": OPTIMIZER, "averaging": CURRENT}

@@ -106,6 +106,16 @@ class TensorFolder:
             raise CheckpointError(f"{self._folder} has {filled} of the {part.numel()} elements of a slice of {name}.")
         return found
 
+    def blobs(self, prefix: str) -> dict[str, bytes]:
+        """What is no tensor, by the rest of its name: files of `torch.save`, as they are."""
+        found = {}
+        for index, place in self._metadata.storage_data.items():
+            if index.fqn.startswith(prefix) and index.fqn not in self._tensors:
+                with (self._folder / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    found[index.fqn.removeprefix(prefix)] = file.read(place.length)
+        return found
+
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
         tensor = torch.empty(self._tensors[name].size, dtype=self.dtype(name))
