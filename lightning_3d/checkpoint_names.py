@@ -36,6 +36,15 @@ def data_folder(manifest: str) -> str:
     return str(known.get("data", ""))
 
 
+def how_to_convert(path: Place) -> str:
+    """A sentence for a path that looks like the checkpoint of another program; empty for others."""
+    if isinstance(path, RemotePath):
+        return ""
+    names = ("meta.pt", "latest", "*_model_states.pt", "checkpoint/*_model_states.pt")
+    looks = path.is_file() or any(next(path.glob(name), None) for name in names)
+    return f" One of Lightning or DeepSpeed is converted by: lightning-3d import {path} --output NEW" if looks else ""
+
+
 def recover(path: Path | RemotePath) -> None:
     """Finish what a process that was killed between two renames had begun. Any process may do so, several at once."""
     if isinstance(path, RemotePath):

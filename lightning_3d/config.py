@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.block_options import BlockOptions
-from lightning_3d.checkpoint_names import MANIFEST, recover
+from lightning_3d.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config_keys import check_group_keys, check_type, data_options, explain_value
 from lightning_3d.context_options import check_fields
@@ -398,7 +398,7 @@ def _check_resume(path: Place) -> None:
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint {path} to resume from (trainer.resume).")
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"trainer.resume={path} is no complete checkpoint: there is no {MANIFEST} in it.")
+            raise CheckpointError(f"trainer.resume={path} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
     except OSError as error:
         raise CheckpointError(f"trainer.resume={path} cannot be read: {error.strerror or error}.") from error
 

@@ -3,7 +3,6 @@
 Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the losses of the latter.
 """
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +16,8 @@ from torch import Tensor
 
 STEPS, MORE = 6, 5
 """The checkpoint is from the middle of the second epoch of four steps."""
+STEPS_DEEPSPEED = 8
+"""Its engine knows of no epochs: from the end of one."""
 
 
 class SaveAt(pl.Callback):
@@ -132,8 +133,12 @@ def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
     return values.losses[STEPS:]
 
 
-def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", **options: Any) -> list[float]:
-    """DeepSpeed's own engine and loop; its loss is the mean over the ranks'."""
+def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", client: str | None = None, **options: Any) -> list[float]:
+    """DeepSpeed's own engine and loop; its loss is the mean over the ranks'.
+
+    Args:
+        client: a file of Lightning, whose dict is handed to the engine as Lightning's DeepSpeedStrategy does it.
+    """
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 
@@ -153,9 +158,13 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", **options:
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     rows = RepeatingText(64, seed=1).rows
     losses = []
-    for step in range(STEPS + MORE):
-        if step == STEPS:
-            engine.save_checkpoint(folder, tag="checkpoint", client_state={})
+    steps, state = STEPS_DEEPSPEED, {}
+    if client is not None:
+        saved = torch.load(client, weights_only=True)
+        steps, state = STEPS, {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}
+    for step in range(steps + MORE):
+        if step == steps:
+            engine.save_checkpoint(folder, tag="checkpoint", client_state=state)
         start = step % 4 * GLOBAL_BATCH
         mine: Tensor = rows[start : start + GLOBAL_BATCH][rank::world_size]
         loss = engine(mine, labels=mine)
@@ -165,8 +174,4 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", **options:
         dist.all_reduce(mean)
         losses.append(float(mean) / world_size)
     engine.destroy()
-    return losses[STEPS:]
-
-
-def files_in(folder: str) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    return losses[steps:]

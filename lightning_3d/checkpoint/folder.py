@@ -30,7 +30,7 @@ from lightning_3d.checkpoint import remote
 from lightning_3d.checkpoint.agreement import reason
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
 from lightning_3d.checkpoint.plain import Packer, unpack
-from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, manifests_in, recover, recover_all
+from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, how_to_convert, manifests_in, recover, recover_all
 from lightning_3d.errors import CheckpointError, did_you_mean, listed
 from lightning_3d.remote_path import Place, RemotePath
 
@@ -217,7 +217,7 @@ def _require_folder(path: Place) -> None:
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
         kind = "a folder that was never finished, or something else" if path.is_dir() else "a file"
-        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.")
+        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{how_to_convert(path)}")
 
 
 def _require_sizes(folder: Place, files: Files, advice: str) -> None:
