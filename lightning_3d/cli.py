@@ -1,4 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `launch`, `export`, `inspect`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `launch`, `export`, `import`,
+`inspect`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -24,6 +25,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
   export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
+  import      convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed; `lightning-3d import --help`
   inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
   --version   print the version
   --help      print this
@@ -87,6 +89,13 @@ def _export(arguments: list[str]) -> int:
     return export(arguments)
 
 
+def _import(arguments: list[str]) -> int:
+    """Convert the checkpoint of another program."""
+    from lightning_3d.checkpoint_commands import convert
+
+    return convert(arguments)
+
+
 def _inspect(arguments: list[str]) -> int:
     """Show what a checkpoint holds."""
     from lightning_3d.checkpoint_commands import inspect
@@ -95,7 +104,7 @@ def _inspect(arguments: list[str]) -> int:
 
 
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"launch": _launch, "export": _export, "inspect": _inspect}
+_WITHOUT_RANKS = {"launch": _launch, "export": _export, "import": _import, "inspect": _inspect}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.block_options import BlockOptions
-from lightning_3d.checkpoint_names import MANIFEST, recover
+from lightning_3d.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config_keys import check_group_keys, check_type, data_options, explain_value
 from lightning_3d.context_options import check_fields
@@ -42,6 +42,7 @@ from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.pretrained_config import complete_model
+from lightning_3d.remote_path import Place, RemotePath, place
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
 from lightning_3d.zero_options import NONE, ZeroOptions
@@ -382,25 +383,25 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
         raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
     if trainer.resume is not None:
-        _check_resume(Path(trainer.resume))
+        _check_resume(place(trainer.resume))
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
         )
 
 
-def _check_resume(path: Path) -> None:
+def _check_resume(path: Place) -> None:
     """What a look at the folder shows; the ranks compare the files with their hashes."""
     try:
         recover(path)
-        if path.is_symlink() and not path.exists():
+        if isinstance(path, Path) and path.is_symlink() and not path.exists():
             raise CheckpointError(f"trainer.resume={path} points to {path.readlink()}, which is not there.")
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint {path} to resume from (trainer.resume).")
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"trainer.resume={path} is no complete checkpoint: there is no {MANIFEST} in it.")
+            raise CheckpointError(f"trainer.resume={path} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
     except OSError as error:
-        raise CheckpointError(f"trainer.resume={path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"trainer.resume={path} cannot be read: {error.strerror or error}.") from error
 
 
 def _check_targets(run: RunConfig) -> None:
@@ -413,6 +414,19 @@ def _check_targets(run: RunConfig) -> None:
                     f"{group}.{name} has no _target_, the class to make. Write for example"
                     f" +{group}.{name}._target_=lightning.pytorch.{examples[group]}."
                 )
+            if group == "callbacks" and entry and "://" in str(entry.get("dirpath")):
+                _check_url(f"callbacks.{name}.dirpath", str(entry["dirpath"]))
+
+
+def _check_url(key: str, url: str) -> None:
+    """Where checkpoints are to be written: what writes there is installed."""
+    path = place(url)
+    if not isinstance(path, RemotePath):
+        raise ConfigError(f"{key}={url} is on the local disk; write {path}.")
+    try:
+        path.require_backend()
+    except CheckpointError as error:
+        raise ConfigError(f"{key}={error}") from error
 
 
 def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:

@@ -23,6 +23,8 @@ from lightning_3d.errors import CheckpointError, DataError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lightning_3d.remote_path import Place
+
 
 def torch_pipeline_order(
     schedule: str, stages: Sequence[int], num_stages: int, pp: int, micro_batches: int
@@ -282,7 +284,7 @@ def _gloo_threads_sleep() -> bool:
     return True
 
 
-def read_dcp_metadata(path: Path) -> Any:
+def read_dcp_metadata(path: Place) -> Any:
     """The table of contents of a torch.distributed.checkpoint folder, a `Metadata`.
 
     DCP (torch 2.11 to 2.13) keeps it as a pickle and opens it with plain `pickle.load`, which runs whatever code a file asks for.
@@ -536,3 +538,30 @@ def restore_metric_state(metric: Any, state: tuple[dict[str, Any], int]) -> None
         setattr(metric, name, value)
     metric._update_count = count
     metric._computed = None
+
+
+def find_last_at_urls() -> None:
+    """Let `ckpt_path="last"` find checkpoints at URLs, in this process.
+
+    Lightning 2.6 (`ModelCheckpoint._find_last_checkpoints`) forgets the protocol of what it has listed, so that it looks for it on the
+    local disk, warns, and trains from the start. Then it asks when each was modified, which an object store does not know of a folder: so
+    what it is given are the manifests, and `CheckpointStore.load` takes a manifest for its checkpoint.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lightning_3d.checkpoint_names import manifests_in
+    from lightning_3d.remote_path import RemotePath, place
+
+    found_by_lightning = ModelCheckpoint._find_last_checkpoints
+    if hasattr(found_by_lightning, "at_urls"):
+        return
+
+    def find(callback: ModelCheckpoint, trainer: Any) -> set[str]:
+        folder = place(callback.dirpath or trainer.default_root_dir)
+        if not isinstance(folder, RemotePath):
+            return found_by_lightning(callback, trainer)
+        last = str(callback.CHECKPOINT_NAME_LAST)
+        return {str(manifest) for manifest in manifests_in(folder) if manifest.parent.name.startswith(last)}
+
+    find.at_urls = True  # type: ignore[attr-defined]
+    ModelCheckpoint._find_last_checkpoints = find  # type: ignore[assignment, method-assign]

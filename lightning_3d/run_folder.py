@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from lightning_3d.checkpoint_names import checkpoints_in, recover_all
+from lightning_3d.checkpoint_names import checkpoints_in, recover_all, steps_of
 from lightning_3d.errors import ConfigError, listed
+from lightning_3d.remote_path import Place, RemotePath, place
 from lightning_3d.run_status import RunStatus, read_status
 
 CONFIG_FILE = "config.yaml"
@@ -53,14 +54,14 @@ class RunFolder:
             ConfigError: another run has it, or it cannot be made.
         """
         path = path.absolute()
-        for place in candidates(path, numbered=numbered):
+        for candidate in candidates(path, numbered=numbered):
             try:
-                return cls._claim(place)
+                return cls._claim(candidate)
             except FileExistsError:
                 continue
             except OSError as error:
                 raise ConfigError(
-                    f"The run folder {place} cannot be made: {error.strerror}. Set {option}."
+                    f"The run folder {candidate} cannot be made: {error.strerror}. Set {option}."
                 ) from error
         raise ConfigError(f"{path} holds the files of another run. Set {option} to a new folder, or remove it.")
 
@@ -173,10 +174,29 @@ def missing_folders(path: Path) -> tuple[Path, ...]:
 
 
 def newest_checkpoint(path: Path) -> str | None:
-    """The complete checkpoint with the most steps in a run folder; None where there is none."""
+    """The complete checkpoint with the most steps of a run, in its folder or at URLs where its callbacks write; None where there is none.
+
+    Raises:
+        ConfigError: the place at a URL does not answer.
+    """
     recover_all(path / _CHECKPOINTS)
-    found = checkpoints_in(path / _CHECKPOINTS)
-    return str(found[0]) if found else None
+    try:
+        folders: list[Place] = [path / _CHECKPOINTS, *_at_urls(path)]
+        found = [checkpoints_in(folder)[:1] for folder in folders]
+    except OSError as error:
+        raise ConfigError(f"Where the run in {path} writes its checkpoints cannot be looked at: {error}") from error
+    newest = [checkpoint for checkpoints in found for checkpoint in checkpoints]
+    return str(max(newest, key=steps_of)) if newest else None
+
+
+def _at_urls(path: Path) -> list[RemotePath]:
+    """Where the callbacks of a run folder's configuration write, if not to the disk."""
+    try:
+        config = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
+        named = [str((entry or {}).get("dirpath") or "") for entry in (config.get("callbacks") or {}).values()]
+    except (OSError, yaml.YAMLError, AttributeError):
+        return []
+    return [folder for folder in map(place, filter(None, named)) if isinstance(folder, RemotePath)]
 
 
 def _hold(path: Path) -> None:

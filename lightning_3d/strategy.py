@@ -41,6 +41,7 @@ from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
     evaluation_place,
+    find_last_at_urls,
     keep_sample_order,
     obey_signals_together,
     run_after_closure,
@@ -173,6 +174,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
             asynchronous=checkpoint_asynchronous,
             timeout_seconds=checkpoint_timeout_seconds,
         )
+        find_last_at_urls()
         self.compilation: Compilation | None = None
         self._advised = self._told = False
         self._failed = self._terminated = False

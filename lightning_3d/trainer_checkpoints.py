@@ -75,8 +75,11 @@ class TrainerCheckpoints(TrainerCollectives):
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
         """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
-        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-        self._store.hold(self.broadcast([str(folder) for folder in folders if folder]))
+        folders = [str(folder) for folder in (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks) if folder]
+        for folder in folders:
+            if "/file:/" in folder:
+                raise ConfigError(f"Lightning takes file://... for a relative path ({folder}). Write dirpath without file://.")
+        self._store.hold(self.broadcast(folders))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]

@@ -132,7 +132,8 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert "never finished" in refusal(checkpoint)
     checkpoint.with_name("old").write_bytes(b"a file")
     assert "is a file" in refusal(checkpoint.with_name("old"))
-    assert "local or mounted" in refusal("s3://bucket/a.ckpt")  # type: ignore[arg-type]
+    assert "pip install dropboxdrivefs" in refusal("dropbox://bucket/a.ckpt")  # type: ignore[arg-type]
+    assert 'knows no "nothing://"' in refusal("nothing://bucket/a.ckpt")  # type: ignore[arg-type]
 
 
 def test_a_folder_that_may_not_be_read_is_named(checkpoint: Path) -> None:

@@ -1,9 +1,9 @@
 """Checkpoints that belong to the model, not to the layout: any layout saves them, any other loads them.
 
-`folder` is what lies on disk and when it counts, `writing`, `reading` and `slices` how every rank writes and reads only its part,
-`hashes` how damage is found, `state` what of a model in training goes in, `parameter_groups` hyper parameters and schedulers, `generators`
-random numbers, `plain` how Lightning's own state becomes JSON. `store` is what a run does with them; the strategy calls it and the
-functions of this module.
+`folder` is what lies on disk and when it counts, `remote` and `lease` the same where there are no folders, no rename and no locks,
+`writing`, `reading` and `slices` how every rank writes and reads only its part, `hashes` how damage is found, `state` what of a model in
+training goes in, `parameter_groups` hyper parameters and schedulers, `generators` random numbers, `plain` how Lightning's own state becomes
+JSON. `store` is what a run does with them; the strategy calls it and the functions of this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.folder import local_path, read_manifest, verify
+from lightning_3d.checkpoint.folder import contents, read_manifest, verify
 from lightning_3d.checkpoint.parameter_groups import (
     Names,
     describe_optimizer,
@@ -32,6 +32,7 @@ from lightning_3d.checkpoint.state import (
 )
 from lightning_3d.checkpoint.store import BATCHES, PATH, CheckpointStore
 from lightning_3d.errors import CheckpointError
+from lightning_3d.remote_path import place
 
 __all__ = [
     "BATCHES",
@@ -54,12 +55,12 @@ __all__ = [
 
 def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bool = True) -> None:
     """Fill the module's parameters and buffers. See `LocalState.load_weights`."""
-    local.load_weights(TensorFolder(local_path(checkpoint[PATH])), strict=strict)
+    local.load_weights(TensorFolder(place(checkpoint[PATH])), strict=strict)
 
 
 def local_states(checkpoint: Mapping[str, Any], local: LocalState) -> dict[str, dict[str, Any]]:
     """This rank's part of "state_dict" and "current_model_state", for callbacks that read them. After `load_weights`."""
-    return local.states(TensorFolder(local_path(checkpoint[PATH])))
+    return local.states(TensorFolder(place(checkpoint[PATH])))
 
 
 def load_optimizer(
@@ -70,7 +71,7 @@ def load_optimizer(
     Raises:
         CheckpointError: the checkpoint has none, or of another optimizer.
     """
-    found = local_path(checkpoint[PATH])
+    found = place(checkpoint[PATH])
     described = checkpoint.get("optimizer_states")
     if not described:
         raise CheckpointError(f"{found} holds weights but no optimizer state, so training cannot resume from it.")
@@ -80,7 +81,7 @@ def load_optimizer(
 
 def saved_generators(checkpoint: Mapping[str, Any], local: LocalState) -> Tensor | None:
     """This rank's random number generators, for `LocalState.restore_generators`."""
-    return local.saved_generators(TensorFolder(local_path(checkpoint[PATH])))
+    return local.saved_generators(TensorFolder(place(checkpoint[PATH])))
 
 
 def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> dict[str, Tensor]:
@@ -95,10 +96,10 @@ def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.
     """
-    found = local_path(path)
+    found = place(path)
     manifest = read_manifest(found)
     if verify_hashes:
         verify(found, manifest)
-    tensors = TensorFolder(found)
+    tensors = TensorFolder(contents(found, manifest))
     state = {name: tensors.read(MODEL + name) for name in tensors.names(MODEL)}
     return state | {alias: state[name] for alias, name in tensors.notes.get("aliases", {}).items() if name in state}

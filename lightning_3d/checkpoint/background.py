@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_3d.checkpoint.agreement import StorageHangs
 from lightning_3d.checkpoint.writing import TensorSave
+from lightning_3d.remote_path import Place
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class BackgroundSave(Task):
         path: of the checkpoint.
     """
 
-    def __init__(self, path: Path, tensors: TensorSave, finish: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, path: Place, tensors: TensorSave, finish: Callable[[], None], ended: Callable[[], None]) -> None:
         self.path = path
         self._tensors = tensors
 

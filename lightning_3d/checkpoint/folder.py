@@ -6,7 +6,7 @@
         .metadata, __0_0.distcp, ...         weights and optimizer state, by torch.distributed.checkpoint
 
 A save fills a folder beside it (`checkpoint_names`); the manifest comes last, and one rename makes the folder a checkpoint. Whatever
-a killed save left is cleared away by the next one.
+a killed save left is cleared away by the next one. At a URL the manifest alone does that, and names the folder of the others (`remote`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load as from_safetensors
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
+from lightning_3d.checkpoint import remote
 from lightning_3d.checkpoint.agreement import StorageError, reason
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
 from lightning_3d.checkpoint.plain import Packer, unpack
-from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, recover, recover_all
+from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, how_to_convert, manifests_in, recover, recover_all
 from lightning_3d.errors import CheckpointError, did_you_mean, listed
+from lightning_3d.remote_path import Place, RemotePath
 
 TRAINER, TRAINER_TENSORS = "trainer.json", "trainer.safetensors"
 FORMAT, VERSION = "lightning_3d", 1
@@ -38,18 +41,10 @@ _OWN_HASH = "sha256"
 Files = dict[str, FileSum]
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    if "://" in str(path):
-        raise CheckpointError(
-            f"{path} is not on a local or mounted file system; checkpoints can only be there. Give a folder's path."
-        )
-    return Path(path).absolute()
-
-
 # Writing. One rank calls these functions.
 
 
-def begin(path: Path, trainer_state: Mapping[str, Any], *, alone: bool = True) -> tuple[Path, Files]:
+def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) -> tuple[Place, Files]:
     """Make the temporary folder for a checkpoint at `path`, with Lightning's state in it.
 
     Args:
@@ -58,14 +53,7 @@ def begin(path: Path, trainer_state: Mapping[str, Any], *, alone: bool = True) -
     Returns:
         The folder, and the hashes of its files.
     """
-    if alone and path.parent.is_dir():
-        recover_all(path.parent)
-        for purpose in (SAVING, REPLACED, REMOVED):
-            for left in path.parent.glob(f".*.{purpose}"):
-                _delete(left)
-    folder = aside(path, SAVING)
-    _delete(folder)
-    folder.mkdir(parents=True)
+    folder = remote.begin(path) if isinstance(path, RemotePath) else _make_folder(path, alone=alone)
     packer = Packer()
     packed = packer.pack_entries(trainer_state)
     if packer.left_out:
@@ -78,7 +66,19 @@ def begin(path: Path, trainer_state: Mapping[str, Any], *, alone: bool = True) -
     return folder, files
 
 
-def commit(folder: Path, path: Path, about: Mapping[str, Any], files: Files) -> None:
+def _make_folder(path: Path, *, alone: bool) -> Path:
+    if alone and path.parent.is_dir():
+        recover_all(path.parent)
+        for purpose in (SAVING, REPLACED, REMOVED):
+            for left in path.parent.glob(f".*.{purpose}"):
+                _delete(left)
+    folder = aside(path, SAVING)
+    _delete(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(folder: Place, path: Place, about: Mapping[str, Any], files: Files) -> None:
     """Check that all files are there, write the manifest and give the folder its name.
 
     What was at `path` before is kept until the new one is in its place.
@@ -86,6 +86,12 @@ def commit(folder: Path, path: Path, about: Mapping[str, Any], files: Files) -> 
     _require_sizes(folder, files, "Do all ranks see the same file system?")
     described = {name: asdict(files[name]) for name in sorted(files)}
     manifest = {"format": FORMAT, "version": VERSION, **about, "files": described}
+    if isinstance(path, RemotePath):
+        inside = {f"{folder.name}/{name}": known for name, known in described.items()}
+        manifest |= {"data": folder.name, "files": inside}
+        remote.publish(path, _json(manifest | {_OWN_HASH: _own_hash(manifest)}))
+        return
+    assert isinstance(folder, Path)
     _write(folder / MANIFEST, _json(manifest | {_OWN_HASH: _own_hash(manifest)}))
     flush(folder)
     if not os.path.lexists(path):
@@ -98,14 +104,19 @@ def commit(folder: Path, path: Path, about: Mapping[str, Any], files: Files) -> 
     _delete(aside(path, REPLACED))
 
 
-def abandon(path: Path) -> None:
+def abandon(path: Place) -> None:
     """Remove what an unfinished save has written."""
-    _delete(aside(path, SAVING))
+    if isinstance(path, RemotePath):
+        remote.remove_remains([path])
+    else:
+        _delete(aside(path, SAVING))
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Remove a checkpoint; one that is half removed is not taken for a checkpoint any more."""
-    if path.is_symlink() or path.is_file():
+    if isinstance(path, RemotePath):
+        remote.remove(path)
+    elif path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         hidden = aside(path, REMOVED)
@@ -114,21 +125,23 @@ def remove(path: Path) -> None:
         _delete(hidden)
 
 
-def require_writable(path: Path) -> None:
-    """Refuse a folder in which nothing can be written, or that cannot be made.
+def require_writable(path: Place) -> None:
+    """Refuse a folder in which nothing can be written, or that cannot be made. A store at a URL is asked by the first save.
 
     Raises:
         StorageError: it, or the folder in which it would be made, is read-only or no folder.
     """
+    if isinstance(path, RemotePath):
+        return
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise StorageError(f"No checkpoint can be written to {path}: {there} is {'read-only' if there.is_dir() else 'no folder'}.")
 
 
-def others_are_whole(path: Path) -> bool:
+def others_are_whole(path: Place) -> bool:
     """Whether another complete checkpoint, with all its files, lies beside this one."""
-    for manifest in path.parent.glob(f"[!.]*/{MANIFEST}"):
-        if manifest.parent.resolve() != path.resolve():
+    for manifest in manifests_in(path.parent):
+        if _resolved(manifest.parent) != _resolved(path):
             try:
                 read_manifest(manifest.parent)
                 return True
@@ -137,10 +150,19 @@ def others_are_whole(path: Path) -> bool:
     return False
 
 
+def _resolved(path: Place) -> Place:
+    return path if isinstance(path, RemotePath) else path.resolve()
+
+
 # Reading
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def contents(path: Place, manifest: Mapping[str, Any]) -> Place:
+    """The folder of a checkpoint where its tensors are."""
+    return path / manifest["data"] if manifest.get("data") else path
+
+
+def read_manifest(path: Place) -> dict[str, Any]:
     """The manifest of a complete checkpoint.
 
     Raises:
@@ -169,13 +191,13 @@ def files_of(manifest: Mapping[str, Any]) -> Files:
     return {name: FileSum(**known) for name, known in manifest["files"].items()}
 
 
-def require_undamaged(path: Path, problems: list[str]) -> None:
+def require_undamaged(path: Place, problems: list[str]) -> None:
     """Refuse a checkpoint for what `find_damage` found in it."""
     if problems:
         raise CheckpointError(f"The checkpoint {path} is damaged: {listed(sorted(problems))}. Use another one.")
 
 
-def verify(path: Path, manifest: Mapping[str, Any]) -> None:
+def verify(path: Place, manifest: Mapping[str, Any]) -> None:
     """Compare every file of a checkpoint with the manifest, in this process alone.
 
     Raises:
@@ -184,13 +206,23 @@ def verify(path: Path, manifest: Mapping[str, Any]) -> None:
     require_undamaged(path, find_damage(path, files_of(manifest), files_of(manifest)))
 
 
-def read_trainer_state(path: Path) -> dict[str, Any]:
+def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Lightning's state from a complete checkpoint."""
-    tensors = load_file(path / TRAINER_TENSORS) if (path / TRAINER_TENSORS).exists() else {}
-    return unpack(_read_json(path / TRAINER), tensors)
+    inside = contents(path, manifest)
+    tensors = {}
+    if (inside / TRAINER_TENSORS).exists():
+        file = inside / TRAINER_TENSORS
+        tensors = from_safetensors(file.read_bytes()) if isinstance(file, RemotePath) else load_file(file)
+    return unpack(_read_json(inside / TRAINER), tensors)
 
 
-def _require_folder(path: Path) -> None:
+def _require_folder(path: Place) -> None:
+    if isinstance(path, RemotePath):
+        if not (path / MANIFEST).is_file():
+            there = f" What lies there has no {MANIFEST}: it was never finished, or is something else." if path.exists() else ""
+            hint = "" if there else did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
+            raise CheckpointError(f"There is no checkpoint at {path}.{there}{hint}")
+        return
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path} points to {os.readlink(path)}, which is not there. Name a checkpoint that is.")
     if not path.exists():
@@ -198,15 +230,20 @@ def _require_folder(path: Path) -> None:
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
         kind = "a folder that was never finished, or something else" if path.is_dir() else "a file"
-        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.")
+        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{how_to_convert(path)}")
 
 
-def _require_sizes(folder: Path, files: Files, advice: str) -> None:
-    for name, known in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != known.bytes:
-            state = "is missing" if found is None else f"has {found} bytes instead of {known.bytes}"
-            raise CheckpointError(f"The file {name} {state} in {folder}. {advice}")
+def _require_sizes(folder: Place, files: Files, advice: str) -> None:
+    wanted = {name: known.bytes for name, known in files.items()}
+    wrong = remote.missing(folder, wanted) if isinstance(folder, RemotePath) else _missing(folder, wanted)
+    for name, found in wrong.items():
+        state = "is missing" if found is None else f"has {found} bytes instead of {wanted[name]}"
+        raise CheckpointError(f"The file {name} {state} in {folder}. {advice}")
+
+
+def _missing(folder: Path, wanted: Mapping[str, int]) -> dict[str, int | None]:
+    found = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
+    return {name: size for name, size in found.items() if size != wanted[name]}
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -231,13 +268,13 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode()
 
 
-def _write(path: Path, contents: bytes) -> FileSum:
+def _write(path: Place, contents: bytes) -> FileSum:
     file = HashedFile(path)
     file.write(contents)
     return file.close()
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Place) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

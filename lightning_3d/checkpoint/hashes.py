@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_3d.checkpoint.agreement import StorageError, reason
+from lightning_3d.remote_path import Place, RemotePath, Upload
 
+_READ_BYTES = 32 * 2**20
+"""Of a remote file at a time."""
 _THREADS = 4
 """Files that a process hashes at a time; hashing leaves the interpreter's lock."""
 
@@ -28,10 +31,10 @@ class FileSum:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> FileSum:
-        with path.open("rb") as file:
+    def of(cls, path: Place) -> FileSum:
+        with path.open("rb", buffering=_READ_BYTES) if isinstance(path, RemotePath) else path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
-            return cls(os.fstat(file.fileno()).st_size, digest.hexdigest())
+            return cls(file.tell(), digest.hexdigest())
 
 
 class HashedFile:
@@ -40,9 +43,9 @@ class HashedFile:
     What the disk refuses is told by `check` and `close`, not by `write`: torch calls that from C++, where it would not come through.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._path = path
-        self._file: BinaryIO = path.open("xb")
+        self._file: BinaryIO | Upload = path.open("xb")
         self._hash = hashlib.sha256()
         self._failed: OSError | None = None
         self.position = 0
@@ -74,8 +77,7 @@ class HashedFile:
         """
         try:
             if self._failed is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                _finish(self._file)
         except OSError as error:
             self._failed = error
         self.abandon()
@@ -86,6 +88,14 @@ class HashedFile:
         """Let go of the file."""
         with suppress(OSError):
             self._file.close()
+
+
+def _finish(file: BinaryIO | Upload) -> None:
+    if isinstance(file, Upload):
+        file.finish()
+    else:
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def flush(path: Path) -> None:
@@ -108,7 +118,7 @@ def deal(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
     return dealt
 
 
-def find_damage(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
     """What is wrong with these files of a folder, each in a sentence that names it. Reads all of them."""
 
     def compare(name: str) -> str | None:
@@ -117,7 +127,7 @@ def find_damage(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]
         except FileNotFoundError:
             return f"the file {name} is missing"
         except OSError as error:
-            return f"the file {name} cannot be read ({error.strerror})"
+            return f"the file {name} cannot be read ({error.strerror or error})"
         if found.bytes != files[name].bytes:
             return f"the file {name} has {found.bytes} bytes instead of {files[name].bytes}"
         if found.sha256 != files[name].sha256:

@@ -14,11 +14,12 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.folder import read_manifest, verify
+from lightning_3d.checkpoint.folder import contents, read_manifest, verify
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
 from lightning_3d.checkpoint.state import MODEL
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
+from lightning_3d.remote_path import Place
 from lightning_3d.transformers_compat import build_on_meta, keeps_float32, stored_form
 
 MODELS = "transformers"
@@ -50,7 +51,7 @@ class Exported:
 
 
 def export(
-    path: Path,
+    path: Place,
     output: Path,
     *,
     module: str | None = None,
@@ -79,7 +80,7 @@ def export(
     if hashes:
         verify(path, manifest)
     model = build_on_meta(described["class"], described["config"])
-    source = _Source(TensorFolder(path), MODEL + (f"{name}." if name else ""), model, dtype, path)
+    source = _Source(TensorFolder(contents(path, manifest)), MODEL + (f"{name}." if name else ""), model, dtype, path)
     temporary = output.with_name(f".{output.name}.exporting")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -96,7 +97,7 @@ def export(
     return Exported(len(set(found.values())), len(found), source.nbytes, copied)
 
 
-def _choose(manifest: Mapping[str, Any], module: str | None, path: Path) -> tuple[str, Mapping[str, Any]]:
+def _choose(manifest: Mapping[str, Any], module: str | None, path: Place) -> tuple[str, Mapping[str, Any]]:
     """The model's name in the user's module, and what the manifest says of it."""
     models: dict[str, Any] = manifest.get(MODELS, {})
     if not models:
@@ -121,7 +122,7 @@ class _Source:
         tensors: shape and type of each, in order. dtype: of the parameters, for the configuration.
     """
 
-    def __init__(self, folder: TensorFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Path) -> None:
+    def __init__(self, folder: TensorFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Place) -> None:
         self._folder, self._prefix, self._model, self._dtype = folder, prefix, model, dtype
         shapes = folder.names(prefix)
         expected = {name: tuple(tensor.shape) for name, tensor in _untied(model).items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 
-from lightning_3d.checkpoint.folder import read_manifest, verify
+from lightning_3d.checkpoint.folder import contents, files_of, read_manifest, verify
 from lightning_3d.checkpoint.huggingface import MODELS
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import CURRENT, MODEL, OPTIMIZER
 from lightning_3d.errors import listed
+from lightning_3d.remote_path import Place
 
 
 def in_bytes(nbytes: float) -> str:
@@ -23,7 +23,7 @@ def in_bytes(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
-def describe(path: Path, *, tensors: bool = False, hashes: bool = True) -> Iterator[str]:
+def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iterator[str]:
     """Lines about the checkpoint at `path`; the last one says that it is whole.
 
     Args:
@@ -34,11 +34,14 @@ def describe(path: Path, *, tensors: bool = False, hashes: bool = True) -> Itera
         CheckpointError: it is not there, not finished, or damaged.
     """
     manifest = read_manifest(path)
-    folder = TensorFolder(path)
+    folder = TensorFolder(contents(path, manifest))
     yield f"{path}"
     yield f"  step        {manifest.get('global_step', '?')}, epoch {manifest.get('epoch', '?')}"
-    writer = f"{manifest['layout']}, {manifest['schedule']}, ZeRO-{manifest['zero_stage']}, precision {manifest['precision']}"
-    yield f"  written by  {writer}; any layout loads it"
+    if "source" in manifest:
+        yield f"  made from   {manifest['source']}; any layout loads it"
+    else:
+        writer = f"{manifest['layout']}, {manifest['schedule']}, ZeRO-{manifest['zero_stage']}, precision {manifest['precision']}"
+        yield f"  written by  {writer}; any layout loads it"
     for name, model in manifest.get(MODELS, {}).items():
         yield f"  model       {model['class']}{f' ({name})' if name else ''}"
     kinds = {"weights": MODEL, "optimizer": OPTIMIZER, "averaging": CURRENT}
@@ -56,7 +59,7 @@ def describe(path: Path, *, tensors: bool = False, hashes: bool = True) -> Itera
                 yield f"    {name:<{width}}  {str(folder.dtype(prefix + name)).removeprefix('torch.'):<9} {list(shape)}"
     if not manifest.get("optimizer_state"):
         yield "  optimizer   none: weights only"
-    yield f"  files       {len(manifest['files'])}, {in_bytes(sum(file.stat().st_size for file in path.iterdir()))}"
+    yield f"  files       {len(manifest['files'])}, {in_bytes(sum(known.bytes for known in files_of(manifest).values()))}"
     started = time.monotonic()
     if hashes:
         verify(path, manifest)

@@ -10,11 +10,20 @@ import time
 from pathlib import Path
 
 from lightning_3d.checkpoint.agreement import StorageError
+from lightning_3d.checkpoint.lease import Lease
 from lightning_3d.errors import CheckpointError
+from lightning_3d.remote_path import Place, RemotePath
 
 _NAME = ".lightning_3d.lock"
 _PATIENCE_SECONDS = 5.0
 """An earlier try of the same run may still be ending."""
+
+
+def hold(folder: Place, patience_seconds: float | None = None) -> FolderLock | Lease:
+    """Raises as both do."""
+    if isinstance(folder, RemotePath):
+        return Lease(folder, _PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+    return FolderLock(folder, patience_seconds)
 
 
 class FolderLock:
@@ -63,6 +72,9 @@ class FolderLock:
             return f" (process {known['process']} on {known['host']})"
         except (OSError, ValueError, KeyError, TypeError):
             return ""
+
+    def check(self) -> None:
+        """It cannot be lost."""
 
     def release(self) -> None:
         if self._descriptor >= 0:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, listed
 from lightning_3d.mesh import Mesh
 
 Names = list[list[str]]
@@ -47,7 +47,9 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
     """
     own = type(optimizer).__name__
     groups = described["param_groups"]
-    if described["class"] != own:
+    if described["class"] is None:  # torch does not say which class a state is of
+        _require_same_settings(own, optimizer.param_groups, groups)
+    elif described["class"] != own:
         raise CheckpointError(
             f"The checkpoint has the state of {described['class']}, but configure_optimizers made {own}."
         )
@@ -61,6 +63,16 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
             current = group.get(key)
             if key != _NAMES:
                 group[key] = value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
+
+
+def _require_same_settings(own: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    for group, settings in zip(groups, saved, strict=False):
+        missing = sorted(group.keys() - settings.keys() - {"params", _NAMES, "initial_lr"})
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint was converted from that of another optimizer than the {own} of configure_optimizers: its groups have no"
+                f" {listed(missing)}. Make the same optimizer, or convert with --weights-only."
+            )
 
 
 def share_groups(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -24,6 +23,7 @@ from lightning_3d.checkpoint.slices import Slices, overlap, whole
 from lightning_3d.checkpoint.writing import METADATA_FILE, Notes
 from lightning_3d.errors import CheckpointError
 from lightning_3d.lightning_compat import read_dcp_metadata
+from lightning_3d.remote_path import Place
 
 _BLOCK_BYTES = 64 * 2**20
 """At most so much of a slice is in memory beside the tensor that it is read for."""
@@ -49,7 +49,7 @@ class TensorFolder:
         notes: what ranks noted at writing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._metadata = read_dcp_metadata(folder / METADATA_FILE)
         self._tensors: dict[str, TensorStorageMetadata] = {
@@ -104,6 +104,16 @@ class TensorFolder:
             filled += common.numel
         if filled != part.numel():
             raise CheckpointError(f"{self._folder} has {filled} of the {part.numel()} elements of a slice of {name}.")
+        return found
+
+    def blobs(self, prefix: str) -> dict[str, bytes]:
+        """What is no tensor, by the rest of its name: files of `torch.save`, as they are."""
+        found = {}
+        for index, place in self._metadata.storage_data.items():
+            if index.fqn.startswith(prefix) and index.fqn not in self._tensors:
+                with (self._folder / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    found[index.fqn.removeprefix(prefix)] = file.read(place.length)
         return found
 
     def read(self, name: str) -> Tensor:

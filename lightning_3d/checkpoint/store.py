@@ -6,10 +6,9 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,14 +17,15 @@ from torch import Tensor
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.agreement import StorageError, StorageHangs, on_rank_zero, through_rank_zero
 from lightning_3d.checkpoint.background import BackgroundSave, in_time
-from lightning_3d.checkpoint.folder import local_path
 from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
-from lightning_3d.checkpoint.lock import FolderLock
+from lightning_3d.checkpoint.lock import FolderLock, Lease, hold
+from lightning_3d.checkpoint.remote import remove_remains
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
-from lightning_3d.checkpoint_names import checkpoints_in
+from lightning_3d.checkpoint_names import MANIFEST, checkpoints_in
 from lightning_3d.errors import CheckpointError
+from lightning_3d.remote_path import Place, RemotePath, place
 
 PATH = "lightning_3d_path"
 """Where in Lightning's checkpoint dict the folder stands from which its tensors are to be read."""
@@ -69,10 +69,10 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._timeout = timeout_seconds
         self._has_waited = False
-        self._folders: set[Path] = set()
-        self._locks: dict[Path, FolderLock] = {}
-        self._turn: FolderLock | None = None
-        self._postponed: set[Path] = set()
+        self._folders: set[Place] = set()
+        self._locks: dict[Place, FolderLock | Lease] = {}
+        self._turn: FolderLock | Lease | None = None
+        self._postponed: set[Place] = set()
         self._buffers: dict[Piece, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         self._made_for: dist.ProcessGroup | None = None
@@ -85,14 +85,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: another run holds one. StorageError: nothing can be written there.
         """
-        self._folders = {Path(path).absolute() for path in folders if "://" not in str(path)}
+        self._folders = {place(path) for path in folders}
 
-        def hold() -> None:
+        def hold_all() -> None:
             self._lock([path for path in self._folders if path.is_dir()])
             for path in self._folders:
                 folder.require_writable(path)
 
-        on_rank_zero(hold)
+        on_rank_zero(hold_all)
 
     def close(self, *, failed: bool = False) -> None:
         """The run has ended: others may write where it has written. Local, but waits for a save in the background.
@@ -113,10 +113,13 @@ class CheckpointStore:
             while self._locks:
                 self._locks.popitem()[1].release()
 
-    def _lock(self, paths: Iterable[Path]) -> None:
+    def _lock(self, paths: Iterable[Place]) -> None:
         for path in paths:
             if path not in self._locks:
-                self._locks[path] = FolderLock(path)
+                self._locks[path] = hold(path)
+                if isinstance(path, RemotePath):
+                    remove_remains(path.iterdir())
+            self._locks[path].check()
 
     def save(
         self,
@@ -148,7 +151,7 @@ class CheckpointStore:
             StorageHangs: this save, or the one before, does not come to an end.
         """
         self.wait()
-        final = local_path(path)
+        final = place(path)
         state = {key: value for key, value in checkpoint.items() if key not in _NOT_TRAINER_STATE}
         with_optimizer = owner is not None and bool(checkpoint.get("optimizer_states"))
         facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
@@ -219,7 +222,7 @@ class CheckpointStore:
         self._remove_postponed(pending.path)
         return True
 
-    def _give_up(self, path: Path, error: BaseException, must: bool, tell: bool = False) -> bool:
+    def _give_up(self, path: Place, error: BaseException, must: bool, tell: bool = False) -> bool:
         """Remove what was written. Errors of the storage are told and raised only if `must`, others always but with `tell`."""
         if _leads() and not isinstance(error, StorageHangs):
             _abandon(path)
@@ -228,10 +231,10 @@ class CheckpointStore:
         self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
         return False
 
-    def _begin_in_time(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
+    def _begin_in_time(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
         return in_time(lambda: self._begin(final, state), self._timeout, f"The begin of the checkpoint {final}")
 
-    def _begin(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, folder.Files]:
+    def _begin(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
         """Make the temporary folder, alone in the one that it is in: of a run's own until its end, of others for this save. Names with a
         dot are a program's own, which no other one uses."""
         own = final.parent in self._folders
@@ -239,7 +242,7 @@ class CheckpointStore:
         if own:
             self._lock([final.parent])
         elif shared:
-            self._turn = FolderLock(final.parent, _PATIENCE_SECONDS)
+            self._turn = hold(final.parent, _PATIENCE_SECONDS)
         return folder.begin(final, state, alone=own or shared)
 
     def _end_turn(self) -> Callable[[], None]:
@@ -247,7 +250,7 @@ class CheckpointStore:
         turn, self._turn = self._turn, None
         return turn.release if turn is not None else lambda: None
 
-    def _remove_postponed(self, saved: Path) -> None:
+    def _remove_postponed(self, saved: Place) -> None:
         if _leads():
             for path in self._postponed - {saved}:
                 folder.remove(path)
@@ -255,7 +258,7 @@ class CheckpointStore:
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, if there is another good one beside it; otherwise after the next save. One rank calls it."""
-        where = local_path(path)
+        where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
             self._pending.join(self._timeout)
@@ -273,7 +276,9 @@ class CheckpointStore:
             CheckpointError: on every rank, if there is no complete and undamaged checkpoint.
         """
         self.wait()
-        wanted = local_path(path)
+        wanted = place(path)
+        if wanted.name == MANIFEST:
+            wanted = wanted.parent
         try:
             return self._load(wanted)
         except CheckpointError as error:
@@ -287,11 +292,11 @@ class CheckpointStore:
                 return loaded
             raise
 
-    def _load(self, path: Path) -> dict[str, Any]:
+    def _load(self, path: Place) -> dict[str, Any]:
         manifest = on_rank_zero(lambda: folder.read_manifest(path))
         if self._verify:
             _verify(path, folder.files_of(manifest))
-        return {**folder.read_trainer_state(path), PATH: str(path)}
+        return {**folder.read_trainer_state(path, manifest), PATH: str(folder.contents(path, manifest))}
 
     @staticmethod
     def _say(message: str) -> None:
@@ -320,7 +325,7 @@ def _collector(
     return collect
 
 
-def _abandon(path: Path) -> None:
+def _abandon(path: Place) -> None:
     """What cannot be removed now, the next save clears away."""
     try:
         folder.abandon(path)
@@ -328,11 +333,11 @@ def _abandon(path: Path) -> None:
         log.warning("%s could not be removed: %s", path, error)
 
 
-def _others(path: Path) -> list[Path]:
+def _others(path: Place) -> Sequence[Place]:
     return [other for other in checkpoints_in(path.parent) if other != path]
 
 
-def _verify(path: Path, files: folder.Files) -> None:
+def _verify(path: Place, files: folder.Files) -> None:
     """Compare every file with its hash, each rank some of them. Collective."""
     began = time.monotonic()
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

@@ -14,7 +14,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.errors import CheckpointError, listed
 from lightning_3d.lightning_compat import dcp_metadata, dcp_place
+from lightning_3d.remote_path import Place
 
 METADATA_FILE = ".metadata"
 ALIGNMENT = 64
@@ -125,7 +125,7 @@ class TensorSave:
         contents = self._metadata.state_dict_metadata.values() if self._metadata is not None else ()
         return sum(prod(e.size) * e.properties.dtype.itemsize for e in contents if isinstance(e, TensorStorageMetadata))
 
-    def write(self, folder: Path) -> Written | None:
+    def write(self, folder: Place) -> Written | None:
         """Write this rank's slices into one file; None if it has none."""
         if not self._own:
             return None
@@ -145,7 +145,9 @@ class TensorSave:
             file.abandon()
             self.doing = "waiting for other ranks"
 
-    def finish(self, folder: Path, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None) -> None:
+    def finish(
+        self, folder: Place, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None
+    ) -> None:
         """Write, and wait until all ranks have written; then rank 0 writes the table of contents and commits.
 
         Args:

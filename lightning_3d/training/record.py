@@ -8,7 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_3d.checkpoint.folder import local_path, read_manifest, read_trainer_state
+from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
+from lightning_3d.remote_path import place
 
 CONFIG, RUN_ID = "config", "wandb_run_id"
 
@@ -36,8 +37,8 @@ def same_run(loggers: Mapping[str, Any], resume: str | None) -> dict[str, Any]:
     names = [name for name, entry in entries.items() if entry and str(entry.get("_target_")).endswith("WandbLogger")]
     if resume is None or not names:
         return entries
-    read_manifest(local_path(resume))
-    run_id = read_trainer_state(local_path(resume)).get(RUN_ID)
+    manifest = read_manifest(place(resume))
+    run_id = read_trainer_state(place(resume), manifest).get(RUN_ID)
     for name in names:
         if run_id is not None and not entries[name].get("id") and not entries[name].get("version"):
             entries[name] = {**entries[name], "id": run_id, "resume": "allow"}

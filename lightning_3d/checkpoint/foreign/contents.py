@@ -1,0 +1,86 @@
+"""What a checkpoint of another program holds, by the names of parameters. Tensors are read when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import CheckpointError
+
+NOT_CARRIED = ("state_dict", "optimizer_states")
+"""Of Lightning's dict: tensors, which go by name."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """A tensor that is read when somebody asks for its values; until then it has a shape and a type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Later:
+        """One that is in memory, or mapped from a file."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def detach(self) -> Tensor:
+        """As of a tensor: see `lightning_3d.checkpoint.writing`."""
+        found = self.read().detach()
+        if (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
+            raise CheckpointError(f"A tensor of shape {tuple(found.shape)} was read where {self.shape} was announced.")
+        return found
+
+
+@dataclass
+class Foreign:
+    """What is carried over.
+
+    Attributes:
+        kind: what wrote it, for people.
+        weights: parameters and buffers. A tied parameter is there once.
+        states: of each parameter the optimizer's state, `master` among it: float32 weights of a narrower parameter.
+        groups: hyper parameters of each parameter group, with "names"; None where no optimizer is carried.
+        aliases: other names of tied parameters.
+        trainer: the rest of Lightning's dict.
+        lost: what is not carried over, in sentences.
+    """
+
+    kind: str
+    weights: dict[str, Later]
+    states: dict[str, dict[str, Later]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+
+    def renamed(self, old: str, new: str) -> Foreign:
+        """With another beginning of the names that begin with `old`."""
+
+        def name(given: str) -> str:
+            return new + given.removeprefix(old) if given.startswith(old) else given
+
+        def names(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name(key): value for key, value in values.items()}
+
+        groups = None if self.groups is None else [{**group, "names": list(map(name, group["names"]))} for group in self.groups]
+        aliases = {name(alias): name(first) for alias, first in self.aliases.items()}
+        return Foreign(self.kind, names(self.weights), names(self.states), groups, aliases, self.trainer, self.lost)
+
+
+def step_count(value: Any) -> Later:
+    """Adam's count of steps, as torch's optimizers keep it: a float32 number of each parameter."""
+    return Later.of(torch.as_tensor(value, dtype=torch.float32).reshape(()).clone())
+
+
+def as_state(key: str, value: Any) -> Later | None:
+    """A state of a parameter; None for what is neither a tensor nor a number."""
+    if key == "step":
+        return step_count(value)
+    if isinstance(value, (bool, int, float)):
+        return Later.of(torch.tensor(value))
+    return Later.of(value) if isinstance(value, Tensor) else None

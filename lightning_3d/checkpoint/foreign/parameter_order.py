@@ -1,0 +1,66 @@
+"""Which parameter each entry of a plain optimizer state belongs to: it has numbers, not names.
+
+`torch.optim` numbers the parameters of all groups one after the other, and users make groups of `module.parameters()`, so each group has
+its parameters in the order of the module. Shapes then say nearly always what is where. Where they allow two answers, none is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_3d.errors import CheckpointError
+
+Shape = tuple[int, ...]
+_PATHS = 20_000
+"""So many half-done answers at a time, and it is taken for undecidable."""
+
+
+def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]]:
+    """The names of each group's parameters.
+
+    Args:
+        parameters: of the module, in its order; some may be frozen, so that no group has them.
+        groups: shapes of their parameters, in order; None where the state does not tell.
+
+    Raises:
+        CheckpointError: the shapes allow no answer, or several.
+    """
+    wanted = sum(map(len, groups))
+    spare = len(parameters) - wanted
+    # How far each group is -> in how many ways one gets there (2 is many), and the last step of one of them.
+    ways: dict[tuple[int, ...], int] = {(0,) * len(groups): 1}
+    steps: list[dict[tuple[int, ...], int | None]] = []
+    for index, (_, shape) in enumerate(parameters):
+        following: dict[tuple[int, ...], int] = {}
+        taken: dict[tuple[int, ...], int | None] = {}
+        for done, count in ways.items():
+            choices: list[tuple[tuple[int, ...], int | None]] = [(done, None)] if index - sum(done) < spare else []
+            for group, shapes in enumerate(groups):
+                if done[group] < len(shapes) and shapes[done[group]] in (None, shape):
+                    choices.append(((*done[:group], done[group] + 1, *done[group + 1 :]), group))
+            for reached, group_taken in choices:
+                following[reached] = min(2, following.get(reached, 0) + count)
+                taken[reached] = group_taken
+        ways = following
+        steps.append(taken)
+        if len(ways) > _PATHS:
+            raise CheckpointError(_undecided(groups, "too many answers fit"))
+    end = tuple(map(len, groups))
+    if ways.get(end) != 1:
+        why = "several answers fit" if end in ways else f"the {len(parameters)} parameters do not fit in order"
+        raise CheckpointError(_undecided(groups, why))
+    names: list[list[str]] = [[] for _ in groups]
+    for (name, _), taken in zip(reversed(parameters), reversed(steps), strict=True):
+        group_taken = taken[end]
+        if group_taken is not None:
+            names[group_taken].insert(0, name)
+            end = (*end[:group_taken], end[group_taken] - 1, *end[group_taken + 1 :])
+    return names
+
+
+def _undecided(groups: Sequence[Sequence[Shape | None]], why: str) -> str:
+    count = f"{len(groups)} parameter groups with {', '.join(str(len(shapes)) for shapes in groups)} parameters"
+    return (
+        f"Nothing tells which parameters the optimizer's state belongs to ({count}): {why}. Write their names, as configure_optimizers gave"
+        " them, into a JSON file with a list for each group, --groups FILE; or leave the optimizer out, --weights-only."
+    )

@@ -1,0 +1,68 @@
+"""Files of `torch.save`, read as data: no code in them is run, and tensors are mapped, not loaded."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable
+from datetime import timedelta
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from lightning_3d.errors import CheckpointError, listed
+
+
+class StandIn:
+    """In the place of an object whose class is not needed: it takes what the object had and does nothing with it."""
+
+
+_PLAIN: list[Any] = [
+    argparse.Namespace,
+    timedelta,
+    pathlib.PosixPath,
+    (pathlib.PosixPath, "pathlib._local.PosixPath"),
+    (numpy.dtype, "numpy.dtype"),
+    (numpy.float64(0).__reduce__()[0], "numpy._core.multiarray.scalar"),
+    (numpy.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
+    *(type(numpy.dtype(kind)) for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1")),
+]
+"""Classes that hold nothing but values."""
+
+Known = list[tuple[Callable[..., Any], str]]
+"""What stands in for a class, by the class's full name in the file."""
+
+
+def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None) -> Any:
+    """The contents of a file.
+
+    Args:
+        known: further classes.
+        source: what to call it in messages.
+
+    Raises:
+        CheckpointError: it asks for a class that is not known to hold values only, or cannot be read.
+    """
+    allowed: list[Any] = [*_PLAIN, *(known or [])]
+    named = source or f"{path}"
+    try:
+        if not zipfile.is_zipfile(path):
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(path, map_location="cpu", weights_only=True)
+        names = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__name__}" for entry in allowed}
+        asked = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
+        if asked:
+            raise CheckpointError(
+                f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the"
+                " checkpoint without it (hyper parameters as numbers and texts, for example)."
+            )
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, Path))
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{named} cannot be read as a file of torch.save: {type(error).__name__}: {reason[:200]}") from error
