@@ -123,7 +123,21 @@ def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
     if kind is None:
         raise CheckpointError(f"The model is a {class_name}, which Transformers {transformers.__version__} does not have.")
     with torch.device("meta"):
-        return kind(kind.config_class.from_dict(dict(config)))
+        model = kind(kind.config_class.from_dict(dict(config)))
+    _keep_conversions(model)
+    return model
+
+
+def _keep_conversions(model: Any) -> None:
+    """Let `stored_form` find what it would look for itself, by going through all modules, for every tensor.
+
+    `from_pretrained` leaves it in the same attribute. Without it, a `PrefixChange` is not reverted: nothing tells whether the files had
+    that prefix.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [entry for entry in found if type(entry).__name__ != "PrefixChange"]
 
 
 def stored_form(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
