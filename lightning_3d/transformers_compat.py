@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.adapters import is_adapter
 from lightning_3d.errors import CheckpointError
+from lightning_3d.peft_compat import describe_adapters
 from lightning_3d.pretrained_values import Tiling
 
 
@@ -100,12 +101,13 @@ def _matches(patterns: Iterable[str] | None, name: str) -> bool:
 
 
 def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Class and configuration of every model of Transformers in a module, by its name there, and whether it has adapters of PEFT."""
+    """Class and configuration of every model of Transformers in a module, by its name there, and those of its adapters of PEFT."""
     return {
         name: {
             "class": type(model).__name__,
             "config": json.loads(cast(Any, model).config.to_json_string(use_diff=False)),
             "adapted": any(is_adapter(layer) for layer in model.modules()),
+            "adapters": describe_adapters(root, name),
         }
         for name, model in models_in(root).items()
     }
