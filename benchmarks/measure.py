@@ -72,7 +72,7 @@ class Contender:
     def __init__(self, kind: str, layout: str, world_size: int, *, steps: int, threads: int = 1) -> None:
         self.name = f"{kind} {layout}"
         self._command = [sys.executable, str(WORKER), kind, layout, f"--steps={steps}"]
-        self._environments = _environments(world_size, threads)
+        self._environments = environments(world_size, threads)
         self._processes: list[subprocess.Popen] = []
         self._told: list[int] = []  # write ends: a byte lets a rank take its next step
         self._heard: list[int] = []  # read ends: a byte says that a rank has taken it
@@ -160,7 +160,7 @@ def median_step(rounds: Sequence[Round], name: str) -> float:
     return median(median(each[name]) for each in rounds)
 
 
-def _environments(world_size: int, threads: int) -> list[dict[str, str]]:
+def environments(world_size: int, threads: int) -> list[dict[str, str]]:
     """What torchrun would set, for every rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

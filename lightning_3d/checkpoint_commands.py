@@ -33,6 +33,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file; default: 5GB")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="whose tokenizer is copied; default: the one that the run began from")
+    parser.add_argument("--merge", action="store_true", help="merge adapters of PEFT into the model; default: write the adapters alone")
     parser.add_argument("--module", metavar="NAME", help="of the model, where a checkpoint holds several")
     _add_no_verify(parser)
     return _guarded(parser, arguments, _export)
@@ -132,11 +133,13 @@ def _export(options: argparse.Namespace) -> None:
         dtype=dtype,
         max_shard_size=options.max_shard_size,
         tokenizer=tokenizer,
+        merge=options.merge,
         hashes=not options.no_verify,
     )
     words = "with its tokenizer" if found.tokenizer else "without a tokenizer (--tokenizer FOLDER adds one)"
     files = "1 file" if found.files == 1 else f"{found.files} files"
-    print(f"{output}: {found.tensors} tensors, {in_bytes(found.nbytes)} in {files}, {words}")
+    what = "adapters of PEFT, " if found.adapters else ""
+    print(f"{output}: {what}{found.tensors} tensors, {in_bytes(found.nbytes)} in {files}, {words}")
 
 
 def _tokenizer_of_run(path: Place) -> Path | None:

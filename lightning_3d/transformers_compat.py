@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.adapters import is_adapter
 from lightning_3d.errors import CheckpointError
+from lightning_3d.peft_compat import describe_adapters
 from lightning_3d.pretrained_values import Tiling
 
 
@@ -100,12 +101,13 @@ def _matches(patterns: Iterable[str] | None, name: str) -> bool:
 
 
 def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Class and configuration of every model of Transformers in a module, by its name there, and whether it has adapters of PEFT."""
+    """Class and configuration of every model of Transformers in a module, by its name there, and those of its adapters of PEFT."""
     return {
         name: {
             "class": type(model).__name__,
             "config": json.loads(cast(Any, model).config.to_json_string(use_diff=False)),
             "adapted": any(is_adapter(layer) for layer in model.modules()),
+            "adapters": describe_adapters(root, name),
         }
         for name, model in models_in(root).items()
     }
@@ -123,7 +125,21 @@ def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
     if kind is None:
         raise CheckpointError(f"The model is a {class_name}, which Transformers {transformers.__version__} does not have.")
     with torch.device("meta"):
-        return kind(kind.config_class.from_dict(dict(config)))
+        model = kind(kind.config_class.from_dict(dict(config)))
+    _keep_conversions(model)
+    return model
+
+
+def _keep_conversions(model: Any) -> None:
+    """Let `stored_form` find what it would look for itself, by going through all modules, for every tensor.
+
+    `from_pretrained` leaves it in the same attribute. Without it, a `PrefixChange` is not reverted: nothing tells whether the files had
+    that prefix.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [entry for entry in found if type(entry).__name__ != "PrefixChange"]
 
 
 def stored_form(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

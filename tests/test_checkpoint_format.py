@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from plain_module import LanguageModel
 from ranks import run_ranks
-from test_checkpoint import TiedModel, make_trainer
-from test_checkpoint_damage import save
+from test_checkpoint import TiedModel, make_trainer, world_size
+from test_checkpoint_damage import PlainState, save
 from torch.distributed import checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_3d.checkpoint import load_full_state_dict, read_manifest
+from lightning_3d.checkpoint import CheckpointStore, load_full_state_dict, read_manifest, reading
 from lightning_3d.checkpoint.generators import GENERATORS
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.slices import Slices
@@ -133,3 +133,73 @@ def test_nothing_is_missing_without_a_word(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
     known = read_manifest(tmp_path / "a")
     assert known["tensor_bytes"] == 4 * 1000 + 8 * 5 and math.isclose(known["global_step"], 1)
+
+
+def resident(name: str) -> int:
+    """Bytes of this process's memory: VmRSS now, VmHWM at the most since `new_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
+
+
+def new_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "at once"])
+def test_a_save_needs_one_copy_of_what_it_writes_at_the_most(asynchronous: bool, tmp_path: Path) -> None:
+    """In the background: that copy, in memory that all saves share. At once: one slice of another layout than it has in the file."""
+    store = CheckpointStore(asynchronous=asynchronous)
+    save(tmp_path / "small", 0, store, must=False)
+    store.wait()
+    weights = torch.ones(16, 2**20)
+    state = {f"w{index}": row for index, row in enumerate(weights)} | {"turned": torch.ones(2**10, 2**10).T}
+    before = new_peak()
+    for step in range(3):
+        weights += 1
+        assert store.save(tmp_path / f"{step}", {"global_step": step, "state_dict": state}, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+        store.wait()
+    assert resident("VmHWM") - before < (1.15 if asynchronous else 0.3) * weights.nbytes
+    assert load_full_state_dict(tmp_path / "2")["w3"].eq(4).all()
+
+
+def resume_and_count(path: str, layout: str, **strategy: Any) -> tuple[int, int, int]:
+    """Bytes that this rank reads of tensors when it resumes, bytes that it holds of them, and slices that it reads."""
+    counted, slices, read_into, fill = 0, 0, TensorFolder.read_into, reading._read
+
+    def counting(folder: TensorFolder, targets: Any) -> None:
+        nonlocal counted
+        before = bytes_read()
+        read_into(folder, targets)
+        counted += bytes_read() - before
+
+    def count_slice(file: int, read: Any) -> None:
+        nonlocal slices
+        slices += 1
+        fill(file, read)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFolder, "read_into", counting)
+        patch.setattr(reading, "_read", count_slice)
+        trainer, rows = make_trainer(layout, 1, [], checkpoint_verify=False, **strategy)
+        trainer.fit_loop.epoch_loop.max_steps = 1
+        trainer.fit(Wide(), datamodule=rows, ckpt_path=path)
+    shards = trainer.strategy._backend.optimizer_shards()
+    moments = sum(value.nbytes for shard in shards for value in shard.values.values() if isinstance(value, torch.Tensor))
+    weights = sum(p.nbytes for p in trainer.lightning_module.parameters()) if strategy["zero_stage"] < 3 else moments // 2
+    return counted, weights + moments, slices
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "zero_stage"),
+    [
+        ("tp2_pp2_dp2", "dp8", 3),
+        pytest.param("tp2_pp2_dp2", "dp4", 1, marks=pytest.mark.full),
+        pytest.param("dp8", "pp4_dp2", 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_reads_what_it_holds(source: str, target: str, zero_stage: int, tmp_path: Path) -> None:
+    run_ranks(save_and_count, 8, str(tmp_path / "a.ckpt"), source, "32-true", zero_stage=1)
+    found = run_ranks(resume_and_count, world_size(target), str(tmp_path / "a.ckpt"), target, zero_stage=zero_stage)
+    for counted, held, slices in found:
+        assert 0.95 * held < counted < 1.05 * held + 2048 * slices

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import peft
 import pytest
 import torch
 import transformers
@@ -21,8 +22,10 @@ from sweeps import by_default
 from test_instructions import a_tokenizer
 from test_pretrained import UNTRAINED, Loaded, saved
 from torch.utils.data import DataLoader
+from transformers import conversion_mapping
 
 from lightning_3d import Lightning3DStrategy
+from lightning_3d.checkpoint import load_full_state_dict
 from lightning_3d.checkpoint.huggingface import export
 from lightning_3d.checkpoint_commands import export as command
 from lightning_3d.checkpoint_commands import inspect
@@ -107,6 +110,15 @@ def test_one_file_another_type_and_a_tokenizer(llama: tuple[Path, Path], tmp_pat
     assert tokenizer("a b")["input_ids"] == expected("a b")["input_ids"]
 
 
+def test_the_time_grows_with_the_tensors_only(llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers goes through all modules of a model for its renames: that is done once, not once for each tensor."""
+    calls = []
+    ask = conversion_mapping.get_model_conversion_mapping
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *given, **more: calls.append(1) or ask(*given, **more))
+    assert export(llama[1], tmp_path / "out").tensors > 10
+    assert len(calls) == 1
+
+
 def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -118,6 +130,7 @@ def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "There is no folder"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--max-shard-size", "5 apples"], "max-shard-size"),
         ([str(llama[1]), "--dtype", "int4"], "invalid choice"),
+        ([str(llama[1]), "--output", str(tmp_path / "x"), "--merge"], "has no adapters of PEFT that --merge"),
     ]
     for words, message in cases:
         assert command(words) == 2, words
@@ -167,6 +180,63 @@ def test_inspect(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     assert shard.name in capsys.readouterr().err
 
 
+ADAPTERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2", "tp2_pp2", {"target_modules": ["q_proj", "v_proj", "down_proj"], "modules_to_save": ["norm"]}),  # some layers have biases
+    ("llama", "dp4", {"target_modules": "all-linear"}),
+    ("phi3", "tp2_pp2", {"target_modules": "all-linear"}),
+    ("llama", "pp2_dp2", {"target_modules": ["q_proj", "o_proj"], "bias": "all", "modules_to_save": ["lm_head"]}),
+    ("gpt_neox", "pp2_dp2", {"target_modules": "all-linear", "lora_bias": True}),
+]
+
+
+class Adapted(Loaded):
+    """As a script that trains adapters only."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2)
+
+
+def train_adapters(recipe: Recipe, pretrained: Path, lora: dict[str, Any], checkpoint: Path, layout: str, **strategy: Any) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", devices=4, strategy=Lightning3DStrategy(layout, **strategy), max_steps=2, **quiet)
+    trainer.fit(Adapted(recipe, pretrained, lora), DataLoader(Rows(data(recipe)), batch_size=8))
+    trainer.save_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(("family", "layout", "lora"), by_default(ADAPTERS, 0), ids=str)
+def test_adapters_are_exported_alone_and_merged(family: str, layout: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT on one process, with the checkpoint's weights, says what they are: the adapter's file and the merged model, bit for bit."""
+    pretrained, checkpoint, recipe = saved(family, tmp_path / "pretrained"), tmp_path / "checkpoint", Recipe(family, **UNTRAINED)
+    lora = {"r": 4, "init_lora_weights": False, **lora}
+    run_ranks(train_adapters, 4, recipe, pretrained, lora, checkpoint, layout=layout, **LAYOUTS[layout])
+    alone = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(pretrained), peft.LoraConfig(**lora))
+    state = {name.removeprefix("model."): tensor for name, tensor in load_full_state_dict(checkpoint).items()}
+    alone.load_state_dict(state)
+    alone.eval().save_pretrained(tmp_path / "expected")
+
+    assert command([str(checkpoint), "--output", str(tmp_path / "adapters")]) == 0
+    assert_same_weights(tmp_path / "adapters", tmp_path / "expected")
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("adapters", "expected")]
+    for config in configs:  # sets, in any order
+        config |= {key: sorted(value) for key, value in config.items() if isinstance(value, list)}
+    assert configs[0] == configs[1]
+    base = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    tokens = torch.arange(12).unsqueeze(0)
+    with torch.no_grad():
+        expected = alone(tokens).logits
+        assert torch.equal(loaded.eval()(tokens).logits, expected)
+        with loaded.disable_adapter():
+            assert not torch.allclose(loaded(tokens).logits, expected), "the adapters do something"
+
+    assert command([str(checkpoint), "--merge", "--output", str(tmp_path / "merged"), "--max-shard-size", "20KB"]) == 0
+    alone.merge_and_unload().save_pretrained(tmp_path / "whole")
+    assert_same_weights(tmp_path / "merged", tmp_path / "whole")
+    with torch.no_grad():
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+    torch.testing.assert_close(merged, expected)
+
+
 @pytest.mark.full
 def test_no_more_than_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
     """A model of 1.2 GB, whose largest tensor has 131 MB, is exported by a process that may have 600 MB beside its libraries."""
@@ -188,7 +258,8 @@ import subprocess, sys
 folder = Path("{folder}")
 if len(sys.argv) == 1:
     subprocess.run([sys.executable, __file__, "save"], check=True)
-    from lightning_3d.checkpoint.huggingface import export
+    from lightning_3d.checkpoint import load_full_state_dict
+from lightning_3d.checkpoint.huggingface import export
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     export(folder / "checkpoint", folder / "out", max_shard_size="300MB")
     print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -15,10 +15,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.folder import contents, read_manifest, verify
+from lightning_3d.checkpoint.peft import MergedFolder, write_adapters
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
 from lightning_3d.checkpoint.state import MODEL
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
+from lightning_3d.peft_compat import inject
 from lightning_3d.remote_path import Place
 from lightning_3d.transformers_compat import build_on_meta, keeps_float32, stored_form
 
@@ -42,12 +44,13 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: files with weights, tensors in them, and their bytes."""
+    """What was written: files with weights, tensors in them, and their bytes; whether they are adapters of PEFT."""
 
     files: int
     tensors: int
     nbytes: int
     tokenizer: bool
+    adapters: bool
 
 
 def export(
@@ -58,9 +61,12 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
     tokenizer: Path | None = None,
+    merge: bool = False,
     hashes: bool = True,
 ) -> Exported:
     """Write the folder `output`, which appears when it is complete.
+
+    Of a model with adapters of PEFT these are written, in PEFT's format, or the whole model with them merged in.
 
     Args:
         path: a checkpoint.
@@ -68,25 +74,36 @@ def export(
         dtype: of the weights; as they are in the checkpoint by default.
         max_shard_size: of a file, such as "5GB".
         tokenizer: a folder whose tokenizer's files are copied.
+        merge: merge the adapters into the model.
         hashes: compare all files with their hashes first.
 
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, or no model of Transformers in it. ConfigError: `output` is taken.
     """
     manifest = read_manifest(path)
-    name, described = _choose(manifest, module, path)
+    name, described = _choose(manifest, module, path, merge)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and is not empty. Give another --output.")
     if hashes:
         verify(path, manifest)
-    model = build_on_meta(described["class"], described["config"])
-    source = _Source(TensorFolder(contents(path, manifest)), MODEL + (f"{name}." if name else ""), model, dtype, path)
+    folder, prefix = TensorFolder(contents(path, manifest)), MODEL + (f"{name}." if name else "")
+    model = adapted = build_on_meta(described["class"], described["config"])
+    adapters: Mapping[str, Any] = described.get("adapters") or {}
+    if adapters:
+        adapted = build_on_meta(described["class"], described["config"])
+        inject(adapted, adapters)
+    tensors = MergedFolder(folder, prefix, adapted, model, adapters) if merge else folder
+    source = _Source(tensors, prefix, model, dtype, path) if merge or not adapters else None
     temporary = output.with_name(f".{output.name}.exporting")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        found = _write_weights(source, temporary, max_shard_size)
-        _write_config(model, source.dtype, temporary)
+        if source is None:
+            counted = write_adapters(folder, prefix, adapted, adapters, dtype, temporary)
+        else:
+            found = _write_weights(source, temporary, max_shard_size)
+            counted = len(set(found.values())), len(found), source.nbytes
+            _write_config(model, source.dtype, temporary)
         copied = _copy_tokenizer(tokenizer, temporary)
         if output.exists():
             output.rmdir()
@@ -94,10 +111,10 @@ def export(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return Exported(len(set(found.values())), len(found), source.nbytes, copied)
+    return Exported(*counted, copied, source is None)
 
 
-def _choose(manifest: Mapping[str, Any], module: str | None, path: Place) -> tuple[str, Mapping[str, Any]]:
+def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge: bool) -> tuple[str, Mapping[str, Any]]:
     """The model's name in the user's module, and what the manifest says of it."""
     models: dict[str, Any] = manifest.get(MODELS, {})
     if not models:
@@ -107,10 +124,12 @@ def _choose(manifest: Mapping[str, Any], module: str | None, path: Place) -> tup
     name = module if module is not None else next(iter(models))
     if name not in models:
         raise ConfigError(f'{path} holds no model "{name}".{did_you_mean(name, models)} It has {listed(sorted(models))}.')
-    if models[name].get("adapted"):
+    if merge and not models[name].get("adapters"):
+        raise ConfigError(f"The model in {path} has no adapters of PEFT that --merge could merge.")
+    if models[name].get("adapted") and not models[name].get("adapters"):
         raise CheckpointError(
-            f"The model in {path} has adapters of PEFT. Load it on one process with load_full_state_dict, and use save_pretrained or"
-            " merge_and_unload there."
+            f"{path} does not say what adapters of PEFT its model has. Load it on one process with load_full_state_dict, and use"
+            " save_pretrained or merge_and_unload there."
         )
     return name, models[name]
 
@@ -122,7 +141,7 @@ class _Source:
         tensors: shape and type of each, in order. dtype: of the parameters, for the configuration.
     """
 
-    def __init__(self, folder: TensorFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Place) -> None:
+    def __init__(self, folder: TensorFolder | MergedFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Place) -> None:
         self._folder, self._prefix, self._model, self._dtype = folder, prefix, model, dtype
         shapes = folder.names(prefix)
         expected = {name: tuple(tensor.shape) for name, tensor in _untied(model).items()}

@@ -74,6 +74,7 @@ class TensorSave:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._own: dict[Piece, Tensor] = {}
         self._metadata: Metadata | None = None
+        self._copied: list[torch.cuda.Event] = []
 
     def plan(self, collect: Callable[[], tuple[Mapping[str, Slices], Notes]]) -> None:
         """Agree on who writes what. What several ranks hold is left to the one of them that has the least to write.
@@ -106,9 +107,13 @@ class TensorSave:
     def stage(self, buffers: dict[Piece, Tensor]) -> None:
         """Copy this rank's slices to the host: what training does to them from now on is not saved.
 
+        A GPU copies when its stream comes to it, so that what training puts into the stream afterwards finds the copies made. The host does
+        not wait for that; `write` does.
+
         Args:
             buffers: those of the save before, which are used again, and of this one.
         """
+        devices = {part.device for part in self._own.values() if part.is_cuda}
         for piece, part in self._own.items():
             buffer = buffers.get(piece)
             if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
@@ -116,8 +121,7 @@ class TensorSave:
             buffers[piece] = self._own[piece] = buffer.copy_(part.detach(), non_blocking=part.is_cuda)
         for old in buffers.keys() - self._own.keys():
             del buffers[old]
-        if any(buffer.is_pinned() for buffer in buffers.values()):
-            torch.cuda.synchronize()
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +133,8 @@ class TensorSave:
         """Write this rank's slices into one file; None if it has none."""
         if not self._own:
             return None
+        for copied in self._copied:
+            copied.synchronize()
         name = f"__{self._rank}_0.distcp"
         self.doing = f"writing {folder / name}"
         file = HashedFile(folder / name)
