@@ -206,6 +206,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     check_cp_kind(parallelism.cp_kind)
+    check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = _choose_precision(run, accelerator)

@@ -36,7 +36,7 @@ from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.fp8 import multiply_in_float8, require_fp8
 from lightning_3d.layout import Layout
-from lightning_3d.layout_rules import few_micro_batches, resolve_available
+from lightning_3d.layout_rules import check_number, few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
     batches_to_come,
     connect_process_group,
@@ -166,8 +166,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._same_batch: SameBatch | None = None
         self._failures: FailureReporter | None = None
         self._group_names: Names = []
-        if not checkpoint_timeout_seconds > 0:
-            raise ConfigError(f"checkpoint_timeout_seconds is {checkpoint_timeout_seconds}; it must be above 0.")
+        check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store = CheckpointStore(
             verify=checkpoint_verify,
             fall_back=checkpoint_fall_back,

@@ -23,7 +23,7 @@ from lightning_3d.launch import launch
 from lightning_3d.run_folder import newest_checkpoint
 
 STEPS, TOLD_AT = 9, 4
-CELLS = [Cell(tp=2, dp=2, zero=1), pytest.param(Cell(pp=2, dp=2, zero=2), marks=pytest.mark.full)]
+CELLS = [Cell(pp=2, zero=1), *(pytest.param(cell, marks=pytest.mark.full) for cell in (Cell(tp=2, dp=2, zero=3), Cell(pp=2, dp=2, zero=2)))]
 
 
 class SendSignal(pl.Callback):
@@ -135,6 +135,7 @@ def requeued(tmp_path: Path) -> None:
     check_values(read_values(tmp_path / "before.csv") | values, expected, str(ended))
 
 
+@pytest.mark.full
 def test_f51_slurm_requeues_a_job_that_has_saved(tmp_path: Path) -> None:
     in_fresh_process(requeued, tmp_path)
 

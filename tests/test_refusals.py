@@ -111,6 +111,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f21_steps": (["trainer.max_steps=0"], ["trainer.max_steps is 0", "at least 1"]),
     "f21_learning_rate_nan": (["optimizer.lr=nan"], ["optimizer.lr is nan"]),
     "f21_learning_rate_negative": (["optimizer.lr=-1e-3"], ["optimizer.lr is -0.001"]),
+    "f21_checkpoint_timeout": (["parallelism.checkpoint_timeout_seconds=0"], ["checkpoint_timeout_seconds is 0.0", "at least 1"]),
     "f21_clip": (["trainer.gradient_clip_val=-1"], ["trainer.gradient_clip_val is -1"]),
     "f21_micro_batch": (["parallelism.micro_batch_size=0"], ["micro_batch is 0", "at least 1"]),
     "validation_interval": (

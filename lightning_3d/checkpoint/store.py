@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,7 +46,10 @@ _PATIENCE_SECONDS = 600.0
 _NOTICED_SECONDS = 1.0
 """Training that waits so long for a save is told of."""
 
-_NO_END = timedelta(days=30)
+_RELEASE_SECONDS = 10.0
+"""For locks on a disk that may hang."""
+
+_NO_END = timedelta(days=14)
 """Timeout of the group for saves in the background: `timeout_seconds` ends them, with words."""
 
 log = logging.getLogger(__name__)
@@ -110,8 +114,12 @@ class CheckpointStore:
             self._pending = None
             self._folders.clear()
             self._buffers.clear()
-            while self._locks:
-                self._locks.popitem()[1].release()
+            with suppress(StorageHangs):  # the end of this process releases them too
+                in_time(self._release, _RELEASE_SECONDS, "The end of the locks")
+
+    def _release(self) -> None:
+        while self._locks:
+            self._locks.popitem()[1].release()
 
     def _lock(self, paths: Iterable[Place]) -> None:
         for path in paths:
