@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -57,12 +58,17 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
         names = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__name__}" for entry in allowed}
         asked = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
         if asked:
-            raise CheckpointError(
-                f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the"
-                " checkpoint without it (hyper parameters as numbers and texts, for example)."
-            )
+            raise CheckpointError(_refused(named, asked))
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, Path))
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{named} cannot be read as a file of torch.save: {type(error).__name__}: {reason[:200]}") from error
+        asked = re.findall(r"GLOBAL ([\w.]+) was not", str(error))  # in the format of torch before 1.6
+        why = _refused(named, asked) if asked else f"{named} cannot be read: it is damaged, or no file of torch.save ({type(error).__name__})."
+        raise CheckpointError(why) from error
+
+
+def _refused(named: str, asked: list[str]) -> str:
+    return (
+        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the checkpoint without"
+        " it (hyper parameters as numbers and texts, for example)."
+    )
