@@ -4,6 +4,7 @@ Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -13,6 +14,9 @@ from parity import quiet_trainer
 from plain_module import RepeatingText, TextData
 from test_checkpoint import GLOBAL_BATCH, TiedModel
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 STEPS, MORE = 6, 5
 """The checkpoint is from the middle of the second epoch of four steps."""
@@ -39,6 +43,24 @@ class MeanLosses(pl.Callback):
         mean = outputs["loss"].detach().clone()
         dist.all_reduce(mean)
         self.losses.append(float(mean) / dist.get_world_size())
+
+
+class DealtText(TextData):
+    """The rows in their order, dealt to ranks: the sampler that Lightning would add shuffles."""
+
+    def train_dataloader(self) -> DataLoader:
+        rows = RepeatingText(self.train_rows, seed=1)
+        return DataLoader(rows, batch_size=self.batch_size, sampler=DistributedSampler(rows, shuffle=False))
+
+
+def fsdp_on_cpu() -> Any:
+    """A context in which torch's FSDP runs on CPUs: it does if it is told so by an argument, which Lightning leaves to CUDA."""
+    make = FullyShardedDataParallel.__init__
+
+    def make_on_cpu(self: Any, *args: Any, **more: Any) -> None:
+        make(self, *args, **{**more, "device_id": torch.device("cpu")})
+
+    return patch.object(FullyShardedDataParallel, "__init__", make_on_cpu)
 
 
 class CPU(CUDAAccelerator):
@@ -125,11 +147,12 @@ def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
         devices=world_size,
         max_steps=STEPS + MORE,
         callbacks=[values, SaveAt(path)],
-        use_distributed_sampler=True,
+        use_distributed_sampler=False,
         enable_checkpointing=False,
         **more,
     )
-    trainer.fit(Module(**options), datamodule=TextData(GLOBAL_BATCH // world_size))
+    with fsdp_on_cpu():
+        trainer.fit(Module(**options), datamodule=DealtText(GLOBAL_BATCH // world_size))
     return values.losses[STEPS:]
 
 

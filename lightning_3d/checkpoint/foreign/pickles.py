@@ -63,12 +63,12 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
             return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, Path))
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         asked = re.findall(r"GLOBAL ([\w.]+) was not", str(error))  # in the format of torch before 1.6
-        why = _refused(named, asked) if asked else f"{named} cannot be read: it is damaged, or no file of torch.save ({type(error).__name__})."
-        raise CheckpointError(why) from error
+        damaged = f"{named} cannot be read: it is damaged, or no file of torch.save ({type(error).__name__})."
+        raise CheckpointError(_refused(named, asked) if asked else damaged) from error
 
 
 def _refused(named: str, asked: list[str]) -> str:
     return (
-        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the checkpoint without"
-        " it (hyper parameters as numbers and texts, for example)."
+        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the checkpoint"
+        " without it (hyper parameters as numbers and texts, for example)."
     )
