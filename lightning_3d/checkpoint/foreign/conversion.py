@@ -80,7 +80,11 @@ def convert(
     target = place(output)
     if target.exists():
         raise ConfigError(f"{target} is there already. Give another --output.")
-    found = read_foreign(source, groups, optimizer=optimizer)
+    try:
+        found = read_foreign(source, groups, optimizer=optimizer)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{source} is not as the programs write it whose checkpoints can be converted ({why}).") from error
     if rename is not None:
         found = found.renamed(*rename)
     step = int(found.trainer.get("global_step", 0))

@@ -84,8 +84,10 @@ def drop_copies(found: Foreign) -> None:
             trained.setdefault((weight.shape, weight.dtype), []).append(name)
     for name in [name for name in found.weights if name not in found.states and len(found.weights[name].shape) > 1]:
         weight = found.weights[name]
-        for other in trained.get((weight.shape, weight.dtype), []):
-            if weight.read().equal(found.weights[other].read()):
+        others = trained.get((weight.shape, weight.dtype), [])
+        values = weight.read() if others else None
+        for other in others:
+            if values is not None and values.any() and values.equal(found.weights[other].read()):
                 found.aliases[name] = other
                 del found.weights[name]
                 break
