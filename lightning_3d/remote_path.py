@@ -52,7 +52,7 @@ class RemotePath:
 
     @property
     def protocol(self) -> str:
-        return self.url.partition("://")[0].partition("::")[0]
+        return self.url.partition("://")[0]
 
     def is_file(self) -> bool:
         return self._kind() == "file"
@@ -174,6 +174,8 @@ class RemotePath:
         """
         import fsspec
 
+        if "::" in self.url.partition("://")[0]:
+            raise CheckpointError(f"{self.url} is a chain of file systems, which may show what was there before. Write the last one alone.")
         try:
             fsspec.get_filesystem_class(self.protocol)
         except (ImportError, ValueError) as error:
