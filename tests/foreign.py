@@ -3,6 +3,8 @@
 Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the losses of the latter.
 """
 
+import contextlib
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ from parity import quiet_trainer
 from plain_module import RepeatingText, TextData
 from test_checkpoint import GLOBAL_BATCH, TiedModel
 from torch import Tensor
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -60,7 +63,12 @@ def fsdp_on_cpu() -> Any:
     def make_on_cpu(self: Any, *args: Any, **more: Any) -> None:
         make(self, *args, **{**more, "device_id": torch.device("cpu")})
 
-    return patch.object(FullyShardedDataParallel, "__init__", make_on_cpu)
+    patches = contextlib.ExitStack()
+    patches.enter_context(patch.object(FullyShardedDataParallel, "__init__", make_on_cpu))
+    # What is "offloaded" from the CPU to the CPU is not copied, and its memory is freed: torch 2.13 then crashes.
+    copied = partial(fsdp.FullStateDictConfig, offload_to_cpu=False)
+    patches.enter_context(patch.object(fsdp, "FullStateDictConfig", lambda rank0_only, **_: copied(rank0_only=rank0_only)))
+    return patches
 
 
 class CPU(CUDAAccelerator):
@@ -164,6 +172,9 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", client: st
     """
     import deepspeed
     from deepspeed.ops import __compatible_ops__
+    from deepspeed.runtime.zero import partition_parameters
+
+    partition_parameters.param_count = 0  # ranks of the pool have taken part in different fits
 
     __compatible_ops__["deepspeed_shm_comm"] = False
     module = Module(**options)

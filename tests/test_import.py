@@ -3,6 +3,8 @@ wrote them."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import foreign
 import lightning.pytorch as pl
 import pytest
 import torch
+from command_line import environment
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from parity import StepValues, quiet_trainer
 from plain_module import TextData
@@ -19,6 +22,7 @@ from test_checkpoint import GLOBAL_BATCH
 from torch import nn
 
 from lightning_3d.checkpoint import load_full_state_dict, read_manifest
+from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.foreign import convert
 from lightning_3d.checkpoint.foreign.parameter_order import find_names
 from lightning_3d.checkpoint.reading import TensorFolder
@@ -88,6 +92,20 @@ def test_fsdp(kind: str, tied: bool, tmp_path: Path) -> None:
     found = convert(tmp_path / "x.ckpt", str(tmp_path / "new.ckpt"))
     assert (found.step, found.states) == (foreign.STEPS, 114 + (0 if tied else 3))
     assert train_on(tmp_path / "new.ckpt", "tp2_pp2", {"tied": tied}, clip=None) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.full
+def test_fsdp_consolidated_by_lightnings_tool(tmp_path: Path) -> None:
+    run_ranks(foreign.lightning_losses, 2, str(tmp_path / "x.ckpt"), "sharded", tied=False)
+    tool = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "x.ckpt")]
+    subprocess.run(tool, check=True, env=environment(), timeout=300)
+    convert(tmp_path / "x.ckpt", str(tmp_path / "sharded.ckpt"))
+    convert(tmp_path / "x.ckpt.consolidated", str(tmp_path / "file.ckpt"))
+    sharded, file = TensorFolder(tmp_path / "sharded.ckpt"), TensorFolder(tmp_path / "file.ckpt")
+    assert sharded.names("") == file.names("")
+    assert all(torch.equal(sharded.read(name), file.read(name)) for name in file.names(""))
+    states = [read_trainer_state(tmp_path / name, {})["optimizer_states"] for name in ("sharded.ckpt", "file.ckpt")]
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ class _Flattened:
                     own[_MASTER] = master
         for name, value in self._module.items():
             known = name in found.weights or name in found.aliases
-            if not known and isinstance(value, Tensor) and name in self._models[0]["buffer_names"]:
+            whole = self._stage < 3 or name in self._models[0]["buffer_names"]  # what stands for a dealt parameter is empty
+            if not known and isinstance(value, Tensor) and whole:
                 found.weights[name] = Later.of(value)
         missing = [name for name in self._module if name not in found.weights and name not in found.aliases]
         if missing:

@@ -100,11 +100,13 @@ def _shape(state: Mapping[str, Any]) -> Shape | None:
 
 
 def _names(
-    weights: Mapping[str, Tensor], numbers: Sequence[Sequence[int]], shapes: Sequence[Sequence[Shape | None]], given: Groups | None
+    weights: Mapping[str, Tensor], numbers: Sequence[Sequence[Any]], shapes: Sequence[Sequence[Shape | None]], given: Groups | None
 ) -> list[list[str]]:
     """The names of each group's parameters."""
     if given is not None:
         return _check_given(weights, shapes, given)
+    if any(isinstance(number, str) for group in numbers for number in group):  # made of a sharded checkpoint by Lightning's own tool
+        return _check_given(weights, shapes, [[str(name) for name in group] for group in numbers])
     parameters = [(name, tuple(tensor.shape)) for name, tensor in weights.items() if _may_be_trained(name, tensor, weights)]
     flat = [number for group in numbers for number in group]
     if flat == list(range(len(flat))):

@@ -56,9 +56,13 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
             with torch.serialization.safe_globals(allowed):
                 return torch.load(path, map_location="cpu", weights_only=True)
         names = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__name__}" for entry in allowed}
+        if isinstance(path, BytesIO):
+            path.seek(0)
         asked = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
         if asked:
             raise CheckpointError(_refused(named, asked))
+        if isinstance(path, BytesIO):
+            path.seek(0)
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, Path))
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
