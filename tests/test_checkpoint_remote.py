@@ -412,7 +412,7 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
     steps = [2, 4, 6, 8]
     assert sorted(path.name for path in (tmp_path / "store" / "run" / "checkpoints").iterdir()) == [f"step_{step}.ckpt" for step in steps]
     for result, words in (
-        (missing, "no complete checkpoint: there is no manifest.json in it|There is no checkpoint dir://run/checkpoints/step_9.ckpt"),
+        (missing, f"There is no checkpoint {at}/step_9.ckpt to resume from"),
         (uninstalled, "checkpoint.dirpath=dropbox://b/c: dropboxdrivefs is not installed. Install it: pip install dropboxdrivefs"),
         (unknown, 'nothing://b/c: fsspec knows no "nothing://"'),
     ):
