@@ -369,12 +369,8 @@ def test_a_fit_saves_and_resumes_at_a_url(bucket: RemotePath) -> None:
     assert sorted(found.name for found in checkpoints_in(bucket / "best")) == sorted([best.rpartition("/")[2], "last.ckpt"])
     text = "\n".join(describe(bucket / "end.ckpt"))
     assert "written by  tp2_pp2, 1F1B, ZeRO-0" in text and "whole       yes: every file has its hash" in text
-    again = run_ranks(fit_at, 4, str(bucket), "tp2_pp2", 2, "last")[0][0]
-    assert again == whole_run[len(first) :]
-    Path(on_disk(bucket / "end.ckpt")).rename(on_disk(bucket / "moved.ckpt"))
-    run_ranks(fit_at, 2, str(bucket / "y"), "dp2", 1, None, zero_stage=2)
-    other = run_ranks(fit_at, 4, str(bucket / "z"), "tp2_pp2", 2, str(bucket / "y" / "end.ckpt"))[0][0]
-    assert other == pytest.approx(whole_run[len(first) :], rel=1e-5)
+    again = run_ranks(fit_at, 2, str(bucket), "dp2", 2, "last", zero_stage=2)[0][0]
+    assert again == pytest.approx(whole_run[len(first) :], rel=1e-5)
     assert not list(on_disk(bucket).rglob("*.lock")), "nobody holds anything any more"
 
 
