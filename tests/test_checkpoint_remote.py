@@ -415,3 +415,21 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
         assert result.code == 2 and words in result.output, result.output
         assert not result.torch and "Traceback" not in result.output
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_f27_a_run_that_is_killed_in_a_save_goes_on_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSSPEC_DIR_PATH", str(tmp_path / "store"))
+    monkeypatch.setenv("FSSPEC_DIR_TARGET_PROTOCOL", "file")
+    (tmp_path / "store").mkdir()
+    length = ["trainer.max_steps=6", "trainer.val_check_interval=2", "trainer.checkpoint_every_n_steps=2"]
+    line = ["train", *QUICK, *length, "callbacks.checkpoint.dirpath=dir://run", f"hydra.run.dir={tmp_path / 'a'}"]
+    ambush = [f"+callbacks.faulty.{name}" for name in ("_target_=faulty.KillInSave", "phase=shard", "rank=-1")]
+    [killed] = run_commands([[*line, *ambush]], timeout=400)
+    assert killed.code != 0
+    [again] = run_commands([[*line, "trainer.auto_resume=true"]], timeout=400)
+    assert again.code == 0 and "goes on from dir://run/step_2.ckpt" in again.output, again.output
+    run = tmp_path / "store" / "run"
+    assert sorted(path.name for path in run.iterdir()) == ["step_2.ckpt", "step_4.ckpt", "step_6.ckpt"]
+    assert [len(list(path.iterdir())) for path in run.iterdir()] == [2, 2, 2], "a manifest and the folder that it names"
