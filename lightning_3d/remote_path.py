@@ -136,6 +136,10 @@ class RemotePath:
             except FileNotFoundError:  # the folder, where there are folders
                 system.makedirs(path.rpartition("/")[0], exist_ok=True)
                 system.pipe_file(path, contents, mode="create")
+            except (TypeError, NotImplementedError):  # not in one step
+                if system.exists(path):
+                    raise FileExistsError(path) from None
+                system.pipe_file(path, contents)
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
