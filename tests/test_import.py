@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_line import environment
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from omegaconf import OmegaConf
 from parity import StepValues, quiet_trainer
 from plain_module import TextData
 from ranks import run_ranks
@@ -245,6 +246,16 @@ def test_f34_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert not (tmp_path / "executed").exists() and not (tmp_path / "new.ckpt").exists()
     torch.load(source, weights_only=False)
     assert (tmp_path / "executed").exists(), "it would have run"
+
+
+def test_what_asks_for_classes_is_left_out_if_that_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hyper parameters as Hydra gives them."""
+    source = saved(tmp_path / "x.ckpt", "last", hyper_parameters={"width": 8, "layers": OmegaConf.create({"depth": [1, 2]})})
+    assert command([str(source), "--output", str(tmp_path / "new.ckpt")]) == 2
+    assert "omegaconf.dictconfig.DictConfig" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="not in the checkpoint new.ckpt: hyper_parameters.layers"):
+        assert command([str(source), "--output", str(tmp_path / "new.ckpt"), "--plain-only"]) == 0
+    assert read_trainer_state(tmp_path / "new.ckpt", {})["hyper_parameters"] == {"width": 8}
 
 
 def test_other_things_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer_0."
 _STATE, _GROUPS = f"{_OPTIMIZER}state.", f"{_OPTIMIZER}param_groups."
 
 
-def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
+def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
     """What a folder holds; every tensor is read by itself, when it is asked for.
 
     Raises:
@@ -34,7 +34,7 @@ def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
     found = Foreign(
         "a sharded checkpoint of Lightning's FSDPStrategy",
         {name.removeprefix(_MODEL): later(name) for name in named if name.startswith(_MODEL)},
-        trainer={key: value for key, value in load(path / META).items() if key not in NOT_CARRIED},
+        trainer={key: value for key, value in load(path / META, plain_only=plain_only).items() if key not in NOT_CARRIED},
     )
     if not optimizer:
         return found

@@ -16,17 +16,18 @@ from lightning_3d.errors import CheckpointError
 Groups = Sequence[Sequence[str]]
 
 
-def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = True) -> Foreign:
+def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
     """What a file holds.
 
     Args:
         groups: names of the parameters of each group, where shapes do not tell.
         optimizer: its state too.
+        plain_only: see `load`.
 
     Raises:
         CheckpointError: it is none of Lightning's, or what the optimizer's state belongs to is not clear.
     """
-    contents = load(path)
+    contents = load(path, plain_only=plain_only)
     if not isinstance(contents, dict) or not isinstance(contents.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
     found = read_state(contents["state_dict"], contents.get("optimizer_states") if optimizer else None, groups, f"{path}")

@@ -22,6 +22,12 @@ from lightning_3d.errors import CheckpointError, listed
 class StandIn:
     """In the place of an object whose class is not needed: it takes what the object had and does nothing with it."""
 
+    def __new__(cls, *args: Any) -> StandIn:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
 
 _PLAIN: list[Any] = [
     argparse.Namespace,
@@ -39,12 +45,13 @@ Known = list[tuple[Callable[..., Any], str]]
 """What stands in for a class, by the class's full name in the file."""
 
 
-def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None) -> Any:
+def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None, *, plain_only: bool = False) -> Any:
     """The contents of a file.
 
     Args:
         known: further classes.
         source: what to call it in messages.
+        plain_only: what asks for other classes is left out: a `StandIn` is in its place.
 
     Raises:
         CheckpointError: it asks for a class that is not known to hold values only, or cannot be read.
@@ -58,9 +65,11 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
         names = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__name__}" for entry in allowed}
         if isinstance(path, BytesIO):
             path.seek(0)
-        asked = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
-        if asked:
+        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names
+        asked = sorted(found, key=lambda name: (name.startswith(("builtins.", "collections.")), name))
+        if asked and not plain_only:
             raise CheckpointError(_refused(named, asked))
+        allowed += [(StandIn, name) for name in asked]
         if isinstance(path, BytesIO):
             path.seek(0)
         with torch.serialization.safe_globals(allowed):
@@ -73,6 +82,6 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
 
 def _refused(named: str, asked: list[str]) -> str:
     return (
-        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the checkpoint"
-        " without it (hyper parameters as numbers and texts, for example)."
+        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. --plain-only"
+        " leaves it out; or save the checkpoint without it."
     )
