@@ -62,6 +62,7 @@ def convert(arguments: list[str]) -> int:
     parser.add_argument("source", help="the checkpoint")
     parser.add_argument("--output", metavar="FOLDER", required=True, help="the new checkpoint, a path or a URL")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
+    parser.add_argument("--plain-only", action="store_true", help="leave out what asks for classes, instead of refusing the file")
     parser.add_argument("--groups", metavar="FILE", help="JSON: for each parameter group of the optimizer the names of its parameters")
     parser.add_argument("--rename", metavar="OLD=NEW", help='names that begin with OLD begin with NEW: "module.=", or "=model." for all')
     return _guarded(parser, arguments, _convert)
@@ -167,6 +168,7 @@ def _convert(options: argparse.Namespace) -> None:
         groups=groups,
         optimizer=not options.weights_only,
         rename=(old, new) if options.rename is not None else None,
+        plain_only=options.plain_only,
     )
     print(f"{options.output}: from {found.kind}, step {found.step}, {found.weights} weights, {found.states} states of the optimizer,")
     print(f"  {in_bytes(found.nbytes)}; any layout loads it")

@@ -563,5 +563,5 @@ def find_last_at_urls() -> None:
         last = str(callback.CHECKPOINT_NAME_LAST)
         return {str(manifest) for manifest in manifests_in(folder) if manifest.parent.name.startswith(last)}
 
-    find.at_urls = True  # type: ignore[attr-defined]
+    find.at_urls = found_by_lightning  # type: ignore[attr-defined]
     ModelCheckpoint._find_last_checkpoints = find  # type: ignore[assignment, method-assign]

@@ -52,7 +52,7 @@ class RemotePath:
 
     @property
     def protocol(self) -> str:
-        return self.url.partition("://")[0].partition("::")[0]
+        return self.url.partition("://")[0]
 
     def is_file(self) -> bool:
         return self._kind() == "file"
@@ -136,6 +136,10 @@ class RemotePath:
             except FileNotFoundError:  # the folder, where there are folders
                 system.makedirs(path.rpartition("/")[0], exist_ok=True)
                 system.pipe_file(path, contents, mode="create")
+            except (TypeError, NotImplementedError):  # not in one step
+                if system.exists(path):
+                    raise FileExistsError(path) from None
+                system.pipe_file(path, contents)
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
@@ -174,6 +178,8 @@ class RemotePath:
         """
         import fsspec
 
+        if "::" in self.url.partition("://")[0]:
+            raise CheckpointError(f"{self.url} is a chain of file systems, which may show what was there before. Write the last one alone.")
         try:
             fsspec.get_filesystem_class(self.protocol)
         except (ImportError, ValueError) as error:

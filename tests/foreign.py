@@ -3,7 +3,10 @@
 Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the losses of the latter.
 """
 
+import contextlib
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -13,6 +16,10 @@ from parity import quiet_trainer
 from plain_module import RepeatingText, TextData
 from test_checkpoint import GLOBAL_BATCH, TiedModel
 from torch import Tensor
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 STEPS, MORE = 6, 5
 """The checkpoint is from the middle of the second epoch of four steps."""
@@ -39,6 +46,29 @@ class MeanLosses(pl.Callback):
         mean = outputs["loss"].detach().clone()
         dist.all_reduce(mean)
         self.losses.append(float(mean) / dist.get_world_size())
+
+
+class DealtText(TextData):
+    """The rows in their order, dealt to ranks: the sampler that Lightning would add shuffles."""
+
+    def train_dataloader(self) -> DataLoader:
+        rows = RepeatingText(self.train_rows, seed=1)
+        return DataLoader(rows, batch_size=self.batch_size, sampler=DistributedSampler(rows, shuffle=False))
+
+
+def fsdp_on_cpu() -> Any:
+    """A context in which torch's FSDP runs on CPUs: it does if it is told so by an argument, which Lightning leaves to CUDA."""
+    make = FullyShardedDataParallel.__init__
+
+    def make_on_cpu(self: Any, *args: Any, **more: Any) -> None:
+        make(self, *args, **{**more, "device_id": torch.device("cpu")})
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(patch.object(FullyShardedDataParallel, "__init__", make_on_cpu))
+    # What is "offloaded" from the CPU to the CPU is not copied, and its memory is freed: torch 2.13 then crashes.
+    copied = partial(fsdp.FullStateDictConfig, offload_to_cpu=False)
+    patches.enter_context(patch.object(fsdp, "FullStateDictConfig", lambda rank0_only, **_: copied(rank0_only=rank0_only)))
+    return patches
 
 
 class CPU(CUDAAccelerator):
@@ -125,11 +155,12 @@ def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
         devices=world_size,
         max_steps=STEPS + MORE,
         callbacks=[values, SaveAt(path)],
-        use_distributed_sampler=True,
+        use_distributed_sampler=False,
         enable_checkpointing=False,
         **more,
     )
-    trainer.fit(Module(**options), datamodule=TextData(GLOBAL_BATCH // world_size))
+    with fsdp_on_cpu():
+        trainer.fit(Module(**options), datamodule=DealtText(GLOBAL_BATCH // world_size))
     return values.losses[STEPS:]
 
 
@@ -141,6 +172,9 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", client: st
     """
     import deepspeed
     from deepspeed.ops import __compatible_ops__
+    from deepspeed.runtime.zero import partition_parameters
+
+    partition_parameters.param_count = 0  # ranks of the pool have taken part in different fits
 
     __compatible_ops__["deepspeed_shm_comm"] = False
     module = Module(**options)

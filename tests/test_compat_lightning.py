@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
+import pytest
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage
 from parity import quiet_trainer
 
-from lightning_3d.lightning_compat import throughputs_of
+from lightning_3d.lightning_compat import find_last_at_urls, throughputs_of
 
 
 def test_a_throughput_monitor_has_a_counter_for_each_stage() -> None:
@@ -20,3 +22,16 @@ def test_a_throughput_monitor_has_a_counter_for_each_stage() -> None:
     assert isinstance(counter, Throughput)
     counter.update(time=1.0, batches=1, samples=1)
     assert monitor._throughputs[RunningStage.TRAINING].compute()["samples"] == 1
+
+
+def test_lightning_forgets_the_protocol_of_what_it_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it remembers, `find_last_at_urls` can go."""
+    find = ModelCheckpoint._find_last_checkpoints
+    monkeypatch.setattr(ModelCheckpoint, "_find_last_checkpoints", getattr(find, "at_urls", find))
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/contract/last.ckpt/manifest.json", b'{"global_step": 1}')
+    callback, trainer = ModelCheckpoint("memory://contract", save_last=True), quiet_trainer()
+    assert callback._find_last_checkpoints(trainer) == {"/contract/last.ckpt"}
+    find_last_at_urls()
+    assert callback._find_last_checkpoints(trainer) == {"memory://contract/last.ckpt/manifest.json"}
+    system.rm("/contract", recursive=True)

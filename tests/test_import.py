@@ -3,6 +3,8 @@ wrote them."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import foreign
 import lightning.pytorch as pl
 import pytest
 import torch
+from command_line import environment
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from omegaconf import OmegaConf
 from parity import StepValues, quiet_trainer
 from plain_module import TextData
 from ranks import run_ranks
@@ -19,6 +23,7 @@ from test_checkpoint import GLOBAL_BATCH
 from torch import nn
 
 from lightning_3d.checkpoint import load_full_state_dict, read_manifest
+from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.foreign import convert
 from lightning_3d.checkpoint.foreign.parameter_order import find_names
 from lightning_3d.checkpoint.reading import TensorFolder
@@ -72,7 +77,6 @@ def test_a_file_of_ddp(ddp: tuple[Path, list[float]], tmp_path: Path, capsys: py
     assert all(torch.equal(state[name], tensor) for name, tensor in saved["state_dict"].items())
     assert read_manifest(tmp_path / "new.ckpt")["global_step"] == foreign.STEPS
     assert train_on(tmp_path / "new.ckpt", "tp2_pp2", {}) == pytest.approx(expected, rel=1e-5)
-    assert train_on(tmp_path / "new.ckpt", "dp2", {}, zero_stage=2) == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_conversion_it_is_said_how(ddp: tuple[Path, list[float]]) -> None:
@@ -80,7 +84,7 @@ def test_without_conversion_it_is_said_how(ddp: tuple[Path, list[float]]) -> Non
         load_full_state_dict(ddp[0])
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)], ids=["untied", "tied"])
 def test_fsdp(kind: str, tied: bool, tmp_path: Path) -> None:
     """Lightning's strategy and torch's FSDP on two CPU ranks."""
@@ -88,6 +92,20 @@ def test_fsdp(kind: str, tied: bool, tmp_path: Path) -> None:
     found = convert(tmp_path / "x.ckpt", str(tmp_path / "new.ckpt"))
     assert (found.step, found.states) == (foreign.STEPS, 114 + (0 if tied else 3))
     assert train_on(tmp_path / "new.ckpt", "tp2_pp2", {"tied": tied}, clip=None) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.full
+def test_fsdp_consolidated_by_lightnings_tool(tmp_path: Path) -> None:
+    run_ranks(foreign.lightning_losses, 2, str(tmp_path / "x.ckpt"), "sharded", tied=False)
+    tool = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "x.ckpt")]
+    subprocess.run(tool, check=True, env=environment(), timeout=300)
+    convert(tmp_path / "x.ckpt", str(tmp_path / "sharded.ckpt"))
+    convert(tmp_path / "x.ckpt.consolidated", str(tmp_path / "file.ckpt"))
+    sharded, file = TensorFolder(tmp_path / "sharded.ckpt"), TensorFolder(tmp_path / "file.ckpt")
+    assert sharded.names("") == file.names("")
+    assert all(torch.equal(sharded.read(name), file.read(name)) for name in file.names(""))
+    states = [read_trainer_state(tmp_path / name, {})["optimizer_states"] for name in ("sharded.ckpt", "file.ckpt")]
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +153,7 @@ def test_deepspeed_with_the_dict_of_lightning(ddp: tuple[Path, list[float]], tmp
     run_ranks(foreign.deepspeed_losses, 2, str(tmp_path / "x"), 2, "float32", client=str(ddp[0]))
     found = convert(tmp_path / "x", str(tmp_path / "new.ckpt"))
     assert found.step == foreign.STEPS and not any("position" in sentence for sentence in found.lost)
-    losses = train_on(tmp_path / "new.ckpt", "dp2", {})
+    losses = train_on(tmp_path / "new.ckpt", "dp2", {}, zero_stage=2)
     assert losses == pytest.approx(ddp[1], rel=1e-5)
 
 
@@ -228,6 +246,16 @@ def test_f34_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert not (tmp_path / "executed").exists() and not (tmp_path / "new.ckpt").exists()
     torch.load(source, weights_only=False)
     assert (tmp_path / "executed").exists(), "it would have run"
+
+
+def test_what_asks_for_classes_is_left_out_if_that_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hyper parameters as Hydra gives them."""
+    source = saved(tmp_path / "x.ckpt", "last", hyper_parameters={"width": 8, "layers": OmegaConf.create({"depth": [1, 2]})})
+    assert command([str(source), "--output", str(tmp_path / "new.ckpt")]) == 2
+    assert "omegaconf.dictconfig.DictConfig" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="not in the checkpoint new.ckpt: hyper_parameters.layers"):
+        assert command([str(source), "--output", str(tmp_path / "new.ckpt"), "--plain-only"]) == 0
+    assert read_trainer_state(tmp_path / "new.ckpt", {})["hyper_parameters"] == {"width": 8}
 
 
 def test_other_things_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

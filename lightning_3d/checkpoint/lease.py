@@ -41,7 +41,8 @@ class Lease:
             self._acquire(patience_seconds)
         except OSError as error:
             raise StorageError(f"No checkpoint can be written to {folder}: {reason(error)}.") from error
-        threading.Thread(target=self._renew, name=f"hold {folder}", daemon=True).start()
+        self._renewal = threading.Thread(target=self._renew, name=f"hold {folder}", daemon=True)
+        self._renewal.start()
 
     def _acquire(self, patience_seconds: float) -> None:
         began = changed = time.monotonic()
@@ -101,6 +102,7 @@ class Lease:
 
     def release(self) -> None:
         self._ended.set()
+        self._renewal.join(_DEAD_SECONDS)  # or it would write the marker again
         with suppress(OSError):
             if self._is_own():
                 self._path.unlink(missing_ok=True)

@@ -67,7 +67,8 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
 
 def _require_same_settings(own: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     for group, settings in zip(groups, saved, strict=False):
-        missing = sorted(group.keys() - settings.keys() - {"params", _NAMES, "initial_lr"})
+        numbers = {key for key, value in group.items() if value is not None and not isinstance(value, bool)}  # switches come with releases
+        missing = sorted(numbers - settings.keys() - {"params", _NAMES, "initial_lr"})
         if missing:
             raise CheckpointError(
                 f"The checkpoint was converted from that of another optimizer than the {own} of configure_optimizers: its groups have no"

@@ -36,22 +36,24 @@ class Converted:
     lost: tuple[str, ...]
 
 
-def read_foreign(path: Path, groups: Sequence[Sequence[str]] | None = None, *, optimizer: bool = True) -> Foreign:
-    """What the checkpoint of another program holds. Tensors are read later.
+def read_foreign(
+    path: Path, groups: Sequence[Sequence[str]] | None = None, *, optimizer: bool = True, plain_only: bool = False
+) -> Foreign:
+    """What the checkpoint of another program holds. Tensors are read later. Arguments as those of `convert`.
 
     Raises:
         CheckpointError: it is of no known kind, damaged, or would have to run code to be read.
     """
     if path.is_file():
-        return lightning_file.read_file(path, groups, optimizer=optimizer)
+        return lightning_file.read_file(path, groups, optimizer=optimizer, plain_only=plain_only)
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     if (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is a checkpoint of lightning_3d already: every layout loads it.")
     if (path / METADATA_FILE).is_file() and (path / fsdp_folder.META).is_file():
-        return fsdp_folder.read_folder(path, optimizer=optimizer)
+        return fsdp_folder.read_folder(path, optimizer=optimizer, plain_only=plain_only)
     if deepspeed_folder.find_folder(path) is not None:
-        return deepspeed_folder.read_folder(path, optimizer=optimizer)
+        return deepspeed_folder.read_folder(path, optimizer=optimizer, plain_only=plain_only)
     raise CheckpointError(
         f"{path} is nothing that can be converted: a checkpoint file of Lightning, a sharded folder of its FSDPStrategy"
         f" ({METADATA_FILE} and {fsdp_folder.META}), a folder of DeepSpeed (*_model_states.pt)."
@@ -65,6 +67,7 @@ def convert(
     groups: Sequence[Sequence[str]] | None = None,
     optimizer: bool = True,
     rename: tuple[str, str] | None = None,
+    plain_only: bool = False,
 ) -> Converted:
     """Write the checkpoint of another program as one of ours, which appears when it is complete.
 
@@ -73,6 +76,7 @@ def convert(
         groups: see `read_file`.
         optimizer: its state too.
         rename: another beginning of names that begin with the first.
+        plain_only: leave out what asks for classes, instead of refusing the file.
 
     Raises:
         CheckpointError: as `read_foreign`. ConfigError: `output` is taken.
@@ -80,7 +84,11 @@ def convert(
     target = place(output)
     if target.exists():
         raise ConfigError(f"{target} is there already. Give another --output.")
-    found = read_foreign(source, groups, optimizer=optimizer)
+    try:
+        found = read_foreign(source, groups, optimizer=optimizer, plain_only=plain_only)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{source} is not as the programs write it whose checkpoints can be converted ({why}).") from error
     if rename is not None:
         found = found.renamed(*rename)
     step = int(found.trainer.get("global_step", 0))

@@ -45,7 +45,7 @@ def find_folder(path: Path) -> Path | None:
     return next((folder for folder in (path, *named, path / "checkpoint") if any(folder.glob("*_model_states.pt"))), None)
 
 
-def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
+def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
     """What a folder holds. Files are mapped; a tensor is put together when it is asked for.
 
     Raises:
@@ -54,7 +54,7 @@ def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
     folder = find_folder(path)
     if folder is None:
         raise CheckpointError(f"{path} holds no *_model_states.pt of DeepSpeed.")
-    models = [load(file, KNOWN) for file in _of_ranks(folder, "model_states.pt")]
+    models = [load(file, KNOWN, plain_only=plain_only) for file in _of_ranks(folder, "model_states.pt")]
     if any(folder.glob("layer_*")) or any(folder.glob("*mp_rank_01_*")) or any(folder.glob("*expert_*")):
         raise CheckpointError(f"{folder} holds the parts of pipeline stages, tensor-parallel ranks or experts; only ZeRO's can be joined.")
     files = _of_ranks(folder, "optim_states.pt")
@@ -125,7 +125,8 @@ class _Flattened:
                     own[_MASTER] = master
         for name, value in self._module.items():
             known = name in found.weights or name in found.aliases
-            if not known and isinstance(value, Tensor) and name in self._models[0]["buffer_names"]:
+            whole = self._stage < 3 or name in self._models[0]["buffer_names"]  # what stands for a dealt parameter is empty
+            if not known and isinstance(value, Tensor) and whole:
                 found.weights[name] = Later.of(value)
         missing = [name for name in self._module if name not in found.weights and name not in found.aliases]
         if missing:

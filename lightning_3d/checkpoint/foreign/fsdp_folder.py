@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from lightning_3d.errors import CheckpointError
 
 META = "meta.pt"
 _MODEL, _OPTIMIZER = "model.", "optimizer_0."
-_STATE, _GROUP = f"{_OPTIMIZER}state.", re.compile(rf"{re.escape(_OPTIMIZER)}param_groups\.(.+)\.([^.]+)")
+_STATE, _GROUPS = f"{_OPTIMIZER}state.", f"{_OPTIMIZER}param_groups."
 
 
-def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
+def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
     """What a folder holds; every tensor is read by itself, when it is asked for.
 
     Raises:
@@ -35,7 +34,7 @@ def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
     found = Foreign(
         "a sharded checkpoint of Lightning's FSDPStrategy",
         {name.removeprefix(_MODEL): later(name) for name in named if name.startswith(_MODEL)},
-        trainer={key: value for key, value in load(path / META).items() if key not in NOT_CARRIED},
+        trainer={key: value for key, value in load(path / META, plain_only=plain_only).items() if key not in NOT_CARRIED},
     )
     if not optimizer:
         return found
@@ -49,7 +48,11 @@ def read_folder(path: Path, *, optimizer: bool = True) -> Foreign:
 
 
 def _groups(tensors: TensorFolder, path: Path) -> list[dict[str, Any]]:
-    """Hyper parameters, which are objects in files of `torch.save`."""
-    saved = {name: load(io.BytesIO(blob), source=f"{name} in {path}") for name, blob in tensors.blobs(f"{_OPTIMIZER}param_groups").items()}
-    print(saved)
-    return []
+    """Hyper parameters, each in an entry of its own: `optimizer_0.param_groups.1.lr`."""
+    groups: dict[int, dict[str, Any]] = {}
+    saved = {name: tensors.read(_GROUPS + name) for name in tensors.names(_GROUPS)}
+    saved |= {name: load(io.BytesIO(blob), source=f"{_GROUPS}{name} in {path}") for name, blob in tensors.blobs(_GROUPS).items()}
+    for name, value in saved.items():
+        number, _, key = name.partition(".")
+        groups.setdefault(int(number), {})["names" if key == "params" else key] = value
+    return [groups[number] for number in sorted(groups)]

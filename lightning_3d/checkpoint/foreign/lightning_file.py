@@ -16,17 +16,18 @@ from lightning_3d.errors import CheckpointError
 Groups = Sequence[Sequence[str]]
 
 
-def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = True) -> Foreign:
+def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
     """What a file holds.
 
     Args:
         groups: names of the parameters of each group, where shapes do not tell.
         optimizer: its state too.
+        plain_only: see `load`.
 
     Raises:
         CheckpointError: it is none of Lightning's, or what the optimizer's state belongs to is not clear.
     """
-    contents = load(path)
+    contents = load(path, plain_only=plain_only)
     if not isinstance(contents, dict) or not isinstance(contents.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
     found = read_state(contents["state_dict"], contents.get("optimizer_states") if optimizer else None, groups, f"{path}")
@@ -84,8 +85,10 @@ def drop_copies(found: Foreign) -> None:
             trained.setdefault((weight.shape, weight.dtype), []).append(name)
     for name in [name for name in found.weights if name not in found.states and len(found.weights[name].shape) > 1]:
         weight = found.weights[name]
-        for other in trained.get((weight.shape, weight.dtype), []):
-            if weight.read().equal(found.weights[other].read()):
+        others = trained.get((weight.shape, weight.dtype), [])
+        values = weight.read() if others else None
+        for other in others:
+            if values is not None and values.any() and values.equal(found.weights[other].read()):
                 found.aliases[name] = other
                 del found.weights[name]
                 break
@@ -98,11 +101,13 @@ def _shape(state: Mapping[str, Any]) -> Shape | None:
 
 
 def _names(
-    weights: Mapping[str, Tensor], numbers: Sequence[Sequence[int]], shapes: Sequence[Sequence[Shape | None]], given: Groups | None
+    weights: Mapping[str, Tensor], numbers: Sequence[Sequence[Any]], shapes: Sequence[Sequence[Shape | None]], given: Groups | None
 ) -> list[list[str]]:
     """The names of each group's parameters."""
     if given is not None:
         return _check_given(weights, shapes, given)
+    if any(isinstance(number, str) for group in numbers for number in group):  # made of a sharded checkpoint by Lightning's own tool
+        return _check_given(weights, shapes, [[str(name) for name in group] for group in numbers])
     parameters = [(name, tuple(tensor.shape)) for name, tensor in weights.items() if _may_be_trained(name, tensor, weights)]
     flat = [number for group in numbers for number in group]
     if flat == list(range(len(flat))):

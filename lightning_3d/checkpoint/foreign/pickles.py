@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,12 @@ from lightning_3d.errors import CheckpointError, listed
 
 class StandIn:
     """In the place of an object whose class is not needed: it takes what the object had and does nothing with it."""
+
+    def __new__(cls, *args: Any) -> StandIn:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 _PLAIN: list[Any] = [
@@ -38,12 +45,13 @@ Known = list[tuple[Callable[..., Any], str]]
 """What stands in for a class, by the class's full name in the file."""
 
 
-def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None) -> Any:
+def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None, *, plain_only: bool = False) -> Any:
     """The contents of a file.
 
     Args:
         known: further classes.
         source: what to call it in messages.
+        plain_only: what asks for other classes is left out: a `StandIn` is in its place.
 
     Raises:
         CheckpointError: it asks for a class that is not known to hold values only, or cannot be read.
@@ -55,14 +63,25 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
             with torch.serialization.safe_globals(allowed):
                 return torch.load(path, map_location="cpu", weights_only=True)
         names = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__name__}" for entry in allowed}
-        asked = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
-        if asked:
-            raise CheckpointError(
-                f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. Save the"
-                " checkpoint without it (hyper parameters as numbers and texts, for example)."
-            )
+        if isinstance(path, BytesIO):
+            path.seek(0)
+        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names
+        asked = sorted(found, key=lambda name: (name.startswith(("builtins.", "collections.")), name))
+        if asked and not plain_only:
+            raise CheckpointError(_refused(named, asked))
+        allowed += [(StandIn, name) for name in asked]
+        if isinstance(path, BytesIO):
+            path.seek(0)
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, Path))
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{named} cannot be read as a file of torch.save: {type(error).__name__}: {reason[:200]}") from error
+        asked = re.findall(r"GLOBAL ([\w.]+) was not", str(error))  # in the format of torch before 1.6
+        damaged = f"{named} cannot be read: it is damaged, or no file of torch.save ({type(error).__name__})."
+        raise CheckpointError(_refused(named, asked) if asked else damaged) from error
+
+
+def _refused(named: str, asked: list[str]) -> str:
+    return (
+        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. --plain-only"
+        " leaves it out; or save the checkpoint without it."
+    )
