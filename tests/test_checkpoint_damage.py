@@ -26,6 +26,7 @@ from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.lock import FolderLock
 from lightning_3d.checkpoint.slices import whole
 from lightning_3d.checkpoint.state import MODEL
+from lightning_3d.checkpoint.store import BackgroundSave
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.checkpoint_names import checkpoints_in
 from lightning_3d.errors import CheckpointError
@@ -400,3 +401,12 @@ def test_f37_two_runs_cannot_write_to_one_folder(tmp_path: Path, monkeypatch: py
 def test_a_copy_elsewhere_is_as_good(checkpoint: Path, tmp_path: Path) -> None:
     shutil.move(checkpoint, tmp_path / "elsewhere")
     assert step_of(tmp_path / "elsewhere") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads")
+def test_the_thread_that_writes_gives_way_to_training(tmp_path: Path) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    seen: list[int] = []
+    save = BackgroundSave(tmp_path, lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), lambda: None)
+    assert save.join() is None
+    assert seen == [min(19, before + 10)] and os.getpriority(os.PRIO_PROCESS, 0) == before
