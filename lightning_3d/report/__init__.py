@@ -1,0 +1,7 @@
+from dataclasses import dataclass
+
+
+@dataclass
+class About:
+    model: str
+def write_report(folder, about=None): ...
