@@ -1,4 +1,4 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `launch`, `export`, `inspect`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `launch`, `export`, `inspect`, `report`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -25,6 +25,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
   export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
   inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
+  report      make the page that shows a run or a sweep; `lightning-3d report --help`
   --version   print the version
   --help      print this
 
@@ -94,8 +95,15 @@ def _inspect(arguments: list[str]) -> int:
     return inspect(arguments)
 
 
+def _report(arguments: list[str]) -> int:
+    """Make the page that shows a run or a sweep."""
+    from lightning_3d.report.command import run
+
+    return run(arguments)
+
+
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"launch": _launch, "export": _export, "inspect": _inspect}
+_WITHOUT_RANKS = {"launch": _launch, "export": _export, "inspect": _inspect, "report": _report}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

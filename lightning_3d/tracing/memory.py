@@ -97,7 +97,7 @@ class MemoryWatch:
         """
         held = self._here([*_tensors_of(self._module), *parameters])
         state = {place: size for place, size in self._here(optimizer).items() if place not in held}
-        sizes = [sum(held.values()), self._gradients, sum(state.values())]
+        sizes = (sum(held.values()), self._gradients, sum(state.values()))
         if self._device.type == "cuda":
             return Memory(*sizes, max(0, torch.cuda.max_memory_allocated(self._device) - sum(sizes)))
         return Memory(*sizes, self._saved.peak if self._saved is not None else None)

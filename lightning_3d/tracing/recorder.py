@@ -30,7 +30,7 @@ class Recorder:
         self._on_gpu = device is not None and device.type == "cuda"
         self._device = device
         self._recording = False
-        self._open: list[tuple[str, int | None, int | None, int, Any, Any]] = []
+        self._open: list[tuple[tuple[str, int | None, int | None, int], Any, Any]] = []
         self._origin: tuple[float, Any] = (0.0, None)
         self.batch = 0
 
@@ -56,7 +56,7 @@ class Recorder:
         if self._on_gpu and self._open:
             torch.cuda.synchronize(self._device)
         taken, self._open = self._open, []
-        return [Event(*what, self._seconds(start), self._seconds(end)) for *what, start, end in taken]
+        return [Event(*what, self._seconds(start), self._seconds(end)) for what, start, end in taken]
 
     def _mark(self) -> Any:
         if not self._on_gpu:
@@ -80,4 +80,4 @@ class _Span:
 
     def __exit__(self, kind: object, error: object, stack: object) -> None:
         if error is None:
-            self._recorder._open.append((*self._what, self._recorder.batch, self._start, self._recorder._mark()))
+            self._recorder._open.append(((*self._what, self._recorder.batch), self._start, self._recorder._mark()))

@@ -87,6 +87,7 @@ class StepTrace:
         layout, order, schedule: of the run.
         ranks: all of them, in their order; times are those of rank 0's clock.
         clock_error: seconds by which times of different machines may be wrong.
+        device: "cpu" or "cuda". With "cuda" activations are all that is of no other category, else what the backward keeps.
     """
 
     step: int
@@ -95,6 +96,7 @@ class StepTrace:
     schedule: str
     ranks: tuple[RankTrace, ...]
     clock_error: float = 0.0
+    device: str = "cpu"
     bubble: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,13 +166,14 @@ def as_chrome(trace: StepTrace) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for each in kept:
         place = " ".join(f"{axis}{index}" for axis, index in layout.coordinates(each.rank).items() if layout.size(axis) > 1)
-        names = {"process_name": {"name": " ".join(filter(None, (f"rank {each.rank}", place, each.host)))}}
-        names |= {"process_sort_index": {"sort_index": each.rank}, "thread_name": {"name": "step"}}
+        title = " ".join(filter(None, (f"rank {each.rank}", place, each.host)))
+        names: dict[str, dict[str, Any]] = {"process_name": {"name": title}, "process_sort_index": {"sort_index": each.rank}}
+        names |= {"thread_name": {"name": "step"}}
         events += [{"ph": "M", "pid": each.rank, "tid": 0, "name": name, "args": args} for name, args in names.items()]
         events += [_chrome_event(each.rank, event, origin) for event in each.events or ()]
     shifted = (each.shifted(-origin) for each in trace.ranks)
     ranks = [{"rank": each.rank, "host": each.host, "memory": each.memory._asdict(), "work": each.work} for each in shifted]
-    about = {name: getattr(trace, name) for name in ("step", "layout", "order", "schedule", "bubble", "clock_error")}
+    about = {name: getattr(trace, name) for name in ("step", "layout", "order", "schedule", "bubble", "clock_error", "device")}
     return {"displayTimeUnit": "ms", "traceEvents": events, "lightning_3d": {**about, "ranks": ranks}}
 
 
@@ -201,6 +204,7 @@ def read_timeline(path: Path) -> StepTrace | None:
             )
             for each in about["ranks"]
         )
-        return StepTrace(about["step"], about["layout"], tuple(about["order"]), about["schedule"], ranks, about["clock_error"])
+        known = (about["step"], about["layout"], tuple(about["order"]), about["schedule"])
+        return StepTrace(*known, ranks, about["clock_error"], about["device"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

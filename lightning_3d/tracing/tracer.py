@@ -137,4 +137,4 @@ class StepTracer:
         offsets = clock_offsets(self._clocks, [rounds for _, rounds in said])
         ranks = tuple(each.shifted(-offset) for (each, _), (offset, _) in zip(said, offsets, strict=True))
         error = max(uncertain for _, uncertain in offsets)
-        return StepTrace(self._step, self._layout.name, self._layout.order, self._schedule, ranks, error)
+        return StepTrace(self._step, self._layout.name, self._layout.order, self._schedule, ranks, error, self._device.type)
