@@ -4,19 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from memory import LiveBytes
-from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
-from reference import Recipe, data
 from sweeps import by_default
 from test_pipeline import NO_DROPOUT, VOCABULARY, CountedStep, Owner, tiny
 from torch import nn
-from torch.utils.data import DataLoader
+from traced import fit
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
@@ -51,8 +46,7 @@ from lightning_3d.tracing.trace import (
     write_timeline,
 )
 from lightning_3d.tracing.tracer import StepTracer
-from lightning_3d.training.callbacks import MetricsCSV, rows_until
-from lightning_3d.training.timeline import Timeline
+from lightning_3d.training.callbacks import rows_until
 
 OF_KIND = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT_GRADIENT, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENT}
 MICRO_BATCHES = 4
@@ -110,65 +104,6 @@ def test_events_are_the_actions_and_messages_of_the_schedule(schedule: str) -> N
             kind = next(e.kind for e in recorded[1] if e.start >= event.end)
             if kind == FORWARD:
                 assert event.end >= sent[0, event.micro_batch].start, "nothing arrives before it is sent, by one clock"
-
-
-class Asks(pl.Callback):
-    """Asks for step 3, on all ranks."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 2:
-            trainer.strategy.trace_next_step()
-
-
-class Watch(pl.Callback):
-    """Keeps what each step came to, and what this rank holds, counted here."""
-
-    def __init__(self) -> None:
-        self.traces: list[StepTrace | None] = []
-        self.parameters = 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.strategy.last_step.grad_norm is not None:
-            self.traces.append(trainer.strategy.last_step.trace)
-        self.parameters = sum(parameter.numel() * parameter.element_size() for parameter in pl_module.parameters())
-
-
-class Remembers(Logger):
-    """A logger of Lightning's interface."""
-
-    name, version = "remembers", "0"
-
-    def __init__(self) -> None:
-        self.told: dict[int, dict[str, float]] = {}
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing of these here."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.told.setdefault(step or 0, {}).update(metrics)
-
-
-def fit(folder: str, layout: str, every: int | None, accumulate: int = 1, **strategy: Any) -> tuple[list[StepTrace | None], int, dict]:
-    from lightning_3d.strategy import Lightning3DStrategy
-
-    recipe = Recipe(steps=4)
-    plan = Lightning3DStrategy(layout, micro_batch_size=1, trace_every_n_steps=every, **strategy)
-    watch, logger, path = Watch(), Remembers(), Path(folder)
-    trainer = quiet_trainer(
-        strategy=plan, devices=Layout.parse(layout).world_size, max_steps=4, logger=logger, log_every_n_steps=2,
-        accumulate_grad_batches=accumulate, gradient_clip_val=0.5,
-        callbacks=[Asks(), watch, MetricsCSV(path / "metrics.csv"), Timeline(path / "timeline.json")],
-    )  # fmt: skip
-    trainer.fit(Module(recipe), DataLoader(Rows(data(recipe)), batch_size=4))
-    return watch.traces, watch.parameters, logger.told
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[list[StepTrace | None], int, dict]]]:
-    """A run on 8 ranks: step 3 was asked for, step 4 has the right number."""
-    folder = tmp_path_factory.mktemp("traced")
-    return folder, run_ranks(fit, 8, str(folder), "tp2_pp2_dp2", 4, zero_stage=1, process_group=False, timeout=240)
 
 
 def idle_share(events: dict[int, list[Event]], layout: Layout) -> float:

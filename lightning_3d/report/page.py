@@ -27,6 +27,7 @@ def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.policies["json.dumps_kwargs"] = {}  # keys in their order
     text = environment.get_template(template).render(
         style=Markup((ASSETS / "style.css").read_text("utf-8")),
         script=Markup("\n".join((ASSETS / name).read_text("utf-8").replace('"use strict";\n', "") for name in scripts)),

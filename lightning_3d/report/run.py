@@ -195,10 +195,11 @@ class _RunPage:
         loss, validation = column(rows, "loss"), column(rows, "val_loss")
         speed, length = (column(rows[1:] or rows, name) for name in ("tokens_per_second", "step_seconds"))
         tokens = sum(column(rows, "tokens"))
+        count = f"{len(rows):,} steps, {show_count(tokens)} tokens"
         tiles = [
             ("loss", "Loss", f"{loss[-1]:.4f}" if loss else "–", f"validation {validation[-1]:.4f}" if validation else "no validation"),
             ("speed", "Tokens/s", show_count(statistics.median(speed)) if speed else "–", "median"),
-            ("step", "Step", show_seconds(statistics.median(length)) if length else "–", f"{len(rows):,} of {show_count(tokens)} tokens"),
+            ("step", "Step", show_seconds(statistics.median(length)) if length else "–", count),
         ]
         timeline, trace = self._timeline(), self.trace
         if timeline is not None and trace is not None:

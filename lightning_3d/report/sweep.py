@@ -28,6 +28,9 @@ NUMBERS = {
 """Numbers of a job that are shown, in the order of the columns, and which of two is better."""
 
 _OTHERS = ("job", "layout", "status", "exit_code", "reason", "grad_norm", "folder", *NUMBERS)
+_LAYOUT = "parallelism"
+"""The swept group whose values are layouts: of a job that was skipped nothing else tells it."""
+
 _CLASSES = {"failed", "finished", "interrupted", "skipped", "running"}
 
 
@@ -42,7 +45,7 @@ def write_sweep_report(folder: Path) -> Path:
             rows = list(csv.DictReader(file))
     except OSError as error:
         raise ConfigError(f"{folder} holds no sweep: {SWEEP_FILE} cannot be read ({error.strerror}).") from error
-    keys = [key for key in (rows[0] if rows else ()) if key not in _OTHERS]
+    keys = [key for key in (rows[0] if rows else ()) if key not in _OTHERS and key != _LAYOUT]
     jobs = [_job(folder, row, keys) for row in rows]
     shown = [name for name in NUMBERS if any(name in job["numbers"] for job in jobs)]
     counts = Counter(job["status"] for job in jobs)
@@ -51,7 +54,7 @@ def write_sweep_report(folder: Path) -> Path:
         "folder": str(folder.absolute()),
         "jobs": len(jobs),
         "counts": list(counts.items()),
-        "keys": keys,
+        "over": [*(["layout"] if rows and _LAYOUT in rows[0] else []), *keys],
         "layouts": any(job["layout"] for job in jobs),
     }
     data = {"jobs": jobs, "keys": keys, "numbers": {name: NUMBERS[name] for name in shown}, "layouts": page["layouts"]}
@@ -69,7 +72,7 @@ def _job(folder: Path, row: Mapping[str, str], keys: list[str]) -> dict[str, Any
     status = row.get("status") or ""
     return {
         "job": int(row["job"]),
-        "layout": row.get("layout") or "",
+        "layout": row.get("layout") or row.get(_LAYOUT) or "",
         "values": [row.get(key) or "" for key in keys],
         "status": status,
         "badge": status if status in _CLASSES else "",

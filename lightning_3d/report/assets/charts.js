@@ -14,9 +14,11 @@ function bytes(value) {
 function seconds(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (size >= 120) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
   if (size >= 1) return `${Number(value.toPrecision(4))} s`;
   return size >= 1e-3 ? `${Number((value * 1e3).toPrecision(3))} ms` : `${Number((value * 1e6).toPrecision(3))} µs`;
 }
+function plainly(value) { return plain.format(value); }
 function percent(value) { return `${(100 * value).toFixed(1)} %`; }
 
 // Elements.
@@ -85,15 +87,28 @@ function ticks(low, high, count, integers) {
   for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place += 1) found.push(Number((place * step).toPrecision(12)));
   return found;
 }
+// Of bytes, round numbers in their unit.
+function ticksOf(format, low, high, count) {
+  const unit = format === bytes ? 1024 ** Math.floor(Math.log(Math.max(Math.abs(low), Math.abs(high), 1)) / Math.log(1024)) : 1;
+  return ticks(low / unit, high / unit, count).map((mark) => mark * unit);
+}
+// The same numbers with as many digits as tell them apart, where they have no unit.
+function labels(marks, format) {
+  if (format !== plainly) return marks.map(format);
+  const step = marks.length > 1 ? marks[1] - marks[0] : Math.abs(marks[0]) || 1;
+  const digits = Math.min(8, (String(Number(step.toPrecision(3))).split(".")[1] || "").length);
+  return marks.map((mark) => mark.toFixed(digits));
+}
 function extent(values, fromZero) {
   const finite = values.filter((value) => value !== null && Number.isFinite(value));
   let low = finite.length ? Math.min(...finite) : 0, high = finite.length ? Math.max(...finite) : 1;
   if (fromZero) low = Math.min(0, low);
-  const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 0.5;
+  if (high - low < 1e-4 * Math.abs(high)) { low -= 0.01 * Math.abs(high); high += 0.01 * Math.abs(high); }  // equal to rounding
+  const room = (high - low) * 0.06 || 0.5;
   return [fromZero && low >= 0 ? 0 : low - room, high + room];
 }
 
-/* A curve over steps with its running mean, points beside it, and a cross-hair.
+/* A curve over steps with its mean over neighbours, points beside it, and a cross-hair.
    x, y: numbers, null where there is none; points: [[x, y]]; format: of y. */
 function curve(parent, { x, y, points = [], format, label, fromZero = false, pointLabel = "" }) {
   responsive(parent, (width) => {
@@ -101,20 +116,21 @@ function curve(parent, { x, y, points = [], format, label, fromZero = false, poi
     const height = 240, top = 10, bottom = 34, right = 14;
     const [low, high] = extent([...y, ...points.map((point) => point[1])], fromZero);
     const marks = ticks(low, high, 5);
-    const left = 14 + Math.max(...marks.map((mark) => format(mark).length)) * 7;
+    const texts = labels(marks, format), left = 14 + Math.max(...texts.map((text) => text.length)) * 7;
     const all = [...x, ...points.map((point) => point[0])];
     let first = Math.min(...all), last = Math.max(...all);
     if (first === last) { first -= 1; last += 1; }
     const across = (value) => left + ((value - first) / (last - first)) * (width - left - right);
     const up = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
     const picture = svg("svg", { width, height, role: "img", "aria-label": label, "data-cross": "" }, parent);
-    for (const mark of marks) {
+    marks.forEach((mark, index) => {
       svg("line", { class: "grid", x1: left, x2: width - right, y1: up(mark), y2: up(mark) }, picture);
-      svg("text", { x: left - 8, y: up(mark) + 4, "text-anchor": "end" }, picture, format(mark));
-    }
+      svg("text", { x: left - 8, y: up(mark) + 4, "text-anchor": "end" }, picture, texts[index]);
+    });
     svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }, picture);
     for (const mark of ticks(first, last, width < 480 ? 4 : 8, true)) {
-      svg("text", { x: across(mark), y: height - bottom + 17, "text-anchor": "middle" }, picture, whole.format(mark));
+      const x = across(mark), text = whole.format(mark), end = x + 3.5 * text.length > width;
+      svg("text", { x: end ? width - 1 : x, y: height - bottom + 17, "text-anchor": end ? "end" : "middle" }, picture, text);
     }
     svg("text", { x: width - right, y: height - 3, "text-anchor": "end" }, picture, "step");
     const mean = x.length > 40 ? runningMean(y, Math.max(5, Math.round(x.length / 40))) : null;
@@ -149,12 +165,12 @@ function path(x, y, across, up) {
   }
   return text;
 }
+// Of each value and its neighbours, as many at its left as at its right.
 function runningMean(values, window) {
-  const recent = [];
-  return values.map((value) => {
+  return values.map((value, place) => {
     if (value === null) return null;
-    recent.push(value);
-    if (recent.length > window) recent.shift();
-    return recent.reduce((sum, each) => sum + each, 0) / recent.length;
+    const reach = Math.min(Math.floor(window / 2), place, values.length - 1 - place);
+    const near = values.slice(place - reach, place + reach + 1).filter((each) => each !== null);
+    return near.reduce((sum, each) => sum + each, 0) / near.length;
   });
 }

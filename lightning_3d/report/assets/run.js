@@ -7,7 +7,7 @@ function drawCurves() {
   const { steps, loss, tokens_per_second: speed, validation } = data.curve;
   if (!steps.length) return;
   if (validation.length) legend(document.getElementById("loss-legend"), [["training", "accent", "line"], ["validation", "second", "dot"]]);
-  curve(document.getElementById("loss"), { x: steps, y: loss, points: validation, format: (value) => plain.format(value), label: "Loss by step", pointLabel: "validation" });
+  curve(document.getElementById("loss"), { x: steps, y: loss, points: validation, format: plainly, label: "Loss by step", pointLabel: "validation" });
   curve(document.getElementById("speed"), { x: steps, y: speed, format: (value) => compact.format(value), label: "Tokens per second by step", fromZero: true });
 }
 
@@ -78,13 +78,12 @@ function drawRank(picture, rank, top, across) {
   }
   const first = Math.min(...rank.events.map((event) => event[1] ?? Infinity));
   for (const [kind, stage, microBatch, batch, start, end] of rank.events) {
-    const wide = Math.max(across(end) - across(start), 0.6), high = thin.has(kind) ? 6 : BAR;
+    const wide = Math.max(across(end) - across(start), 0.6), later = stage !== null && stage > first, high = thin.has(kind) ? 6 : later ? BAR - 6 : BAR;
     const what = [`rank ${rank.rank}: ${data.words[kind]}`];
     if (microBatch !== null) what.push(`micro-batch ${microBatch}` + (data.timeline.batches > 1 ? ` of batch ${batch}` : ""));
     if (stage !== null) what.push(`stage ${stage}`);
     what.push(seconds(end - start));
-    const later = stage !== null && stage > first ? " later" : "";
-    svg("rect", { class: slug(kind) + later, x: across(start).toFixed(2), y: middle - high / 2, width: Math.max(wide - 0.5, 0.5).toFixed(2), height: high, rx: Math.min(2, wide / 3).toFixed(1), "data-tip": what.join("\n") }, picture);
+    svg("rect", { class: slug(kind), x: across(start).toFixed(2), y: middle - high / 2, width: Math.max(wide - 0.5, 0.5).toFixed(2), height: high, rx: Math.min(2, wide / 3).toFixed(1), "data-tip": what.join("\n") }, picture);
     if (microBatch !== null && !thin.has(kind) && kind !== "reduce" && wide > 8 + 7 * String(microBatch).length) {
       svg("text", { class: "inside", x: ((across(start) + across(end)) / 2).toFixed(1), y: middle + 4 }, picture, microBatch);
     }
@@ -112,12 +111,11 @@ function drawMemory() {
     }
     const high = ranks.length * ROW + AXIS, room = 76;
     const picture = svg("svg", { width, height: high, role: "img", "aria-label": "Memory of each rank by category" }, bars);
-    const unit = 1024 ** Math.floor(Math.log(largest) / Math.log(1024));
     const across = (value) => (value / largest) * (width - room);
-    for (const mark of ticks(0, largest / unit, width < 480 ? 3 : 6)) {
-      const x = across(mark * unit);
+    for (const mark of ticksOf(bytes, 0, largest, width < 480 ? 3 : 6)) {
+      const x = across(mark);
       svg("line", { class: "grid", x1: x, x2: x, y1: 0, y2: high - AXIS + 4 }, picture);
-      svg("text", { x: Math.max(x, 1), y: high - 6, "text-anchor": mark === 0 ? "start" : "middle" }, picture, mark === 0 ? "0" : bytes(mark * unit));
+      svg("text", { x: Math.max(x, 1), y: high - 6, "text-anchor": mark === 0 ? "start" : "middle" }, picture, mark === 0 ? "0" : bytes(mark));
     }
     ranks.forEach((rank, index) => {
       let start = 0;

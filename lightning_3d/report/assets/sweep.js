@@ -1,11 +1,15 @@
 "use strict";
-const formats = { count: (value) => compact.format(value), bytes, percent, seconds, plain: (value) => plain.format(value) };
+const formats = { count: (value) => compact.format(value), bytes, percent, seconds, plain: plainly };
 const names = Object.keys(data.numbers);
 const show = (name, value) => formats[data.numbers[name].format](value);
 const having = (...wanted) => data.jobs.filter((job) => wanted.every((name) => job.numbers[name] !== undefined));
 const better = (name, one, other) => (data.numbers[name].better === "more" ? one > other : one < other);
+const clearly = (name, one, other) => better(name, one, other) && Math.abs(one - other) > 1e-4 * Math.abs(one);  // losses of layouts differ by rounding
 // What tells a job from the others, in a few characters.
-const short = (job) => data.keys.map((key, place) => [key, job.values[place]]).filter(([, value]) => value).map(([key, value]) => (key === "parallelism" || key === "recipe" ? value : `${key.split(".").pop()}=${value}`)).join(" ") || job.layout || `job ${job.job}`;
+function short(job) {
+  const swept = data.keys.map((key, place) => [key.split(".").pop(), job.values[place]]).filter(([, value]) => value);
+  return [job.layout, ...swept.map(([key, value]) => `${key}=${value}`)].filter(Boolean).join("  ") || `job ${job.job}`;
+}
 
 function choose(parent, label, chosen, changed) {
   const line = html("label", "", parent, label);
@@ -42,8 +46,8 @@ function drawBars() {
 // Jobs that no other one beats in both numbers, from the best in the first to the best in the second.
 function frontier(jobs, x, y) {
   const beaten = (job) => jobs.some((other) => other !== job
-    && !better(x, job.numbers[x], other.numbers[x]) && !better(y, job.numbers[y], other.numbers[y])
-    && (better(x, other.numbers[x], job.numbers[x]) || better(y, other.numbers[y], job.numbers[y])));
+    && !clearly(x, job.numbers[x], other.numbers[x]) && !clearly(y, job.numbers[y], other.numbers[y])
+    && (clearly(x, other.numbers[x], job.numbers[x]) || clearly(y, other.numbers[y], job.numbers[y])));
   return jobs.filter((job) => !beaten(job)).sort((one, other) => one.numbers[x] - other.numbers[x]);
 }
 
@@ -58,26 +62,32 @@ function drawPareto() {
     if (!jobs.length) { note.textContent = ""; return empty(place, "No job has both numbers."); }
     note.textContent = `filled and joined: no other job is better in both (${data.numbers[x].name}: ${data.numbers[x].better}, ${data.numbers[y].name}: ${data.numbers[y].better})`;
     place.replaceChildren();
-    const height = 300, top = 14, bottom = 40, right = 16;
+    const height = 310, top = 30, bottom = 40, right = 16;
     const [left_, right_] = extent(jobs.map((job) => job.numbers[x])), [low, high] = extent(jobs.map((job) => job.numbers[y]));
-    const rows = ticks(low, high, 5), left = 14 + Math.max(...rows.map((mark) => show(y, mark).length)) * 7;
+    const form = (name) => formats[data.numbers[name].format], rows = ticksOf(form(y), low, high, 5), texts = labels(rows, form(y));
+    const left = 14 + Math.max(...texts.map((text) => text.length)) * 7;
     const across = (value) => left + ((value - left_) / (right_ - left_)) * (width - left - right);
     const up = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
     const picture = svg("svg", { width, height, role: "img", "aria-label": `${data.numbers[y].name} against ${data.numbers[x].name}` }, place);
-    for (const mark of rows) {
+    rows.forEach((mark, index) => {
       svg("line", { class: "grid", x1: left, x2: width - right, y1: up(mark), y2: up(mark) }, picture);
-      svg("text", { x: left - 8, y: up(mark) + 4, "text-anchor": "end" }, picture, show(y, mark));
-    }
+      svg("text", { x: left - 8, y: up(mark) + 4, "text-anchor": "end" }, picture, texts[index]);
+    });
     svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }, picture);
-    for (const mark of ticks(left_, right_, width < 420 ? 3 : 6)) svg("text", { x: across(mark), y: height - bottom + 16, "text-anchor": "middle" }, picture, show(x, mark));
+    const columns = ticksOf(form(x), left_, right_, width < 420 ? 3 : 5);
+    labels(columns, form(x)).forEach((text, index) => svg("text", { x: across(columns[index]), y: height - bottom + 16, "text-anchor": "middle" }, picture, text));
     svg("text", { x: width - right, y: height - 6, "text-anchor": "end" }, picture, data.numbers[x].name);
-    svg("text", { x: left + 6, y: top + 2 }, picture, data.numbers[y].name);
+    svg("text", { x: 0, y: 13 }, picture, data.numbers[y].name);
     svg("path", { class: "mean", d: best.map((job, index) => `${index ? "L" : "M"}${across(job.numbers[x])} ${up(job.numbers[y])}`).join("") , style: "stroke-dasharray: 5 4; stroke-width: 1.5" }, picture);
+    const labelled = [];
     for (const job of jobs) {
       const on = best.includes(job), point = { cx: across(job.numbers[x]), cy: up(job.numbers[y]), r: 6.5 };
       svg("circle", { ...point, style: on ? "fill: var(--accent); stroke: var(--card); stroke-width: 2" : "fill: var(--card); stroke: var(--muted); stroke-width: 2", "data-tip": `job ${job.job}: ${short(job)}\n${data.numbers[x].name} ${show(x, job.numbers[x])}\n${data.numbers[y].name} ${show(y, job.numbers[y])}` }, picture);
       const before = point.cx > width - 40;
-      svg("text", { class: "ink", x: point.cx + (before ? -10 : 10), y: point.cy - 7, "text-anchor": before ? "end" : "start" }, picture, job.job);
+      let below = point.cy - 7;
+      while (labelled.some(([x_, y_]) => Math.abs(x_ - point.cx) < 18 && Math.abs(y_ - below) < 12)) below += 12;
+      labelled.push([point.cx, below]);
+      svg("text", { class: "ink", x: point.cx + (before ? -10 : 10), y: below, "text-anchor": before ? "end" : "start" }, picture, job.job);
     }
   };
   const controls = document.getElementById("pareto-controls");
@@ -92,8 +102,7 @@ function drawTable() {
   if (data.layouts) columns.push(["layout", (job) => job.layout]);
   data.keys.forEach((key, index) => columns.push([key, (job) => job.values[index]]));
   for (const name of names) columns.push([name, (job) => job.numbers[name], name]);
-  if (data.jobs.some((job) => job.reason)) columns.push(["reason", (job) => job.reason]);
-  const best = Object.fromEntries(names.map((name) => [name, having(name).map((job) => job.numbers[name]).reduce((one, other) => (better(name, other, one) ? other : one), undefined)]));
+  const best = Object.fromEntries(names.map((name) => [name, having(name).map((job) => job.numbers[name]).reduce((one, other) => (better(name, one, other) ? one : other))]));
   let order = 0, rising = true;
   const draw = () => {
     place.replaceChildren();
@@ -114,9 +123,10 @@ function drawTable() {
     };
     const body = html("tbody", "", table);
     for (const job of [...data.jobs].sort(compare)) {
-      const line = html("tr", "", body);
+      const line = html("tr", "", body), told = Object.keys(job.numbers).length === 0 && job.reason;
       for (const [title, of, name] of columns) {
-        const cell = html("td", name || title === "job" ? "number" : title === "reason" ? "reason" : "", line);
+        if (name && told) continue;
+        const cell = html("td", name || title === "job" ? "number" : "", line);
         const content = of(job);
         if (title === "job" && job.report) {
           const link = html("a", "", cell, content);
@@ -127,6 +137,11 @@ function drawTable() {
           cell.textContent = content === undefined ? "–" : show(name, content);
           if (content !== undefined && content === best[name] && having(name).length > 1) cell.classList.add("best");
         } else cell.textContent = content;
+      }
+      if (job.reason) {
+        const cell = html("td", "reason", told ? line : html("tr", "", body), job.reason);
+        cell.colSpan = told ? names.length || 1 : columns.length;
+        if (!told) line.classList.add("told");
       }
     }
   };
