@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from memory import LiveBytes
+from parity import Cell, check
 from ranks import run_ranks
 from sweeps import by_default
 from test_pipeline import NO_DROPOUT, VOCABULARY, CountedStep, Owner, tiny
@@ -191,6 +192,29 @@ def test_batches_of_an_accumulated_step_are_told_apart(tmp_path: Path) -> None:
             mine = [event for event in each.events if event.batch == batch and event.kind in OF_KIND.values()]
             expected = [(OF_KIND[action.kind], action.stage, action.micro_batch) for action in order[each.rank]]
             assert [(event.kind, event.stage, event.micro_batch) for event in mine] == expected
+
+
+def test_one_rank_is_traced_too(tmp_path: Path) -> None:
+    [(traces, parameters, _)] = run_ranks(fit, 1, str(tmp_path), "tp1", 2, process_group=False)
+    assert [trace.step if trace else None for trace in traces] == [None, 2, 3, 4]
+    trace = traces[3]
+    assert trace is not None and 0 <= trace.bubble < 0.2, "nothing to wait for"
+    assert trace.ranks[0].memory.optimizer == pytest.approx(2 * parameters, rel=0.05), "two moments"
+
+
+CELLS = [
+    Cell(tp=2, pp=2, schedule="ZBVZeroBubble", zero=1),
+    Cell(dp=2, zero=3),
+    Cell(pp=2, dp=2, zero=3),
+    Cell(pp=2, options=(("recompute", "full"),)),
+    Cell(pp=2, options=(("recompute", "selective"),)),
+    Cell(dp=2, zero=2, options=(("offload_activations", True),)),
+]
+
+
+@pytest.mark.parametrize("cell", by_default(CELLS, 0, 1, 3), ids=lambda cell: cell.name)
+def test_steps_that_are_traced_are_exact(cell: Cell) -> None:
+    check(cell, trace_every_n_steps=1)
 
 
 # Arithmetic

@@ -27,7 +27,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, known: Iterable[int]) -> None:
         super().__init__(self._pack, _unpack)
         self._known = frozenset(known)
-        self._users: dict[int, int] = {}
+        self._kept: dict[int, tuple[int, int]] = {}  # by place: how often, and bytes
         self._now = 0
         self.peak = 0
 
@@ -36,15 +36,17 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return tensor if place in self._known else _Kept(self, tensor, place)
 
     def add(self, place: int, size: int) -> None:
-        self._users[place] = self._users.get(place, 0) + 1
-        if self._users[place] == 1:
-            self._now += size
+        times, known = self._kept.get(place, (0, size))
+        self._kept[place] = times + 1, known
+        if not times:
+            self._now += known
             self.peak = max(self.peak, self._now)
 
-    def remove(self, place: int, size: int) -> None:
-        self._users[place] -= 1
-        if not self._users[place]:
-            del self._users[place]
+    def remove(self, place: int) -> None:
+        times, size = self._kept.pop(place)
+        if times > 1:
+            self._kept[place] = times - 1, size
+        else:
             self._now -= size
 
 
@@ -53,11 +55,10 @@ class _Kept:
 
     def __init__(self, owner: SavedTensors, tensor: Tensor, place: int) -> None:
         self._owner, self.tensor, self._place = owner, tensor, place
-        self._size = tensor.untyped_storage().nbytes()
-        owner.add(place, self._size)
+        owner.add(place, tensor.untyped_storage().nbytes())
 
     def __del__(self) -> None:
-        self._owner.remove(self._place, self._size)
+        self._owner.remove(self._place)
 
 
 def _unpack(kept: Any) -> Tensor:

@@ -135,7 +135,8 @@ function drawTable() {
         } else if (title === "status") html("span", `badge ${job.badge}`, cell, content);
         else if (name) {
           cell.textContent = content === undefined ? "–" : show(name, content);
-          if (content !== undefined && content === best[name] && having(name).length > 1) cell.classList.add("best");
+          const among = having(name), top = (value) => !clearly(name, best[name], value);
+          if (content !== undefined && top(content) && !among.every((other) => top(other.numbers[name]))) cell.classList.add("best");
         } else cell.textContent = content;
       }
       if (job.reason) {
