@@ -232,6 +232,12 @@ def test_a_browser_shows_the_report_of_a_run(traced: Any, width: int, dark: bool
         drawn = re.findall(rf'<rect class="{kind}"', seen.document)
         assert len(drawn) == sum(event.kind == kind for event in events)
     assert seen.document.count('class="ranks"') == 1 and "optimizer state" in seen.document
+    with (folder / "metrics.csv").open() as file:
+        measured = float(list(csv.DictReader(file))[-1]["bubble"])
+    drawn = re.findall(r'<rect class="([a-z]+)" x="[^"]*" y="[^"]*" width="([^"]*)"[^>]*? data-tip="([^"]*)"', seen.document)
+    whole = sum(float(wide) for kind, wide, _ in drawn if kind == "idle")
+    busy = sum(float(wide) + 0.5 for kind, wide, tip in drawn if kind in ACTIONS and "stage" in tip)  # less by a gap
+    assert 1 - busy / whole == pytest.approx(measured, abs=0.03), "what is seen"
 
 
 @pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.full)])
