@@ -12,6 +12,7 @@ import pytest
 import yaml
 from browser import chromium, look
 from command_line import run_commands
+from ranks import run_ranks
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
@@ -128,6 +129,34 @@ def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
     assert "not a finite number in 1 step, first in step 2" in page.words
     assert page.data["curve"]["loss"] == [5.5, None]
     assert "<script>x" not in page.source and "</script><script>x" in page.words
+
+
+def fail(folder: str) -> None:
+    """A fit in a Trainer of one's own, under another strategy, that fails after its second step."""
+    from lightning.pytorch import Callback
+    from parity import Module, Rows, quiet_trainer
+    from reference import Recipe, data
+    from torch.utils.data import DataLoader
+
+    from lightning_3d.training.callbacks import MetricsCSV
+    from lightning_3d.training.timeline import RunReport, Timeline
+
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                raise ArithmeticError("no third step")
+
+    run, recipe = Path(folder), Recipe(steps=4)
+    callbacks = [Fails(), MetricsCSV(run / "metrics.csv"), Timeline(run / "timeline.json"), RunReport(run)]
+    quiet_trainer(max_steps=4, callbacks=callbacks).fit(Module(recipe), DataLoader(Rows(data(recipe)), batch_size=4))
+
+
+def test_a_fit_of_ones_own_that_fails_has_a_report(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError, match="no third step"):
+        run_ranks(fail, 1, str(tmp_path), process_group=False)
+    page = Page(tmp_path / "report.html")
+    assert "This run failed after step 2." in page.words and "ArithmeticError: no third step" in page.words
+    assert page.data["curve"]["steps"] == [1, 2] and "Module" in page.words
 
 
 def test_states_without_numbers_are_told(tmp_path: Path) -> None:
