@@ -94,7 +94,7 @@ class StepTracer:
 
     def _begin(self, step: int) -> None:
         self._tracing = self._asked or (self._every is not None and step % self._every == 0)
-        self._asked = False
+        self._asked, self._watch = False, None
         if self._tracing:
             assert self._module is not None
             self._step = step
