@@ -254,6 +254,7 @@ def test_a_browser_shows_the_report_of_a_run(traced: Any, width: int, dark: bool
     seen = look(folder / "report.html", width=width, dark=dark)
     assert seen.errors == [] and seen.asked == []
     assert (seen.width, seen.dark) == (width, dark)
+    assert len(seen.picture) > 20_000, "a picture with something on it"
     assert seen.wide <= width, "nothing can be scrolled sideways but what is meant to"
     assert (seen.ground == "rgb(13, 18, 24)") is dark
     events = [event for each in parts[0][0][3].ranks for event in each.events]

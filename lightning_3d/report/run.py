@@ -18,13 +18,23 @@ from lightning_3d.metrics_file import column, read_rows
 from lightning_3d.report.page import show_bytes, show_count, show_percent, show_seconds, write_page
 from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, RUNNING, read_status
 from lightning_3d.schedules import find_schedule, predicted_bubble, stages_of_rank
-from lightning_3d.tracing.trace import FORWARD, KINDS, TIMELINE_FILE, StepTrace, measured_bubble, read_timeline
+from lightning_3d.tracing.trace import (
+    FORWARD,
+    KINDS,
+    TIMELINE_FILE,
+    RankTrace,
+    StepTrace,
+    measured_bubble,
+    pipeline_by_pipeline,
+    read_timeline,
+)
 
 REPORT_FILE = "report.html"
 
 _WORDS = {"receive": "wait for a message", "reduce": "reduce gradients", "input gradient": "backward: inputs"}
 _WORDS |= {"weight gradient": "backward: weights"}
 _MOST_POINTS = 1500
+_MOST_IN_ORDER = 16  # of more, run.js shows so many at first
 _MOST_NODES = 16
 _MOST_RANKS_OF_A_NODE = 64
 
@@ -221,7 +231,7 @@ class _RunPage:
         trace = self.trace
         if trace is None:
             return None
-        kept = [each for each in trace.ranks if each.events]
+        kept = self._kept()
         work = {each.rank: each.work for each in trace.ranks}
         ranks = []
         for each in kept:
@@ -252,6 +262,14 @@ class _RunPage:
             "ranks": ranks,
         }
 
+    def _kept(self) -> list[RankTrace]:
+        """The ranks whose events are there, of many those of a pipeline together: not all of them are seen at once."""
+        kept = [each for each in self.trace.ranks if each.events] if self.trace is not None else []
+        if len(kept) <= _MOST_IN_ORDER:
+            return kept
+        place = {rank: index for index, rank in enumerate(pipeline_by_pipeline(self.layout))}
+        return sorted(kept, key=lambda each: place[each.rank])
+
     def _predicted(self, micro_batches: int) -> float | None:
         if self.layout.pp == 1 or not micro_batches:
             return None
@@ -261,8 +279,7 @@ class _RunPage:
             return None
 
     def _memory(self) -> list[dict[str, Any]]:
-        ranks = self.trace.ranks if self.trace is not None else ()
-        shown = [each for each in ranks if each.events] or list(ranks)
+        shown = self._kept() or (list(self.trace.ranks) if self.trace is not None else [])
         return [
             {"rank": each.rank, "place": self._place(each.rank), **each.memory._asdict(), "total": each.memory.total} for each in shown
         ]

@@ -138,13 +138,16 @@ def measured_bubble(work: Mapping[int, Sequence[Work]], layout: Layout) -> float
 
 
 def chosen_ranks(layout: Layout) -> frozenset[int]:
-    """Ranks whose events are kept: all, or of a large layout whole pipelines, those of the first tensor- and context-parallel ranks
-    before others."""
-    pipelines = layout.groups("pp")
-    places = {pipeline: layout.coordinates(pipeline[0]) for pipeline in pipelines}
-    pipelines.sort(key=lambda pipeline: (places[pipeline]["tp"] + places[pipeline]["cp"] > 0, pipeline))
-    fitting = max(1, MOST_RANKS // layout.pp)
-    return frozenset(rank for pipeline in pipelines[:fitting] for rank in pipeline)
+    """Ranks whose events are kept: all, or of a large layout as many whole pipelines as `MOST_RANKS` allows, at least one."""
+    ranks = pipeline_by_pipeline(layout)
+    return frozenset(ranks[: max(1, MOST_RANKS // layout.pp) * layout.pp])
+
+
+def pipeline_by_pipeline(layout: Layout) -> list[int]:
+    """All ranks, those of a pipeline together, the first tensor- and context-parallel ranks before others."""
+    places = {pipeline: layout.coordinates(pipeline[0]) for pipeline in layout.groups("pp")}
+    pipelines = sorted(places, key=lambda pipeline: (places[pipeline]["tp"] + places[pipeline]["cp"] > 0, pipeline))
+    return [rank for pipeline in pipelines for rank in pipeline]
 
 
 # The file

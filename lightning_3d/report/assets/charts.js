@@ -57,11 +57,13 @@ function showTip(text, x, y) {
   tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 18}px`;
 }
 function hideTip() { tip.style.visibility = "hidden"; }
-document.addEventListener("pointermove", (event) => {
+function follow(event) {
   const target = event.target instanceof Element ? event.target.closest("[data-tip]") : null;
   if (target) showTip(target.dataset.tip, event.clientX, event.clientY);
   else if (!(event.target instanceof Element && event.target.closest("[data-cross]"))) hideTip();
-});
+}
+document.addEventListener("pointermove", follow);
+document.addEventListener("pointerdown", follow);
 document.addEventListener("scroll", hideTip, true);
 
 // Draws again when the width changes.
