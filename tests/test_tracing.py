@@ -263,6 +263,43 @@ def test_clocks_of_three_machines() -> None:
     assert clock_offsets(["a", "a"], [[], []]) == [(0.0, 0.0)] * 2
 
 
+class FakeEvent:
+    """A CUDA event: from one that is recorded to the next a second goes by, by the GPU's clock."""
+
+    done = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        assert stream == "the stream that computes"
+        self.moment, FakeEvent.done = FakeEvent.done, FakeEvent.done + 1.0
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1000 * (other.moment - self.moment)
+
+
+def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream that computes")
+    monkeypatch.setattr("time.perf_counter", lambda: 100.0)
+    recorder = Recorder(torch.device("cuda", 0))
+    recorder.begin()
+    recorder.recording(True)
+    with recorder.span(FORWARD, 0, 3):
+        pass
+    with recorder.span(SEND, 0, 3):
+        pass
+    assert len(waits) == 1, "nothing waits for the GPU while the step runs"
+    assert recorder.take() == [Event(FORWARD, 0, 3, 0, 101.0, 102.0), Event(SEND, 0, 3, 0, 103.0, 104.0)]
+    assert len(waits) == 2
+
+
 def test_what_autograd_keeps_is_counted() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
