@@ -110,11 +110,12 @@ def plain(layout: str, steps: int, turns: Turns) -> None:
         turns.step_ended()
 
 
-def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bool = True) -> None:
+def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bool = True, trace: int | None = None) -> None:
     """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer.
 
     Args:
         overlap: False: gradients are reduced after the last backward of a step, never before.
+        trace: steps from one that is traced to the next.
     """
     import lightning.pytorch as pl
     import torch
@@ -147,7 +148,7 @@ def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bo
 
     degrees = Layout.parse(layout)
     rows = DataLoader(TensorDataset(all_rows(steps)), batch_size=GLOBAL_BATCH // degrees.dp)
-    strategy = Lightning3DStrategy(layout, micro_batch_size=MICRO_BATCH, zero_stage=zero_stage)
+    strategy = Lightning3DStrategy(layout, micro_batch_size=MICRO_BATCH, zero_stage=zero_stage, trace_every_n_steps=trace)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=degrees.world_size,
@@ -295,6 +296,7 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "ours": ours,
     "ours_zero0": partial(ours, zero_stage=0),
     "ours_waiting": partial(ours, overlap=False),
+    "ours_traced": partial(ours, trace=1),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,
 }

@@ -1,5 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `launch`, `export`, `import`,
-`inspect`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `launch`, `export`, `import`, `inspect`,
+`report`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -27,6 +27,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
   import      convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed; `lightning-3d import --help`
   inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
+  report      make the page that shows a run or a sweep; `lightning-3d report --help`
   --version   print the version
   --help      print this
 
@@ -103,8 +104,15 @@ def _inspect(arguments: list[str]) -> int:
     return inspect(arguments)
 
 
+def _report(arguments: list[str]) -> int:
+    """Make the page that shows a run or a sweep."""
+    from lightning_3d.report.command import run
+
+    return run(arguments)
+
+
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"launch": _launch, "export": _export, "import": _import, "inspect": _inspect}
+_WITHOUT_RANKS = {"launch": _launch, "export": _export, "import": _import, "inspect": _inspect, "report": _report}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

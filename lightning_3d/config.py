@@ -103,6 +103,7 @@ class TrainerConfig:
     limit_val_batches: int | None = None
     gradient_clip_val: float | None = None
     log_every_n_steps: int = 10
+    trace_every_n_steps: int | None = None
     checkpoint_every_n_steps: int = MISSING
     resume: str | None = None
     auto_resume: bool = False
@@ -369,6 +370,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             "trainer.val_check_interval": trainer.val_check_interval,
             "trainer.log_every_n_steps": trainer.log_every_n_steps,
             "trainer.checkpoint_every_n_steps": trainer.checkpoint_every_n_steps,
+            "trainer.trace_every_n_steps": trainer.trace_every_n_steps,
         }
     )
     if steps % trainer.val_check_interval:

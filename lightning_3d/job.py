@@ -106,17 +106,32 @@ def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, 
         print_once(f"goes on from {place.resume}", outside)
     status = RunStatus.begun()
     status.write(folder.path)
-    code = 1
+    code, reason = 1, ""
     try:
-        code = _start_ranks(plan, frozen, folder) if outside is None else _be_rank(outside, frozen, place.reporter)
+        if outside is None:
+            code, reason = _start_ranks(plan, frozen, folder)
+        else:
+            code = _be_rank(outside, frozen, place.reporter)
     except KeyboardInterrupt:
         code = 130
         raise
     finally:
-        status.after(code).write(folder.path)
+        status.after(code, reason).write(folder.path)
+        if (folder.path / "metrics.csv").is_file():
+            _report(folder.path)
     if code == Lightning3DError.exit_code and not folder.holds_results():
         folder.discard()
     return code
+
+
+def _report(folder: Path) -> None:
+    """Write the report of a run that has ended. The run is what it is without one."""
+    from lightning_3d.report import write_report
+
+    try:
+        write_report(folder)
+    except Exception as error:
+        print(f"lightning_3d: the report of this run cannot be made: {error}", file=sys.stderr, flush=True)
 
 
 def frozen_text(frozen: dict[str, Any]) -> str:
@@ -124,8 +139,8 @@ def frozen_text(frozen: dict[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(frozen))
 
 
-def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> int:
-    """Start the ranks on this machine and wait for them."""
+def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tuple[int, str]:
+    """Start the ranks on this machine and wait for them. Returns the exit code, and what was said of a failure."""
     count = plan.layout.world_size
     threads = None
     if plan.accelerator == "cpu":
@@ -145,7 +160,7 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> in
         print(outcome.message, file=sys.stderr, flush=True)
         if outcome.exit_code != Lightning3DError.exit_code:
             print(f"lightning_3d: what the ranks printed is in {folder.path / LOGS}", file=sys.stderr)
-    return outcome.exit_code
+    return outcome.exit_code, outcome.message or ""
 
 
 def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> int:

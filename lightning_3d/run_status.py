@@ -16,6 +16,8 @@ FINISHED = "finished"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
 
+_MOST_OF_A_REASON = 4000
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -26,6 +28,7 @@ class RunStatus:
         exit_code: None while it runs.
         started, ended: seconds since the epoch.
         pid, host: of the process that supervises the ranks, or of rank 0 under torchrun and SLURM.
+        reason: what was said when it failed, where that is known.
     """
 
     status: str
@@ -34,16 +37,17 @@ class RunStatus:
     ended: float | None
     pid: int
     host: str
+    reason: str = ""
 
     @classmethod
     def begun(cls) -> RunStatus:
         """A run of this process that begins now."""
         return cls(RUNNING, None, time.time(), None, os.getpid(), socket.gethostname())
 
-    def after(self, exit_code: int) -> RunStatus:
+    def after(self, exit_code: int, reason: str = "") -> RunStatus:
         """The same run when it has ended."""
         status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code > 128 else FAILED
-        return replace(self, status=status, exit_code=exit_code, ended=time.time())
+        return replace(self, status=status, exit_code=exit_code, ended=time.time(), reason=reason[-_MOST_OF_A_REASON:])
 
     @property
     def seconds(self) -> float | None:

@@ -59,6 +59,8 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
+from lightning_3d.tracing.trace import OPTIMIZER
+from lightning_3d.tracing.tracer import StepTracer
 from lightning_3d.trainer_checkpoints import TrainerCheckpoints
 from lightning_3d.unsupported import optimizers_of_a_stage, refuse_callbacks, refuse_unsupported, require_trained
 from lightning_3d.zero import DataParallelBackend, make_backend
@@ -92,6 +94,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
         split_batch: function (batch, n) -> n micro-batches, for batches that cannot be cut along dimension 0.
+        trace_every_n_steps: of steps whose number is a multiple of it `last_step.trace` tells what each rank did when, and what its
+            memory held; None: only of those that `trace_next_step` asks for.
         seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
         timeout: of collectives.
 
@@ -131,6 +135,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
         split_batch: SplitBatch | None = None,
+        trace_every_n_steps: int | None = None,
         seed: int | None = None,
         timeout: timedelta | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -153,6 +158,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self.fp8 = fp8
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
+        self._tracer = StepTracer(trace_every_n_steps)
         self.model_parts: LocalModel | None = None
         self.mesh: Mesh | None = None
         self._plan = plan
@@ -335,6 +341,9 @@ class Lightning3DStrategy(TrainerCheckpoints):
             state=parts.state,
             device=self.root_device,
             after_backward=self._backend.after_backward,
+            recorder=self._tracer.connect(
+                module, self.root_device, mesh.layout, self.schedule, hooks=not self.options.blocks.compile
+            ),
         )
         check = None
         if mesh.size("tp") > 1:
@@ -350,6 +359,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
             context=self._step_context,
             after_first_backward=check,
             routers=parts.routers,
+            tracer=self._tracer,
         )
         self._same_batch = SameBatch(mesh, self.root_device)
 
@@ -394,13 +404,19 @@ class Lightning3DStrategy(TrainerCheckpoints):
         place, ends = self._batches_of_step, steps_after_this_batch(trainer)
         self._batches_of_step = 0 if ends else place + 1
         step = trainer.global_step
-        self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, step, place=place, ends=ends)
-        if ends:
-            self.last_step.grad_norm = self._backend.grad_norm()
+        with self._tracer.batch(step + 1, place):
+            self.last_step, outputs = self._runner.train(micro_batches, tuple(rest), self._backend, step, place=place, ends=ends)
+            if ends:
+                with self._tracer.recorder.span(OPTIMIZER):
+                    self.last_step.grad_norm = self._backend.grad_norm()
         if ends and self.compilation is not None and not self._told:
             self._told = True
             self.compilation.warn()
         return outputs
+
+    def trace_next_step(self) -> None:
+        """Trace the next optimizer step, whatever `trace_every_n_steps` is. All ranks call it, as a callback's hook does."""
+        self._tracer.trace_next_step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -465,8 +481,11 @@ class Lightning3DStrategy(TrainerCheckpoints):
         assert self._backend is not None and self.lightning_module is not None and self.model_parts is not None
         result = closure()
         run_after_closure(self.precision_plugin, self.lightning_module, optimizer)
-        self._backend.step()
-        self.model_parts.after_optimizer_step()
+        with self._tracer.optimizer():
+            self._backend.step()
+            self.model_parts.after_optimizer_step()
+        if self.last_step is not None:
+            self.last_step.trace = self._tracer.finish(self._backend)
         return result
 
     def _clip_gradients(
@@ -476,7 +495,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         assert self._backend is not None
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         if clip_val and clip_val > 0:
-            self._backend.clip(**{"value" if by_value else "max_norm": float(clip_val)})
+            with self._tracer.optimizer():
+                self._backend.clip(**{"value" if by_value else "max_norm": float(clip_val)})
 
     # Failures
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     """``ranks(fn, world_size, *args, timeout=120, **kwargs) -> list``: see ``ranks.py``."""
     yield run_ranks
     POOL.close()
+
+
+@pytest.fixture(scope="session")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of a run on 8 ranks with what each of them had: step 3 was asked for to be traced, step 4 has the right number."""
+    from traced import fit
+
+    folder = tmp_path_factory.mktemp("traced")
+    return folder, run_ranks(fit, 8, str(folder), "tp2_pp2_dp2", 4, zero_stage=1, process_group=False, timeout=240)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -54,7 +54,7 @@ def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
     assert results["run"].code == 0, results["run"].output
     assert results["run"].left == [], "everything is in the run folder"
     names = {path.name for path in (folder / "run").iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", "train.log", ".hydra", ".lock"}
+    assert names == {"config.yaml", "metrics.csv", "report.html", "checkpoints", "logs", "status.json", "train.log", ".hydra", ".lock"}
     assert list((folder / "run" / "checkpoints").iterdir())
     with (folder / "run" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -84,6 +84,8 @@ def test_failing_rank_is_told_once_and_ends_those_that_hang(results: dict[str, R
     assert result.output.count("Traceback") == 1
     assert "lightning_3d: rank 1 of 2 failed" in result.output
     assert (folder / "hang" / "metrics.csv").is_file(), "what the run did until then is kept"
+    page = (folder / "hang" / "report.html").read_text()
+    assert "This run failed" in page and "ArithmeticError: rank 1 cannot go on" in page
 
 
 @pytest.mark.full
@@ -111,6 +113,8 @@ def test_sweep_runs_each_job_in_ranks_of_its_own(results: dict[str, Result], fol
     assert skipped < result.output.index("[1/2] job 0: parallelism=dp2"), "it is said before the first job starts"
     assert [row["status"] for row in csv.DictReader((folder / "sweep" / "sweep.csv").open())] == ["finished", "skipped", "finished"]
     assert not (folder / "sweep" / "1").exists()
+    page = (folder / "sweep" / "sweep.html").read_text()
+    assert all(f'"report": "{job}/report.html"' in page and (folder / "sweep" / job / "report.html").is_file() for job in "02")
     assert [yaml.safe_load((folder / "sweep" / job / "config.yaml").read_text())["parallelism"]["layout"] for job in "02"]
     one, other = (float(losses(folder / "sweep" / job)[-1]) for job in "02")
     assert one == pytest.approx(other, rel=1e-5), "a layout changes nothing of what is computed"

@@ -78,7 +78,7 @@ def test_wheel_has_all_code_and_configuration(wheel: list[str]) -> None:
         ("recipes", "lightning_3d/recipes"),
         ("hydra_plugins", "hydra_plugins"),
     ):
-        files = [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in (".py", ".yaml", ".typed")]
+        files = [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in (".py", ".yaml", ".typed", ".j2", ".css", ".js")]
         wanted = {f"{inside}/{path.relative_to(REPOSITORY / folder)}" for path in files}
         assert wanted - set(wheel) == set()
 

@@ -109,6 +109,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "override_grammar": (["trainer.max_steps=[1"], ['"trainer.max_steps=[1" is not understood']),
     "wrong_type": (["trainer.max_steps=many"], ["trainer.max_steps", "many", "Integer"]),
     "f21_steps": (["trainer.max_steps=0"], ["trainer.max_steps is 0", "at least 1"]),
+    "f21_trace": (["trainer.trace_every_n_steps=0"], ["trainer.trace_every_n_steps is 0", "at least 1"]),
     "f21_learning_rate_nan": (["optimizer.lr=nan"], ["optimizer.lr is nan"]),
     "f21_learning_rate_negative": (["optimizer.lr=-1e-3"], ["optimizer.lr is -0.001"]),
     "f21_checkpoint_timeout": (["parallelism.checkpoint_timeout_seconds=0"], ["checkpoint_timeout_seconds is 0.0", "at least 1"]),

@@ -18,6 +18,8 @@ from lightning_3d.pipeline.partition import StageAssignment
 from lightning_3d.pipeline.schedule import Kind, Order, forward_order, training_order
 from lightning_3d.pipeline.state import Chunk, PipelineState, StageBoundary
 from lightning_3d.pipeline.transport import Message, Transport
+from lightning_3d.tracing.recorder import Recorder
+from lightning_3d.tracing.trace import BACKWARD, FORWARD, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WEIGHT_GRADIENT
 
 
 class AfterBackward(Protocol):
@@ -72,6 +74,7 @@ class PipelineEngine:
         device: where hidden states live.
         after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
             this rank's, counted from 0) and `last` (there are no more such actions).
+        recorder: takes the times of actions and messages.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class PipelineEngine:
         state: PipelineState,
         device: torch.device,
         after_backward: AfterBackward,
+        recorder: Recorder | None = None,
     ) -> None:
         self._mesh = mesh
         self._assignment = assignment
@@ -93,6 +97,7 @@ class PipelineEngine:
         self._state = state
         self._device = device
         self._after_backward = after_backward
+        self._recorder = recorder or Recorder()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
         self._boundaries: dict[Hashable, Boundary] = {}
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -192,7 +197,7 @@ class PipelineEngine:
         """Run the user's step with `chunk` active."""
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_(True)
-        with self._state.running(chunk, received):
+        with self._state.running(chunk, received), self._recorder.span(FORWARD, chunk.stage, micro_batch):
             step.enter(micro_batch)
             try:
                 output = step(micro_batch)
@@ -219,7 +224,8 @@ class PipelineEngine:
         """The whole backward of one micro-batch on one stage, or only the part that the previous stage waits for."""
         flight = self._in_flight[chunk.stage, micro_batch]
         flight.gradient = self._receive(False, chunk, micro_batch, transport)
-        with self._state.running(chunk, flight.received):
+        kind = INPUT_GRADIENT if split else BACKWARD
+        with self._state.running(chunk, flight.received), self._recorder.span(kind, chunk.stage, micro_batch):
             if not split:
                 _backward_all(flight)
             elif not chunk.is_first:
@@ -239,7 +245,7 @@ class PipelineEngine:
     def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
         """The part of the backward that only fills weight gradients. The first stage, which nobody waits for, does all of it here."""
         flight = self._in_flight[chunk.stage, micro_batch]
-        with self._state.running(chunk, flight.received):
+        with self._state.running(chunk, flight.received), self._recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch):
             if chunk.is_first:
                 _backward_all(flight)
             elif flight.weight_work is not None:
@@ -251,7 +257,8 @@ class PipelineEngine:
         del self._in_flight[chunk.stage, micro_batch]
         self._to_come[chunk.stage] -= 1
         place = sorted(self._chunks).index(chunk.stage)
-        self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
+        with self._recorder.span(REDUCE, chunk.stage, micro_batch):
+            self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
 
     def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:
         """Hidden states from the stage before (forward) or their gradient from the stage behind; None at the ends."""
@@ -262,14 +269,17 @@ class PipelineEngine:
         if sender == self._mesh.index("pp"):
             return self._local.pop(message)
         assert transport is not None
-        return transport.receive(message, sender)
+        with self._recorder.span(RECEIVE, chunk.stage, micro_batch):
+            return transport.receive(message, sender)
 
     def _send(self, message: Message, tensor: Tensor, transport: Transport | None) -> None:
         if self._assignment.rank_of_stage[message.stage] == self._mesh.index("pp"):
             self._local[message] = tensor.detach()
             return
         assert transport is not None
-        transport.send(message, tensor)
+        sender = message.stage - 1 if message.forward else message.stage + 1
+        with self._recorder.span(SEND, sender, message.micro_batch):
+            transport.send(message, tensor)
 
 
 def _backward_all(flight: _InFlight) -> None:

@@ -23,6 +23,8 @@ from lightning_3d.step.logs import StepLog
 from lightning_3d.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.step.weighting import LossWeights
 from lightning_3d.torch_compat import all_reduce_flat
+from lightning_3d.tracing.trace import REDUCE, StepTrace
+from lightning_3d.tracing.tracer import StepTracer
 from lightning_3d.zero import DataParallelBackend
 
 
@@ -35,12 +37,14 @@ class StepResult:
         weight: target tokens (or rows) of the global batch.
         grad_norm: global norm before clipping; None until it was computed.
         routers: of a mixture of experts; their losses are not in `loss`.
+        trace: where the step was traced; its events are on rank 0.
     """
 
     loss: float
     weight: float
     grad_norm: float | None = None
     routers: RouterStatistics | None = None
+    trace: StepTrace | None = None
 
     @property
     def tokens(self) -> float:
@@ -55,6 +59,7 @@ class StepRunner:
         context: a new precision context for each call of the user's step, by hook name.
         after_first_backward: called once, when the first step has its unreduced gradients.
         routers: of a mixture of experts.
+        tracer: of the step, which the caller begins.
 
     Attributes:
         inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
@@ -71,7 +76,9 @@ class StepRunner:
         context: Callable[[str], AbstractContextManager[Any]],
         after_first_backward: Callable[[], None] | None = None,
         routers: Routers | None = None,
+        tracer: StepTracer | None = None,
     ) -> None:
+        self._tracer = tracer or StepTracer()
         self._module = module
         self._engine = engine
         self._mesh = mesh
@@ -118,7 +125,9 @@ class StepRunner:
             routers = self._routers.finish(weight) if self._routers is not None else None
             self._accumulated = weight + (self._accumulated if place else 0.0)
             if ends:
-                backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
+                self._tracer.before_reduction(backend)
+                with self._tracer.recorder.span(REDUCE):
+                    backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
         self._log.replay(checksum)
         outputs = self._merged(micro_batches) or {}
         if extras:

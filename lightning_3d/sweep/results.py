@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.metrics_file import column, read_rows
 from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, read_status
 from lightning_3d.sweep.jobs import Checked, Entry, Job, Skipped
 
@@ -17,8 +17,9 @@ CHECKED = "checked"
 NOT_STARTED = "not started"
 
 FINAL = ("loss", "val_loss", "grad_norm")
-TYPICAL = ("tokens_per_second", "step_seconds")
-METRICS = (*FINAL, *TYPICAL, "seconds")
+TYPICAL = ("tokens_per_second", "step_seconds", "bubble")
+LARGEST = ("memory",)
+METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
 
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
@@ -32,8 +33,10 @@ class Outcome:
 
     Attributes:
         numbers: by name of `METRICS`; those that do not exist are left out. Losses are those of the last step that has them, speeds
-            the median over steps without the first, `seconds` from the start of the run to its end.
+            the median over steps without the first, so the bubble, over those that were traced; memory is the most of any of these;
+            `seconds` from the start of the run to its end.
         before: an earlier start of the same sweep finished it.
+        layout: its name, where the configuration has one.
     """
 
     number: int
@@ -44,6 +47,7 @@ class Outcome:
     numbers: Mapping[str, float] = field(default_factory=dict)
     folder: Path | None = None
     before: bool = False
+    layout: str = ""
 
     @classmethod
     def of(cls, entry: Entry) -> Outcome:
@@ -52,7 +56,9 @@ class Outcome:
             return cls(entry.number, entry.overrides, SKIPPED, 2, entry.reason)
         if isinstance(entry, Checked):
             return cls(entry.number, entry.overrides, CHECKED, 0, entry.description)
-        return cls(entry.number, entry.overrides, NOT_STARTED, folder=entry.folder)
+        group = entry.config.get("parallelism")
+        layout = group.get("layout") if isinstance(group, dict) else None
+        return cls(entry.number, entry.overrides, NOT_STARTED, folder=entry.folder, layout=str(layout or ""))
 
     def ended(self, exit_code: int, reason: str = "") -> Outcome:
         """The same job when it has run, with what its folder says."""
@@ -83,38 +89,24 @@ def check_metric(name: str) -> None:
 
 def read_numbers(folder: Path) -> dict[str, float]:
     """The numbers of a run: of its `metrics.csv`, and its duration."""
-    rows = _rows(folder / "metrics.csv")
+    rows = read_rows(folder / "metrics.csv")
     numbers = {}
     for name in FINAL:
-        values = _column(rows, name)
+        values = column(rows, name)
         if values:
             numbers[name] = values[-1]
     for name in TYPICAL:
-        values = _column(rows[1:] or rows, name)  # the first step also warms up
+        values = column(rows[1:] or rows, name)  # the first step also warms up
         if values:
             numbers[name] = statistics.median(values)
+    for name in LARGEST:
+        values = column(rows, name)
+        if values:
+            numbers[name] = max(values)
     status = read_status(folder)
     if status is not None and status.seconds is not None:
         numbers["seconds"] = status.seconds
     return numbers
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics file; none when there is no file. A last row cut off by a crash is left out."""
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
-
-
-def _column(rows: list[dict[str, str]], name: str) -> list[float]:
-    values = []
-    for row in rows:
-        try:
-            values.append(float(row.get(name) or ""))
-        except ValueError:  # an empty cell
-            continue
-    return values
 
 
 def reason_in_log(log: Path) -> str:

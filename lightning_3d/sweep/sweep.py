@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.report import write_sweep_report
 from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, RUNNING, RunStatus, read_status
 from lightning_3d.sweep.engine import Began, Ended, Engine, Going, Interrupted
 from lightning_3d.sweep.folder import SweepFolder, is_finished, prepare
@@ -140,10 +141,11 @@ class Sweep:
                 self.outcomes[number] = replace(outcome.ended(130), exit_code=code)
 
     def _save(self) -> None:
-        """Write `sweep.csv`, as soon as there is a job to be run."""
+        """Write `sweep.csv` and `sweep.html`, as soon as there is a job to be run."""
         outcomes = self._sorted()
         if self._used:
             write_csv(self.folder.path, outcomes, swept_keys(outcomes, self._known))
+            write_sweep_report(self.folder.path)
 
     def _sorted(self) -> list[Outcome]:
         return [self.outcomes[number] for number in sorted(self.outcomes)]
@@ -198,6 +200,7 @@ class Sweep:
             if outcome.status in (SKIPPED, FAILED):
                 self._say(f"job {outcome.number} {outcome.status}: {outcome.reason or f'exit code {outcome.exit_code}'}")
         self._say(f"table: {write_csv(self.folder.path, outcomes, keys)}")
+        self._say(f"report: {write_sweep_report(self.folder.path)}")
         if any(outcome.status in (FAILED, INTERRUPTED, NOT_STARTED) for outcome in outcomes):
             self._say(f"the same command with hydra.sweep.dir={self.folder.path} runs what did not finish")
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from lightning_3d.report.sweep import SWEEP_FILE
 from lightning_3d.sweep.results import METRICS, Outcome
 
-SWEEP_FILE = "sweep.csv"
 _FEWEST_CHARACTERS = 6
 _GAP = "  "
 
@@ -32,13 +32,13 @@ def write_csv(folder: Path, outcomes: Sequence[Outcome], keys: Sequence[str]) ->
     """Write `sweep.csv` as a whole: one row per job, with full values. An empty cell is a number that does not exist."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["job", *keys, "status", "exit_code", "reason", *METRICS, "folder"])
+    rows.writerow(["job", *keys, "layout", "status", "exit_code", "reason", *METRICS, "folder"])
     for outcome in outcomes:
         values = assigned(outcome.overrides)
         numbers = [f"{outcome.numbers[name]:.9g}" if name in outcome.numbers else "" for name in METRICS]
         code = "" if outcome.exit_code is None else outcome.exit_code
         swept = [values.get(key, "") for key in keys]
-        rows.writerow([outcome.number, *swept, outcome.status, code, outcome.reason, *numbers, outcome.folder or ""])
+        rows.writerow([outcome.number, *swept, outcome.layout, outcome.status, code, outcome.reason, *numbers, outcome.folder or ""])
     path, draft = folder / SWEEP_FILE, folder / f".{SWEEP_FILE}"
     draft.write_text(text.getvalue(), encoding="utf-8")
     os.replace(draft, path)
@@ -72,6 +72,8 @@ _SHOWN = (
     ("val_loss", "val loss", lambda value: f"{value:.5f}"),
     ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
     ("step_seconds", "s/step", lambda value: f"{value:.3f}"),
+    ("bubble", "bubble", lambda value: f"{100 * value:.1f} %"),
+    ("memory", "MB", lambda value: f"{value / 1e6:,.0f}"),
     ("seconds", "time", _duration),
 )
 

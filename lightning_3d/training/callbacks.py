@@ -17,11 +17,18 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from torch import Tensor
 from typing_extensions import override
 
-COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped")
+from lightning_3d.tracing.trace import StepTrace
+
+COLUMNS = (
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
+    "bubble", "memory",
+)  # fmt: skip
 """Columns of `metrics.csv`; an empty cell is a number that does not exist for that step.
 
 Of a mixture of experts: the balancing loss, and of the layer where they are largest the tokens of the fullest expert divided by the mean,
-and the fraction of tokens that found no room."""
+and the fraction of tokens that found no room.
+
+Of a step that was traced: the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`), and the bytes of the fullest rank at its peak."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class StepNumbers:
         seconds: from the batch being there to the end of the optimizer step; waiting for data, validation and
             checkpoints are not in it.
         routers: of a mixture of experts, see `lightning_3d.expert_parallel.RouterStatistics`; None for a dense model.
+        trace: of a step that was traced, see `lightning_3d.tracing.trace.StepTrace`.
     """
 
     step: int
@@ -46,6 +54,7 @@ class StepNumbers:
     tokens: float
     seconds: float
     routers: Any = None
+    trace: StepTrace | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +84,8 @@ class StepClock:
         # The loss is read first: on an accelerator that waits for the step to end.
         seconds = time.perf_counter() - self._started
         norm = None if grad_norm is None else float(grad_norm)
-        return StepNumbers(trainer.global_step, loss, norm, self._lr, tokens, seconds, getattr(last, "routers", None))
+        more = getattr(last, "routers", None), getattr(last, "trace", None)
+        return StepNumbers(trainer.global_step, loss, norm, self._lr, tokens, seconds, *more)
 
 
 def _loss_of(trainer: Trainer, outputs: Any) -> float:
@@ -98,7 +108,8 @@ def _val_loss(trainer: Trainer) -> float | None:
 
 class MetricsCSV(Callback):
     """Writes one row per optimizer step, complete on disk when the step ends. A validation is put into the row of the
-    step before it.
+    step before it. The same numbers go to the loggers, as `step/loss` and so on, every `log_every_n_steps` of the Trainer and of steps that
+    were traced.
 
     A resumed run goes on in the same file: rows of steps that it repeats are removed first.
 
@@ -148,7 +159,14 @@ class MetricsCSV(Callback):
             self._row["aux_loss"] = f"{numbers.routers.aux_loss:.9g}"
             self._row["max_load"] = f"{max(numbers.routers.max_over_mean):.4f}"
             self._row["dropped"] = f"{max(numbers.routers.dropped):.4f}"
+        if numbers.trace is not None:
+            self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
+            self._row["memory"] = numbers.trace.peak_memory
         self._write_row()
+        if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
+            told = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
+            for logger in trainer.loggers:
+                logger.log_metrics(told, step=numbers.step)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -219,6 +219,16 @@ class DataParallelBackend(ABC):
         micro-batches are reduced at once over the data-parallel ranks and of those elements that this rank keeps."""
         return self._sums[parameter]
 
+    def gradient_tensors(self) -> list[Tensor]:
+        """All that this rank holds of gradients at the moment; several may share their memory. Local."""
+        arrived = [entry.parameter.grad for entry in self._trained if entry.parameter.grad is not None]
+        return [*arrived, *self._sums.present()]
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """All that this rank keeps of the optimizer's state and of master weights, which may be those of parameters. Local."""
+        shards = self.optimizer_shards()
+        return [value for shard in shards for value in shard.values.values() if isinstance(value, Tensor)]
+
     def reduce(self, scale: float | Tensor) -> None:
         """Make the local gradients those of the whole batch. Called once, inside the scope, by all ranks.
 

@@ -76,6 +76,9 @@ class BucketedBackend(DataParallelBackend):
         gradients = (gradient for gradient in map(self._sums.__getitem__, counted) if gradient is not None)
         return global_norm(gradients, self._device, self._norm_group)
 
+    def gradient_tensors(self) -> list[Tensor]:
+        return [*super().gradient_tensors(), *(buffer for flat, _ in self._flats for buffer in flat.buffers)]
+
     def _gradients(self) -> Iterator[Tensor]:
         return self._sums.present()
 

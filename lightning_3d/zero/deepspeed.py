@@ -314,6 +314,14 @@ class DeepSpeedBackend(DataParallelBackend):
         self._sums[parameter] = None
         return gradient
 
+    def gradient_tensors(self) -> list[Tensor]:
+        parts = [partition.gradient for partition in self._partitions if partition.gradient is not None]
+        flat = [buffer for each in (self._flat, self._expert_flat) if each is not None for buffer in each.buffers]
+        return [*super().gradient_tensors(), *parts, *flat]
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        return [tensor for partition in self._partitions for tensor in partition.tensors().values()]
+
     def _gradients(self) -> Iterator[Tensor]:
         for partition in self._partitions:
             assert partition.gradient is not None
@@ -457,11 +465,11 @@ class Partition:
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
         """Master weights and optimizer state of one piece."""
-        return {name: tensor[slot.start : slot.stop].clone() for name, tensor in self._tensors().items()}
+        return {name: tensor[slot.start : slot.stop].clone() for name, tensor in self.tensors().items()}
 
     def restore(self, slot: Slot, before: dict[str, Tensor]) -> None:
         """Put `copy_of` back; state that the optimizer has made since then begins at zero."""
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.tensors().items():
             piece = tensor[slot.start : slot.stop]
             piece.copy_(before[name]) if name in before else piece.zero_()
 
@@ -476,7 +484,7 @@ class Partition:
         Args:
             to_save: see `optimizer_shards`.
         """
-        per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self._tensors().items()}
+        per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self.tensors().items()}
         if self.group.owned.dtype == self.group.master.dtype:
             del per_element["master"]
         elif to_save:
@@ -484,7 +492,8 @@ class Partition:
         state = self._optimizer.state.get(self.group.master, {})
         return {**{key: value for key, value in state.items() if value is not None}, **per_element}
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Master weights and what the optimizer keeps for each element."""
         master = self.group.master
         state = self._optimizer.state.get(master, {})
         per_element = {

@@ -154,6 +154,11 @@ class FlatGradients:
         return self._slots
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """What is held of gradients at the moment, beside the parameters' own."""
+        return [*([self._flat] if self._flat is not None else []), *self._received.values(), *(copy for _, copy in self._apart)]
+
+    @property
     def collectives(self) -> int:
         """Messages of one step, apart from parameters that are reduced alone beside a part."""
         return len(self._messages)

@@ -1,0 +1,83 @@
+"""Takes the time of what a rank does, while it is told to. CUDA events on GPUs, the clock elsewhere."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_3d.tracing.trace import Event
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Recorder:
+    """Events of one rank, in their order.
+
+    On a GPU an action has ended when the GPU has done it: events are recorded on the current stream, where a wait for a message
+    holds up what follows. Nothing waits for them before `take`.
+
+    Args:
+        device: where the work is done.
+
+    Attributes:
+        batch: which of the batches of an optimizer step runs, counted from 0.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._device = device
+        self._recording = False
+        self._open: list[tuple[tuple[str, int | None, int | None, int], Any, Any]] = []
+        self._origin: tuple[float, Any] = (0.0, None)
+        self.batch = 0
+
+    def begin(self) -> None:
+        """Forget what there is."""
+        self._open = []
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+            event = self._mark()
+            event.synchronize()
+            self._origin = (time.perf_counter(), event)
+
+    def recording(self, on: bool) -> None:
+        """Begin or cease to take times."""
+        self._recording = on
+
+    def span(self, kind: str, stage: int | None = None, micro_batch: int | None = None) -> AbstractContextManager[Any]:
+        """Holds what is to be timed."""
+        return _Span(self, kind, stage, micro_batch) if self._recording else _NOTHING
+
+    def take(self) -> list[Event]:
+        """The events since `begin`, in seconds of this machine's `perf_counter`. On a GPU it waits for the work to end."""
+        if self._on_gpu and self._open:
+            torch.cuda.synchronize(self._device)
+        taken, self._open = self._open, []
+        return [Event(*what, self._seconds(start), self._seconds(end)) for what, start, end in taken]
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        return self._origin[0] + self._origin[1].elapsed_time(mark) / 1000 if self._on_gpu else mark
+
+
+class _Span:
+    """One event, from its entry to its exit. What raises is left out."""
+
+    def __init__(self, recorder: Recorder, kind: str, stage: int | None, micro_batch: int | None) -> None:
+        self._recorder, self._what = recorder, (kind, stage, micro_batch)
+
+    def __enter__(self) -> None:
+        self._start = self._recorder._mark()
+
+    def __exit__(self, kind: object, error: object, stack: object) -> None:
+        if error is None:
+            self._recorder._open.append(((*self._what, self._recorder.batch), self._start, self._recorder._mark()))

@@ -1,0 +1,74 @@
+"""What traced steps and whole runs leave for people to look at, on rank 0: `timeline.json`, `report.html`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_3d.report import About, write_report
+from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED
+from lightning_3d.tracing.trace import MOST_RANKS, write_timeline
+
+
+class Timeline(Callback):
+    """Writes the latest traced step to a file that Perfetto opens, and hands the memory of each rank to the loggers, as `memory/rank_0`
+    and so on in bytes, where there are not more than 64.
+
+    Args:
+        path: of the file, usually `timeline.json` in the run folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trace = getattr(getattr(trainer.strategy, "last_step", None), "trace", None)
+        if trace is None or not trainer.is_global_zero:
+            return
+        write_timeline(self._path, trace)
+        if len(trace.ranks) <= MOST_RANKS:
+            memory = {f"memory/rank_{each.rank}": float(each.memory.total) for each in trace.ranks}
+            for logger in trainer.loggers:
+                logger.log_metrics(memory, step=trace.step)
+
+
+class RunReport(Callback):
+    """Writes `report.html` when a fit has ended, or failed, from what `MetricsCSV` and `Timeline` left in a folder. For Trainers of your
+    own: `lightning-3d train` writes it itself, with how the run ended.
+
+    Args:
+        folder: where `metrics.csv` and `timeline.json` are.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        ended = INTERRUPTED if isinstance(exception, KeyboardInterrupt) else FAILED
+        self._write(trainer, pl_module, ended, f"{type(exception).__name__}: {exception}")
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer, pl_module, FINISHED, "")
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, status: str, reason: str) -> None:
+        if not trainer.is_global_zero:
+            return
+        layout = getattr(trainer.strategy, "layout", None)
+        about = About(
+            model=type(pl_module).__name__,
+            layout=layout.name if layout is not None else "tp1",
+            order=layout.order if layout is not None else None,
+            schedule=getattr(trainer.strategy, "schedule", "") if layout is not None else "",
+            nodes=trainer.num_nodes,
+            status=status,
+            reason=reason,
+        )
+        write_report(self._folder, about)
+
+
