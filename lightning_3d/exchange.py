@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp, all_to_all_single, get_backend, get_rank, get_world_size
 
+from lightning_3d.torch_compat import FAKE_GLOO
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
@@ -21,7 +23,7 @@ SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than
 
 def fits(x: Tensor, group: ProcessGroup | None) -> bool:
     """Whether `all_gather` and `reduce_scatter` are for this tensor: on CPU, over ranks that speak gloo."""
-    return x.device.type == "cpu" and get_backend(group) == "gloo" and get_world_size(group) > 1
+    return x.device.type == "cpu" and get_backend(group) in ("gloo", FAKE_GLOO) and get_world_size(group) > 1
 
 
 def fits_whole(x: Tensor, group: ProcessGroup | None) -> bool:

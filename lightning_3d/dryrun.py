@@ -1,0 +1,345 @@
+"""One rank of a job without its hardware: what it holds, sends and computes in a training step.
+
+The user's module runs through Lightning's Trainer and this package's strategy, rewrites and schedule, as in training, on tensors that have
+a shape and no values (`shapes`), in process groups that send nothing, and with a ZeRO backend for shapes (`zero.shape_only`). Every
+operation is watched (`metering`).
+
+Assumed, as nothing has values: routers send equally many tokens to every rank; no gradient is missing; no loss is NaN.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from typing_extensions import override
+
+from lightning_3d.expert_parallel.dispatch import DispatchedExperts
+from lightning_3d.layout import Layout
+from lightning_3d.mesh import Mesh
+from lightning_3d.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
+from lightning_3d.pipeline import runs_now
+from lightning_3d.pipeline.schedule import Action
+from lightning_3d.shapes import ShapeMeter, Told, alone
+from lightning_3d.step import MicroBatches, cut_batch
+from lightning_3d.schedules import find_schedule, rank_of_stage
+from lightning_3d.strategy import Lightning3DStrategy
+
+STEPS = 2
+"""The first step makes the optimizer's state, tells the pipeline the shape of its messages and what is logged. The second is measured."""
+
+
+@dataclass
+class RankReport:
+    """What one rank does in a training step.
+
+    Attributes:
+        rank, coordinates: global, and along each axis. stages: of the pipeline that it has.
+        parameters: of this rank's part of the model, whole on each data-parallel rank. whole: of the model.
+        usage: memory, collectives and operations of the step. flops: of each action.
+        kept: bytes by category between two steps.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    stages: tuple[int, ...] = ()
+    parameters: int = 0
+    whole: int = 0
+    usage: Usage = field(default_factory=Usage)
+    flops: dict[Action, int] = field(default_factory=dict)
+    kept: Counter[str] = field(default_factory=Counter)
+
+
+class Measured:
+    """Callback and strategy hooks that let a meter follow a rank through its steps.
+
+    Args:
+        meter: under which module and steps run. step: which batch to measure, from 0.
+    """
+
+    def __init__(self, meter: Meter, report: RankReport, step: int) -> None:
+        self.meter, self.report, self.step = meter, report, step
+
+    def follow(self, strategy: Any) -> pl.Callback:
+        """A callback that measures the batch."""
+        measured = self
+
+        class Window(pl.Callback):
+            def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+                strategy.engine.around = lambda action: measured.around(strategy, action)
+
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == measured.step:
+                    measured.settle(strategy, OTHER)
+                    measured.report.kept = measured.meter.now
+                    measured.meter.reset()
+
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                measured.settle(strategy, OTHER)
+                if batch_idx == measured.step:
+                    measured.report.usage = measured.meter.usage
+                    measured.meter.reset()
+
+        return Window()
+
+    def settle(self, strategy: Any, category: str) -> None:
+        module = strategy.lightning_module
+        self.meter.hold(PARAMETERS, [*module.parameters(), *module.buffers()])
+        for kind, tensors in strategy._backend.held().items():
+            self.meter.hold(kind, tensors)
+        self.meter.settle(category)
+
+    @contextmanager
+    def around(self, strategy: Any, action: Action) -> Iterator[None]:
+        self.settle(strategy, OTHER)
+        before = self.meter.usage.flops
+        yield
+        self.settle(strategy, ACTIVATIONS)
+        self.report.flops[action] = self.meter.usage.flops - before
+
+
+class DryStrategy(Lightning3DStrategy):
+    """The strategy of a rank that is alone and has no values."""
+
+    _shape_only = True
+    meter: ShapeMeter
+    told: Told
+    report: RankReport
+    _is_metered = False
+
+    @override
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)
+        assert self.layout is not None
+        self.mesh = Mesh(self.layout)
+
+    def _materialize(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.meter.materialize(root)
+
+    @override
+    def _build(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.report.whole = sum(parameter.numel() for parameter in module.parameters())
+        super()._build()
+        assert self.model_parts is not None and self._runner is not None
+        for layer in module.modules():
+            if isinstance(layer, DispatchedExperts):
+                layer.expert_parallel.balanced = True
+        self.report.parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.report.stages = tuple(self.model_parts.parameters)
+        self._runner.after_first_backward = None
+        if not self.engine.owns_last:
+            self._runner.told = self.told.totals
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None and self._backend is not None and self.model_parts is not None
+        with self.meter:
+            self._backend.shard(self.lightning_module, self.model_parts.blocks, self.root_device, runs_now)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with self.meter:
+            super().setup_optimizers(trainer)
+
+    @override
+    def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
+        """Without the checks that compare this rank's data with others'."""
+        assert self.layout is not None
+        schedule = find_schedule(self.schedule)
+        size, cut = self.micro_batch_size, self._split_batch
+        return cut_batch(batch, size, schedule=schedule, pp=self.layout.pp, vp=self.layout.vp, split_batch=cut)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._metered():
+            result = super().training_step(*args, **kwargs)
+        if self.engine.owns_last:
+            assert self._runner is not None
+            self.told.totals = self._runner.totals
+            self.told.known(self._require_mesh().index("pp"))
+        return result
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with self._metered():
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Under the meter, once: the step of an optimizer calls the training step."""
+        if self._is_metered:
+            yield
+            return
+        self._is_metered = True
+        try:
+            with self.meter:
+                yield
+        finally:
+            self._is_metered = False
+
+    @override
+    def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
+        """None is read or written."""
+
+    @override
+    def teardown(self) -> None:
+        """Nothing of it is kept."""
+
+
+class _Environment(ClusterEnvironment):
+    """A place in a world that is not there."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._rank, self._world_size = rank, world_size
+
+    creates_processes_externally = True
+    main_address, main_port = "localhost", 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A data loader of the same batch."""
+
+    batch: Any
+    times: int
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.times)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job that can be run dry.
+
+    Attributes:
+        module: makes the user's module. strategy: makes its strategy, of the class that it is given (a `DryStrategy` too).
+        batch: makes the batch of one data-parallel rank for an optimizer step of so many micro-batches.
+        layout, schedule: resolved. precision: as Lightning's Trainer takes it. clip: its gradient_clip_val.
+        gpu: the job is one for GPUs, over NCCL.
+    """
+
+    module: Callable[[], pl.LightningModule]
+    strategy: Callable[[type[DryStrategy]], DryStrategy]
+    batch: Callable[[int], Any]
+    layout: Layout
+    schedule: str
+    micro_batches: int
+    precision: str = "32-true"
+    clip: float | None = None
+    gpu: bool = False
+
+
+def dry_run(job: Job, rank: int, told: Told | None = None) -> RankReport:
+    """Run one rank of a job without values, in this process, which must have no process groups.
+
+    Args:
+        told: what ranks of the same pipeline that were run before have found out; of the first and the last stage it is found out here
+            where it is missing.
+    """
+    told = Told() if told is None else told
+    layout = job.layout
+    pipeline = layout.group_of(rank, "pp")
+    first, last = pipeline[0], pipeline[_owner_of_last(job)]
+    if layout.pp > 1 and first != last and not told.objects.get(0):
+        _run_until_known(job, first, told)
+    if rank != last and told.totals is None:
+        _run_until_known(job, last, told)
+    return _run(job, rank, told)
+
+
+def _owner_of_last(job: Job) -> int:
+    """Index in the pipeline of the rank with the last stage."""
+    v_shaped = find_schedule(job.schedule).v_shaped and job.layout.pp > 1
+    return rank_of_stage(job.layout.pp * job.layout.vp - 1, job.layout.pp, job.layout.vp, v_shaped)
+
+
+class _Known(BaseException):
+    """Ends a run that was made to find something out."""
+
+
+def _run_until_known(job: Job, rank: int, told: Told) -> None:
+    """Run a rank only for what it tells the others: the first one the shape of messages, the last one what is logged."""
+
+    def stop(index: int) -> None:
+        raise _Known
+
+    told.known = stop
+    with suppress(_Known):
+        _run(job, rank, told)
+    told.known = lambda index: None
+
+
+def _run(job: Job, rank: int, told: Told) -> RankReport:
+    layout = job.layout
+    report = RankReport(rank, layout.coordinates(rank))
+    pipeline = layout.group_of(rank, "pp")
+    told.objects.pop(pipeline.index(rank), None)
+    with alone(rank, layout.world_size, pipeline, told, gloo=not job.gpu), isolate_rng(), _quiet():
+        strategy = job.strategy(DryStrategy)
+        meter = ShapeMeter()
+        strategy.meter, strategy.told, strategy.report = meter, told, report
+        measured = Measured(meter, report, STEPS - 1)
+        with meter:
+            batches = _Repeated(job.batch(job.micro_batches), STEPS)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=layout.world_size,
+            strategy=strategy,
+            plugins=[_Environment(rank, layout.world_size)],
+            precision=job.precision,  # type: ignore[arg-type]
+            max_steps=STEPS,
+            gradient_clip_val=job.clip,
+            callbacks=[measured.follow(strategy)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(job.module(), train_dataloaders=batches)
+    return report
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

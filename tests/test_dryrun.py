@@ -1,0 +1,175 @@
+"""A dry run of a rank against a real run of the same job on 8 CPU ranks: memory by category, collectives, parameters."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from memory import LiveBytes
+from parity import Cell, Data, Module, Rows, quiet_trainer, strategy_arguments
+from ranks import run_ranks
+from reference import data
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEP = 4  # of a real run, after those in which ranks compare their data
+
+CELLS = {
+    "zero 0": Cell("llama", tp=2, pp=2, dp=2, zero=0),
+    "zero 1": Cell("llama", tp=2, pp=2, dp=2, zero=1),
+    "zero 2": Cell("llama", tp=2, pp=2, dp=2, zero=2),
+    "zero 3": Cell("llama", tp=2, pp=2, dp=2, zero=3),
+    "interleaved": Cell("llama", tp=2, pp=2, dp=2, zero=1, schedule="Interleaved1F1B"),
+    "zbv": Cell("llama", pp=4, dp=2, zero=0, schedule="ZBVZeroBubble"),
+    "cp": Cell("llama", cp=2, tp=2, dp=2, zero=1),
+    "ep": Cell("mixtral", ep=2, tp=2, dp=4, zero=1),
+    "micro-batch": Cell("llama", tp=2, dp=4, zero=2),
+    "gathered": Cell("llama", dp=8, zero=3),
+}
+
+
+@dataclass
+class Seen:
+    """What one real rank did in a step.
+
+    Attributes:
+        peak: bytes at the most, by a count of its own. by_category: of the meter. kept: held between steps, by looking at modules.
+    """
+
+    peak: int = 0
+    by_category: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[tuple[str, tuple[int, ...], int]] = field(default_factory=Counter)
+    parameters: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+
+
+class Operators(TorchDispatchMode):
+    """Counts what operators of `torch.distributed` send: (name, ranks, bytes that this rank puts in)."""
+
+    places = {"_allgather_base_": (1, 2), "_reduce_scatter_base_": (1, 2), "alltoall_base_": (1, 2), "allgather_": (1, 2)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            value, group = self.places.get(func._opname, (0, 1))
+            tensors = args[value] if isinstance(args[value], list) else [args[value]]
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
+            self.seen[func._opname, tuple(sorted(ranks)), sum(tensor.nbytes for tensor in tensors)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NAMES = {  # of functions, by operators
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_base_": "all_to_all_single",
+    "allgather_": "all_gather",
+    "send": "send",
+    "recv_": "recv",
+}
+
+
+class Watch(pl.Callback):
+    """Measures one batch of a real fit."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.open: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP:
+            self.open = self.watching(module)
+            self.open.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+            self.open = None
+
+    @contextmanager
+    def watching(self, module: Any) -> Iterator[None]:
+        operators = Operators()
+        with operators:
+            yield
+        self.seen.collectives = operators.seen
+        self.seen.parameters = sum(parameter.numel() for parameter in module.parameters())
+
+
+def real_rank(cell: Cell) -> Seen:
+    """Train some steps as any user would, and watch one."""
+    from lightning_3d.dryrun import Measured, RankReport
+    from lightning_3d.metering import Meter
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    strategy = Lightning3DStrategy(**strategy_arguments(cell), seed=cell.recipe.seed)
+    seen = Seen()
+    meter, live = Meter(), LiveBytes()
+    report = RankReport(dist.get_rank(), {})
+    measured = Measured(meter, report, STEP)
+    callback = measured.follow(strategy)
+
+    class Reset(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            live.reset()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == STEP:
+                seen.peak = live.peak
+
+    trainer = quiet_trainer(
+        strategy=strategy, devices=cell.world_size, max_steps=STEP + 1, callbacks=[Reset(), Watch(seen), callback], max_epochs=STEP + 1
+    )
+    rows = Rows(data(cell.recipe))
+    with live, meter:
+        trainer.fit(Module(cell.recipe), datamodule=Data(rows, cell.recipe.global_batch // cell.dp))
+    seen.by_category, seen.kept, seen.flops = report.usage.peak, report.kept, report.usage.flops
+    return seen
+
+
+def dry_rank(cell: Cell, rank: int) -> Any:
+    from lightning_3d.dryrun import Job, dry_run
+    from lightning_3d.layout_rules import resolve_layout
+
+    layout, schedule = resolve_layout(cell.layout, cell.schedule, cell.vp)
+    rows = cell.recipe.global_batch // cell.dp
+    batch = {key: value[:rows] for key, value in data(cell.recipe).items()}
+    job = Job(
+        module=lambda: Module(cell.recipe),
+        strategy=lambda kind: kind(**strategy_arguments(cell)),
+        batch=lambda micro_batches: {key: value.clone() for key, value in batch.items()},
+        layout=layout,
+        schedule=schedule,
+        micro_batches=rows // cell.micro_batch,
+    )
+    return dry_run(job, rank)
+
+
+def dry_ranks(cell: Cell, ranks: list[int]) -> list[Any]:
+    return [dry_rank(cell, rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_is_what_a_real_run_does(case: str) -> None:
+    cell = CELLS[case]
+    real = run_ranks(real_rank, cell.world_size, cell, timeout=300)
+    ranks = [0, cell.world_size - 1]
+    [dry] = run_ranks(dry_ranks, 1, cell, ranks, timeout=300, process_group=False)
+    for rank, report in zip(ranks, dry, strict=True):
+        seen = real[rank]
+        wanted = Counter({(NAMES[name], *where): count for (name, *where), count in seen.collectives.items()})
+        found = Counter({(call.name, call.ranks, call.bytes): count for call, count in report.usage.collectives.items()})
+        print(case, rank, "peak", seen.peak, report.usage.peak_bytes, report.usage.peak_bytes / seen.peak)
+        print("  real", dict(sorted(seen.by_category.items())))
+        print("  dry ", dict(sorted(report.usage.peak.items())))
+        print("  flops", seen.flops, report.usage.flops, seen.parameters, report.parameters)
+        print("  only real", wanted - found, "\n  only dry", found - wanted)
