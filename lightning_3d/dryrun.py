@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,14 +30,18 @@ from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
 from lightning_3d.pipeline import runs_now
-from lightning_3d.pipeline.schedule import Action
+from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.shapes import ShapeMeter, Told, alone
 from lightning_3d.step import MicroBatches, cut_batch
+from lightning_3d.step.checks import most_micro_batches
 from lightning_3d.schedules import find_schedule, rank_of_stage
 from lightning_3d.strategy import Lightning3DStrategy
 
 STEPS = 2
 """The first step makes the optimizer's state, tells the pipeline the shape of its messages and what is logged. The second is measured."""
+
+
+_MESSAGES = ("send", "recv")
 
 
 @dataclass
@@ -46,7 +51,8 @@ class RankReport:
     Attributes:
         rank, coordinates: global, and along each axis. stages: of the pipeline that it has.
         parameters: of this rank's part of the model, whole on each data-parallel rank. whole: of the model.
-        usage: memory, collectives and operations of the step. flops: of each action.
+        micro_batches: of the step that were run; what the others add is known from these, see `representative`.
+        usage: memory, collectives and operations of the whole step. flops: of each action that was run.
         kept: bytes by category between two steps.
     """
 
@@ -55,6 +61,7 @@ class RankReport:
     stages: tuple[int, ...] = ()
     parameters: int = 0
     whole: int = 0
+    micro_batches: int = 0
     usage: Usage = field(default_factory=Usage)
     flops: dict[Action, int] = field(default_factory=dict)
     kept: Counter[str] = field(default_factory=Counter)
@@ -69,6 +76,8 @@ class Measured:
 
     def __init__(self, meter: Meter, report: RankReport, step: int) -> None:
         self.meter, self.report, self.step = meter, report, step
+        self.by_micro_batch: dict[int, Counter[Any]] = {}
+        self.left_behind: Counter[tuple[int, int]] = Counter()
 
     def follow(self, strategy: Any) -> pl.Callback:
         """A callback that measures the batch."""
@@ -102,10 +111,31 @@ class Measured:
     @contextmanager
     def around(self, strategy: Any, action: Action) -> Iterator[None]:
         self.settle(strategy, OTHER)
-        before = self.meter.usage.flops
+        usage, activations = self.meter.usage, self.meter.now[ACTIVATIONS]
+        flops, collectives = usage.flops, usage.collectives.copy()
         yield
         self.settle(strategy, ACTIVATIONS)
-        self.report.flops[action] = self.meter.usage.flops - before
+        self.report.flops[action] = usage.flops - flops
+        self.by_micro_batch.setdefault(action.micro_batch, Counter()).update(usage.collectives - collectives)
+        if action.kind is Kind.FORWARD:
+            self.left_behind[action.stage, action.micro_batch] = self.meter.now[ACTIVATIONS] - activations
+
+    def add_micro_batches(self, more: int, bounded: bool) -> None:
+        """Add to the report what further micro-batches would do, each as one in the middle did.
+
+        Args:
+            bounded: no more of them are in flight at a time. Otherwise all are.
+        """
+        report, run = self.report, self.report.micro_batches
+        usage, middle = report.usage, run // 2
+        for call, count in self.by_micro_batch[middle].items():
+            if call.name not in _MESSAGES:  # those are posted ahead, in the action of another micro-batch
+                usage.collectives[call] += more * count
+        for call in [call for call in usage.collectives if call.name in _MESSAGES]:
+            usage.collectives[call] += more * usage.collectives[call] // run
+        usage.flops += more * sum(flops for action, flops in report.flops.items() if action.micro_batch == middle)
+        if not bounded:
+            usage.peak[ACTIVATIONS] += more * sum(size for (_, index), size in self.left_behind.items() if index == middle)
 
 
 class DryStrategy(Lightning3DStrategy):
@@ -115,6 +145,8 @@ class DryStrategy(Lightning3DStrategy):
     meter: ShapeMeter
     told: Told
     report: RankReport
+    micro_batches: tuple[int, ...]
+    for_gpus: bool
     _is_metered = False
 
     @override
@@ -152,14 +184,27 @@ class DryStrategy(Lightning3DStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with self.meter:
             super().setup_optimizers(trainer)
+        for group in self.optimizers[0].param_groups if self.for_gpus else ():
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch chooses there
 
     @override
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
-        """Without the checks that compare this rank's data with others'."""
-        assert self.layout is not None
+        """The first ones of the batch. Without the checks that compare this rank's data with others'."""
+        assert self.layout is not None and self.lightning_module is not None
         schedule = find_schedule(self.schedule)
-        size, cut = self.micro_batch_size, self._split_batch
-        return cut_batch(batch, size, schedule=schedule, pp=self.layout.pp, vp=self.layout.vp, split_batch=cut)
+        agree = partial(most_micro_batches, mesh=self._require_mesh(), device=self.root_device) if self._runs_together(training) else None
+        all_of_them = cut_batch(
+            batch,
+            self.micro_batch_size,
+            schedule=schedule,
+            pp=self.layout.pp,
+            vp=self.layout.vp,
+            split_batch=self._split_batch,
+            agree=agree,
+        )
+        step = self.lightning_module.trainer.fit_loop.batch_idx
+        return replace(all_of_them, batches=all_of_them.batches[: self.micro_batches[step]])
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +213,7 @@ class DryStrategy(Lightning3DStrategy):
         if self.engine.owns_last:
             assert self._runner is not None
             self.told.totals = self._runner.totals
-            self.told.known(self._require_mesh().index("pp"))
+            self.told.known("totals")
         return result
 
     @override
@@ -251,7 +296,7 @@ class Job:
         module: makes the user's module. strategy: makes its strategy, of the class that it is given (a `DryStrategy` too).
         batch: makes the batch of one data-parallel rank for an optimizer step of so many micro-batches.
         layout, schedule: resolved. precision: as Lightning's Trainer takes it. clip: its gradient_clip_val.
-        gpu: the job is one for GPUs, over NCCL.
+        gpu: the job is one for GPUs, over NCCL. whole: run every micro-batch of a step, also those that add nothing new.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -263,6 +308,55 @@ class Job:
     precision: str = "32-true"
     clip: float | None = None
     gpu: bool = False
+    whole: bool = False
+
+    def order(self, micro_batches: int) -> Order:
+        """What all ranks of the pipeline do in a step."""
+        return training_order(self.schedule, self.layout.pp, self.layout.vp, micro_batches)
+
+    def accepted(self) -> list[int]:
+        """Numbers of micro-batches that the schedule runs, up to those of a step."""
+        accepts = find_schedule(self.schedule).accepts
+        return [count for count in range(1, self.micro_batches + 1) if accepts(self.layout.pp, self.layout.vp, count)]
+
+
+def representative(job: Job, index: int) -> tuple[int, bool]:
+    """How many micro-batches a rank must run to be in every state that it is in during a whole step, and True.
+
+    A state is what it does next, how many micro-batches of each of its stages wait for their backward, and which stages have gradients:
+    memory depends on nothing else. Where all wait at once (GPipe) each adds the same, so that some are enough; False then.
+
+    Args:
+        index: of the rank in its pipeline.
+    """
+    counts = job.accepted()
+    most = counts[-1]
+    enough = next(count for count in counts if count >= min(2 * job.layout.pp * job.layout.vp + 1, most))
+    if job.whole or enough == most:
+        return most, True
+    states = _states(job.order(most)[index])
+    for count in (count for count in counts if 3 <= count < most):
+        if states <= _states(job.order(count)[index]):
+            return count, True
+    return enough, False
+
+
+def _states(actions: Sequence[Action]) -> set[Any]:
+    waiting: Counter[tuple[int, Kind]] = Counter()
+    graded: set[int] = set()
+    seen = set()
+    for action in actions:
+        seen.add((action.kind, action.stage, frozenset((+waiting).items()), frozenset(graded)))
+        if action.kind is Kind.FORWARD:
+            waiting[action.stage, Kind.FORWARD] += 1
+            continue
+        ends = action.kind is Kind.BACKWARD_WEIGHT
+        waiting[action.stage, Kind.BACKWARD_INPUT if ends else Kind.FORWARD] -= 1
+        if action.kind is Kind.BACKWARD_INPUT:
+            waiting[action.stage, Kind.BACKWARD_INPUT] += 1
+        else:
+            graded.add(action.stage)
+    return seen
 
 
 def dry_run(job: Job, rank: int, told: Told | None = None) -> RankReport:
@@ -277,9 +371,9 @@ def dry_run(job: Job, rank: int, told: Told | None = None) -> RankReport:
     pipeline = layout.group_of(rank, "pp")
     first, last = pipeline[0], pipeline[_owner_of_last(job)]
     if layout.pp > 1 and first != last and not told.objects.get(0):
-        _run_until_known(job, first, told)
+        _run_until_known(job, first, told, "shape")
     if rank != last and told.totals is None:
-        _run_until_known(job, last, told)
+        _run_until_known(job, last, told, "totals")
     return _run(job, rank, told)
 
 
@@ -293,16 +387,17 @@ class _Known(BaseException):
     """Ends a run that was made to find something out."""
 
 
-def _run_until_known(job: Job, rank: int, told: Told) -> None:
+def _run_until_known(job: Job, rank: int, told: Told, wanted: str) -> None:
     """Run a rank only for what it tells the others: the first one the shape of messages, the last one what is logged."""
 
-    def stop(index: int) -> None:
-        raise _Known
+    def stop(what: str) -> None:
+        if what == wanted:
+            raise _Known
 
     told.known = stop
     with suppress(_Known):
         _run(job, rank, told)
-    told.known = lambda index: None
+    told.known = lambda what: None
 
 
 def _run(job: Job, rank: int, told: Told) -> RankReport:
@@ -312,9 +407,14 @@ def _run(job: Job, rank: int, told: Told) -> RankReport:
     told.objects.pop(pipeline.index(rank), None)
     with alone(rank, layout.world_size, pipeline, told, gloo=not job.gpu), isolate_rng(), _quiet():
         strategy = job.strategy(DryStrategy)
+        if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
+            strategy.zero = replace(strategy.zero, reduce_scatter=True)
         meter = ShapeMeter()
         strategy.meter, strategy.told, strategy.report = meter, told, report
         measured = Measured(meter, report, STEPS - 1)
+        report.micro_batches, bounded = representative(job, pipeline.index(rank))
+        strategy.for_gpus = job.gpu
+        strategy.micro_batches = (job.accepted()[0], report.micro_batches)
         with meter:
             batches = _Repeated(job.batch(job.micro_batches), STEPS)
         trainer = pl.Trainer(
@@ -335,6 +435,8 @@ def _run(job: Job, rank: int, told: Told) -> RankReport:
             use_distributed_sampler=False,
         )
         trainer.fit(job.module(), train_dataloaders=batches)
+    if report.micro_batches < job.micro_batches:
+        measured.add_micro_batches(job.micro_batches - report.micro_batches, bounded)
     return report
 
 

@@ -88,6 +88,8 @@ class ShapeMeter(Meter):
                     args[0].fill_(1)  # what it is, nobody knows
             return args[0]
         with self._mode:
+            if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:  # there are shapes for bf16 only (torch 2.11 to 2.13)
+                return func(*(part.bfloat16() for part in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
             return func(*args, **kwargs)
 
 
@@ -121,12 +123,12 @@ class Told:
 
     Attributes:
         objects: that a rank has broadcast, by its index in the pipeline, in order. totals: numbers of a step that only the last stage has.
-        known: called with the index of a rank when it has told what the others ask of it.
+        known: called with "shape" when the first rank has told that of messages, with "totals" when the last one has told them.
     """
 
     objects: dict[int, list[Any]] = field(default_factory=dict)
     totals: tuple[float, ...] | None = None
-    known: Callable[[int], None] = lambda index: None
+    known: Callable[[str], None] = lambda what: None
 
 
 @contextmanager
@@ -153,8 +155,8 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
         index = pipeline.index(src)
         if src == rank:
             told.objects.setdefault(index, []).append(list(objects))
-            if index == 0:  # of the first rank nothing else is asked
-                told.known(index)
+            if index == 0:
+                told.known("shape")
         elif index in told.objects:
             number = asked[index] = asked.get(index, -1) + 1
             objects[:] = told.objects[index][min(number, len(told.objects[index]) - 1)]

@@ -426,7 +426,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        together = self.layout.ep > 1 or self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
+        together = self._runs_together(training)
         to_come = None if trainer.predicting and self.zero.stage < 3 and self.layout.ep == 1 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
@@ -441,6 +441,11 @@ class Lightning3DStrategy(TrainerCheckpoints):
             vp=self.layout.vp,
             split_batch=self._split_batch,
         )
+
+    def _runs_together(self, training: bool) -> bool:
+        """Whether data-parallel ranks must run as many micro-batches."""
+        assert self.layout is not None
+        return self.layout.ep > 1 or self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
 
     def _advise(self, micro_batches: int) -> None:
         """Once: warn when the pipeline is predicted to idle for want of micro-batches."""
