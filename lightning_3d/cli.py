@@ -1,5 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `dryrun`, `launch`,
-`export`, `inspect`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `dryrun`, `verify`,
+`launch`, `export`, `inspect`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -24,6 +24,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
   dryrun      what ranks of a job would hold, send and compute, without its hardware; `lightning-3d dryrun --help`
+  verify      whether a layout computes what one process computes; `lightning-3d verify --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
   export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
   inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
@@ -89,6 +90,13 @@ def _dryrun(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _verify(arguments: list[str]) -> int:
+    """Compare a layout with one process, in small."""
+    from lightning_3d.verify_command import run
+
+    return run(arguments)
+
+
 def _export(arguments: list[str]) -> int:
     """Write a checkpoint's model in another format."""
     from lightning_3d.checkpoint_commands import export
@@ -104,7 +112,7 @@ def _inspect(arguments: list[str]) -> int:
 
 
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"dryrun": _dryrun, "launch": _launch, "export": _export, "inspect": _inspect}
+_WITHOUT_RANKS = {"dryrun": _dryrun, "verify": _verify, "launch": _launch, "export": _export, "inspect": _inspect}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -31,10 +30,10 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
 from lightning_3d.pipeline import runs_now
 from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
+from lightning_3d.schedules import find_schedule, rank_of_stage
 from lightning_3d.shapes import ShapeMeter, Told, alone
 from lightning_3d.step import MicroBatches, cut_batch
 from lightning_3d.step.checks import most_micro_batches
-from lightning_3d.schedules import find_schedule, rank_of_stage
 from lightning_3d.strategy import Lightning3DStrategy
 
 STEPS = 2

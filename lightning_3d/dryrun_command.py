@@ -20,7 +20,7 @@ from omegaconf import open_dict, read_write
 
 from lightning_3d.composed import check, plain
 from lightning_3d.config import RunPlan
-from lightning_3d.errors import ConfigError, Lightning3DError, listed
+from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.precision import PRECISIONS
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 USAGE = """\
 lightning-3d dryrun [rank=N[,N...]] [--json FILE] [--timeline FILE.svg] [OVERRIDES]
 
-Builds ranks of a job with tensors that have no values, through the strategy and the schedule of training, and says what each holds, sends and
-computes in a training step. Needs neither the GPUs nor the data of the job. OVERRIDES are those of `lightning-3d train`.
+Builds ranks of a job with tensors that have no values, through the strategy and the schedule of training, and says what each holds,
+sends and computes in a training step. Needs neither the GPUs nor the data of the job. OVERRIDES are those of `lightning-3d train`.
 
   rank=N            global ranks to run; by default one of each pipeline rank
   --json FILE       also write everything as JSON
@@ -160,7 +160,8 @@ def _run(options: Options) -> int:
     print(as_text(reports, plan, config))
     bars = timeline_of(job, reports)
     if bars is not None:
-        from lightning_3d.timeline import as_svg, as_text as draw, idle
+        from lightning_3d.timeline import as_svg, idle
+        from lightning_3d.timeline import as_text as draw
 
         print(f"\nTimeline of a step, actions as long as their operations; a rank idles {idle(bars):.1%}\n{draw(bars)}")
         if options.timeline is not None:
@@ -292,8 +293,9 @@ def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequenc
                 "peak": dict(+report.usage.peak),
                 "between_steps": dict(+report.kept),
                 "collectives": [
-                    {"group": axes_of(call.ranks, plan.layout), "ranks": list(call.ranks), "name": call.name, "bytes": call.bytes, "count": n}
-                    for call, n in sorted(report.usage.collectives.items(), key=str)
+                    {"group": axes_of(call.ranks, plan.layout), "ranks": list(call.ranks)}
+                    | {"name": call.name, "bytes": call.bytes, "count": count}
+                    for call, count in sorted(report.usage.collectives.items(), key=str)
                 ],
             }
             for report in reports

@@ -202,7 +202,7 @@ class Collective:
     """One call of a collective, or of a message between two ranks, on this rank.
 
     Attributes:
-        name: of the function of `torch.distributed`. ranks: global ones of the group. bytes: that this rank puts in (or, with `recv`, gets).
+        name: of the function of `torch.distributed`. ranks: global ones of the group. bytes: that this rank puts in; with `recv`, gets.
     """
 
     name: str

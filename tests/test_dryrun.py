@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from memory import LiveBytes
 from parity import Cell, Data, Module, Rows, quiet_trainer, strategy_arguments
@@ -175,10 +174,6 @@ def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
     return dry_run(job, rank)
 
 
-def dry_ranks(cell: Cell, ranks: list[int]) -> list[Any]:
-    return [dry_rank(cell, rank) for rank in ranks]
-
-
 def dry_ranks(cell: Cell, ranks: list[int], **options: Any) -> list[Any]:
     return [dry_rank(cell, rank, **options) for rank in ranks]
 
@@ -232,7 +227,7 @@ def message_bytes(cell: Cell) -> int:
     return 4 * cell.micro_batch * SEQUENCE * WIDTH if cell.pp > 1 else 0
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.full), pytest.param("Interleaved1F1B", marks=pytest.mark.full)])
+@pytest.mark.parametrize("schedule", ["1F1B", *(pytest.param(name, marks=pytest.mark.full) for name in ("GPipe", "Interleaved1F1B"))])
 def test_some_micro_batches_tell_of_all(schedule: str) -> None:
     cell = Many("llama", pp=2, schedule=schedule)
     [some] = run_dry(cell, [0])
