@@ -21,6 +21,7 @@ from omegaconf import open_dict, read_write
 from lightning_3d.composed import check, plain
 from lightning_3d.config import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.job import quiet_imports
 from lightning_3d.layout import Layout
 from lightning_3d.precision import PRECISIONS
 
@@ -147,6 +148,7 @@ def _run(options: Options) -> int:
     ranks = options.ranks or tuple(layout.group_of(0, "pp"))
     print(plan.describe())
 
+    quiet_imports()
     from lightning_3d.dryrun import dry_run
     from lightning_3d.shapes import Told
 

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_3d.config import RunPlan
 from lightning_3d.dryrun_command import checked
 from lightning_3d.errors import ConfigError, Lightning3DError, listed
+from lightning_3d.job import quiet_imports
 from lightning_3d.layout import Layout
 from lightning_3d.shrink import SEQUENCE, fold, micro_batches, shrink_model
 from lightning_3d.zero_options import ZeroOptions
@@ -89,6 +90,7 @@ def _run(steps: int, overrides: list[str]) -> int:
     if dropped:
         print(f"without {listed(dropped)}, which plain PyTorch has not")
 
+    quiet_imports()
     import torch
     from hydra.utils import get_class
 

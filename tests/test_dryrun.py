@@ -9,11 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from command_line import run_commands
 from memory import LiveBytes
 from parity import Cell, Data, Module, Rows, quiet_trainer, strategy_arguments
 from ranks import run_ranks
 from reference import data
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d.pipeline.schedule import training_order
+from lightning_3d.timeline import as_svg, as_text, idle, place
 
 STEP = 4  # of a real run, after those in which ranks compare their data
 
@@ -247,3 +251,47 @@ class Many(Cell):
     @property
     def micro_batch(self) -> int:
         return self.recipe.global_batch // self.dp // self.count
+
+
+LINES = {
+    "help": ["dryrun", "--help"],
+    "layout": ["dryrun", "parallelism=tp3"],
+    "rank": ["dryrun", "rank=8"],
+    "word": ["dryrun", "rank=first"],
+    "option": ["dryrun", "--josn", "x"],
+    "folder": ["dryrun", "--json", "nowhere/x.json"],
+    "batch": ["dryrun", "model=llama3_70b", "cluster=h100_32x8", "parallelism=tp8_pp4_dp8"],
+    "tiny": ["dryrun", "--json", "dry.json", "--timeline=dry.svg", "data=tokens", "data.sequence_length=128"],
+}
+
+
+@pytest.mark.timeout(600)
+def test_command_lines() -> None:
+    results = dict(zip(LINES, run_commands(list(LINES.values())), strict=True))
+    assert results["help"].code == 0 and "--timeline FILE" in results["help"].output
+    refusals = {
+        "layout": "Tensor parallelism deals",
+        "rank": "rank=8: tp2_pp2_dp2 has 8 ranks, 0 to 7.",
+        "word": "rank=first is no number of a rank",
+        "option": "--josn is no option of a dry run",
+        "folder": "there is no folder",
+        "batch": "needs at least as many micro-batches as stages",
+    }
+    for name, words in refusals.items():
+        result = results[name]
+        assert (result.code, result.torch, result.left) == (2, False, []), result.output
+        assert result.output.startswith("lightning_3d: ") and words in result.output
+        assert result.output.count("\n") == 1
+    tiny = results["tiny"]
+    assert tiny.code == 0, tiny.output
+    assert tiny.left == ["dry.json", "dry.svg"], "nothing else is written"
+    assert "The model has 3,033,856 parameters." in tiny.output
+    assert "Timeline of a step" in tiny.output and "parameters" in tiny.output and "all_reduce" in tiny.output
+
+
+def test_idle_time_is_that_of_the_published_formulas() -> None:
+    for name, stages, micro_batches, wanted in (("1F1B", 4, 12, 3 / 15), ("GPipe", 4, 8, 3 / 11), ("1F1B", 1, 4, 0.0)):
+        bars = place(training_order(name, stages, 1, micro_batches), lambda letter, stage: {"F": 1.0, "B": 2.0}[letter])
+        assert idle(bars) == pytest.approx(wanted)
+        assert len(as_text(bars).splitlines()) == stages
+        assert as_svg(bars, "a < b").count("<title>") == 2 * stages * micro_batches
