@@ -414,8 +414,7 @@ def _run(job: Job, rank: int, told: Told) -> RankReport:
         report.micro_batches, bounded = representative(job, pipeline.index(rank))
         strategy.for_gpus = job.gpu
         strategy.micro_batches = (job.accepted()[0], report.micro_batches)
-        with meter:
-            batches = _Repeated(job.batch(job.micro_batches), STEPS)
+        batches = _Repeated(job.batch(job.micro_batches), STEPS)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=layout.world_size,

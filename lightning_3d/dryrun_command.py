@@ -146,6 +146,8 @@ def _run(options: Options) -> int:
         if not 0 <= rank < layout.world_size:
             raise ConfigError(f"rank={rank}: {layout} has {layout.world_size} ranks, 0 to {layout.world_size - 1}.")
     ranks = options.ranks or tuple(layout.group_of(0, "pp"))
+    if plan.precision == "fp8":
+        raise ConfigError("precision=fp8 cannot be run dry: its matrix products have no shapes. precision=bf16 keeps the same parameters.")
     print(plan.describe())
 
     quiet_imports()
@@ -189,7 +191,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
 
     quiet()
     arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
-    arguments |= {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
+    arguments |= {"seed": config["seed"], "compile": False}
     own = get_class(config["parallelism"]["_target_"])
 
     def strategy(kind: type[DryStrategy]) -> DryStrategy:

@@ -246,14 +246,8 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     else:
         return None
     tensors = args[place] if isinstance(args[place], (list, tuple)) else [args[place]]
-    return Collective(called, _ranks_of(group.group_name), sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-
-
-def _ranks_of(group_name: str) -> tuple[int, ...]:
-    import torch
-    import torch.distributed as dist
-
-    return tuple(sorted(dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(group_name))))
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    return Collective(called, ranks, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

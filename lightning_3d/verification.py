@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,9 +102,9 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="lightning_3d_verify_") as folder:
         _start(_on_rank, (run, folder), layout.world_size, Path(folder))
         _start(_on_one, (run, folder), 1, Path(folder))
-        found = json.loads((Path(folder) / _RESULT).read_text())
-    pairs = {key: tuple(map(tuple, found.pop(key))) for key in ("losses", "norms")}
-    return Difference(**found, **pairs)
+        found: dict[str, Any] = json.loads((Path(folder) / _RESULT).read_text())
+    found |= {key: tuple(map(tuple, found[key])) for key in ("losses", "norms")}
+    return Difference(**found)
 
 
 _RESULT = "result.json"
@@ -182,6 +184,9 @@ class _Values(pl.Callback):
 
 
 def _trainer(run: _Run, values: _Values, **arguments: Any) -> pl.Trainer:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore")
     return pl.Trainer(
         accelerator="cpu",
         precision=run.precision,  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ Takes the arguments of `lightning-3d train`, and refuses what it refuses before 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,8 @@ def _run(steps: int, overrides: list[str]) -> int:
         print(f"without {listed(dropped)}, which plain PyTorch has not")
 
     quiet_imports()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads would forbid a fork
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from hydra.utils import get_class
 
@@ -100,6 +103,8 @@ def _run(steps: int, overrides: list[str]) -> int:
 
     quiet()
     optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None}
+    if optimizer.get("eps") is not None:  # Adam would make of gradients that are zero but for rounding what it makes of others
+        optimizer["eps"] = max(1e-6, optimizer["eps"])
     generator = torch.Generator().manual_seed(config["seed"])
     difference = verify(
         CausalLM(model, optimizer),
@@ -125,7 +130,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     dropped = [f"parallelism.{key}" for key in _UNIFORM if arguments[key] not in (None, 0.0)]
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
-    folded |= {"zero_reduce": zero.reduce, "zero_gather": zero.gather}
+    folded |= {"zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False}
     return {**arguments, **neutral, **folded}, dropped
 
 
