@@ -26,7 +26,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from lightning_3d.dryrun import Job, RankReport
+    from lightning_3d.dryrun import Job
+    from lightning_3d.measured import RankReport
     from lightning_3d.timeline import Bar
 
 USAGE = """\

@@ -130,7 +130,7 @@ class Watch(pl.Callback):
 
 def real_rank(cell: Cell) -> Seen:
     """Train some steps as any user would, and watch one."""
-    from lightning_3d.dryrun import Measured, RankReport
+    from lightning_3d.measured import Measured, RankReport
     from lightning_3d.metering import Meter
     from lightning_3d.strategy import Lightning3DStrategy
 
