@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from lightning_3d.layout import Layout
     from lightning_3d.pretrained import load_pretrained
     from lightning_3d.strategy import Lightning3DStrategy
+    from lightning_3d.verification import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Lightning3DStrategy", "initialize", "load_pretrained"]
+__all__ = ["Layout", "Lightning3DStrategy", "initialize", "load_pretrained", "verify"]
 
 _HOMES = {
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
     "initialize": "lightning_3d.initialization",
     "load_pretrained": "lightning_3d.pretrained",
+    "verify": "lightning_3d.verification",
 }
 
 

@@ -6,7 +6,7 @@ all ranks must share (stages, process groups) need no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,6 +191,7 @@ def assemble(
     seed: int,
     device: torch.device,
     weights_device: torch.device | None = None,
+    materialize: Callable[..., None] = initialize,
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
 ) -> LocalModel:
@@ -198,6 +199,7 @@ def assemble(
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
+        materialize: gives what is on meta values, as `initialize` does.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -237,7 +239,7 @@ def assemble(
     if routers is not None:
         routers.watch(module)
         attend_calls(module, routers)
-    initialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
+    materialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
     parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state, routers)
     cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, _PARTITION, Partition(parts, mesh, options, cut))

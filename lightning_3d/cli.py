@@ -1,5 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `launch`, `export`, `import`, `inspect`,
-`report`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `dryrun`, `verify`, `launch`, `export`, `import`,
+`inspect`, `report`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -23,6 +23,8 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
 
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
+  dryrun      what ranks of a job would hold, send and compute, without its hardware; `lightning-3d dryrun --help`
+  verify      whether a layout computes what one process computes; `lightning-3d verify --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
   export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
   import      convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed; `lightning-3d import --help`
@@ -83,6 +85,20 @@ def _launch(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _dryrun(arguments: list[str]) -> int:
+    """Run ranks of a job without values."""
+    from lightning_3d.dryrun_command import run
+
+    return run(arguments)
+
+
+def _verify(arguments: list[str]) -> int:
+    """Compare a layout with one process, in small."""
+    from lightning_3d.verify_command import run
+
+    return run(arguments)
+
+
 def _export(arguments: list[str]) -> int:
     """Write a checkpoint's model in another format."""
     from lightning_3d.checkpoint_commands import export
@@ -112,7 +128,15 @@ def _report(arguments: list[str]) -> int:
 
 
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"launch": _launch, "export": _export, "import": _import, "inspect": _inspect, "report": _report}
+_WITHOUT_RANKS = {
+    "dryrun": _dryrun,
+    "verify": _verify,
+    "launch": _launch,
+    "export": _export,
+    "import": _import,
+    "inspect": _inspect,
+    "report": _report,
+}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp, all_to_all_single, get_backend, get_rank, get_world_size
 
+from lightning_3d.torch_compat import FAKE_GLOO
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
@@ -21,7 +23,7 @@ SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than
 
 def fits(x: Tensor, group: ProcessGroup | None) -> bool:
     """Whether `all_gather` and `reduce_scatter` are for this tensor: on CPU, over ranks that speak gloo."""
-    return x.device.type == "cpu" and get_backend(group) == "gloo" and get_world_size(group) > 1
+    return x.device.type == "cpu" and get_backend(group) in ("gloo", FAKE_GLOO) and get_world_size(group) > 1
 
 
 def fits_whole(x: Tensor, group: ProcessGroup | None) -> bool:
@@ -49,7 +51,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) ->
 def all_gather(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> Work:
     """Start to collect the parts of all ranks in `whole`. Returns the work to wait for."""
     copies = part.view(1, -1).expand(get_world_size(group), -1).contiguous()
-    return all_to_all_single(whole.view(copies.shape), copies, group=group, async_op=True)
+    return _Sent(all_to_all_single(whole.view(copies.shape), copies, group=group, async_op=True), copies)  # type: ignore[return-value]
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> Work:
@@ -57,6 +59,16 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> W
     received = torch.empty_like(whole).view(get_world_size(group), -1)
     work = all_to_all_single(received, whole.view(received.shape), group=group, async_op=True)
     return _Sum(work, received, part)  # type: ignore[return-value]
+
+
+class _Sent:
+    """Work that keeps alive what it sends."""
+
+    def __init__(self, work: Work, sent: Tensor) -> None:
+        self._work, self._sent = work, sent
+
+    def wait(self) -> None:
+        self._work.wait()
 
 
 class _Sum:

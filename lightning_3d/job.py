@@ -150,7 +150,7 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
         threads = int(os.environ["OMP_NUM_THREADS"])
     fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
     if fork:
-        _quiet_imports()
+        quiet_imports()
         from lightning_3d.training.run import preload
 
         preload(frozen)
@@ -174,13 +174,13 @@ def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureRepo
 
 def run_rank(frozen: dict[str, Any]) -> None:
     """The job of every rank."""
-    _quiet_imports()
+    quiet_imports()
     from lightning_3d.training.run import train
 
     train(frozen)
 
 
-def _quiet_imports() -> None:
+def quiet_imports() -> None:
     """Transformers imports torchao where it is installed, which warns of extensions that do not load (0.18), itself and through torch."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

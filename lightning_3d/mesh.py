@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.layout import AXES, Layout
+from lightning_3d.torch_compat import FAKE_GLOO
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
@@ -28,8 +29,8 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 )
 """Combinations of axes that have a process group."""
 
-_HOST_BACKENDS = ("gloo", "mpi", "fake")
-"""Backends whose collectives take tensors in host memory. "fake" (dry runs) takes any."""
+_HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
+"""Backends whose collectives take tensors in host memory. Those of dry runs take any."""
 
 
 class Mesh:

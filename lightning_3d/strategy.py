@@ -35,6 +35,7 @@ from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.fp8 import multiply_in_float8, require_fp8
+from lightning_3d.initialization import initialize
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_number, few_micro_batches, resolve_available
 from lightning_3d.lightning_compat import (
@@ -267,6 +268,12 @@ class Lightning3DStrategy(TrainerCheckpoints):
             refuse_callbacks(self.lightning_module.trainer, self.zero_stage)
             defer_averaging(self.lightning_module.trainer)
 
+    _shape_only = False
+    """Whether tensors have no values, see `dryrun`."""
+
+    _materialize = staticmethod(initialize)
+    """Gives parameters their values."""
+
     def _require_mesh(self) -> Mesh:
         assert self.mesh is not None, "the process groups are created in setup_environment"
         return self.mesh
@@ -315,6 +322,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
                 seed=self._seed if self._seed is not None else global_seed(),
                 device=self.root_device,
                 weights_device=torch.device("cpu") if self.zero.stage == 3 else None,
+                materialize=self._materialize,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
             )
@@ -329,7 +337,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         module = self.lightning_module
         assert module is not None
         precision = precision_of(str(self.precision_plugin.precision))
-        self._backend = make_backend(self.zero, mesh, parts.specs, stages=list(parts.parameters.values()), precision=precision)
+        stages = list(parts.parameters.values())
+        self._backend = make_backend(self.zero, mesh, parts.specs, stages=stages, precision=precision, shape_only=self._shape_only)
         weights = LossWeights()
         weigh_loss(module, weights, context_of(mesh, self.options.cp_kind) if mesh.size("cp") > 1 else None)
         engine = PipelineEngine(
@@ -349,6 +358,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         if mesh.size("tp") > 1:
             gradient_of = self._backend.local_gradient
             check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"), gradient_of)
+        self.engine = engine
         self._runner = StepRunner(
             module,
             engine,
@@ -442,7 +452,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
     def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
         assert self.layout is not None and self._same_batch is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        together = self.layout.ep > 1 or self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
+        together = self._runs_together(training)
         to_come = None if trainer.predicting and self.zero.stage < 3 and self.layout.ep == 1 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
@@ -457,6 +467,11 @@ class Lightning3DStrategy(TrainerCheckpoints):
             vp=self.layout.vp,
             split_batch=self._split_batch,
         )
+
+    def _runs_together(self, training: bool) -> bool:
+        """Whether data-parallel ranks must run as many micro-batches."""
+        assert self.layout is not None
+        return self.layout.ep > 1 or self.zero.gathers_every_micro_batch or (training and self.zero.reduces_every_micro_batch)
 
     def _advise(self, micro_batches: int) -> None:
         """Once: warn when the pipeline is predicted to idle for want of micro-batches."""

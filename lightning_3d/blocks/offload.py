@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_3d.lightning_compat import storage_key
+
 MINIMUM_BYTES = 64 * 2**10
 """Smaller tensors stay where they are: a copy would cost more than it frees."""
 
@@ -23,13 +25,13 @@ class SavedOnHost(saved_tensors_hooks):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        kept = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        kept = {storage_key(parameter) for parameter in module.parameters()}
         super().__init__(lambda tensor: _pack(tensor, kept), _unpack)
 
 
 def _pack(tensor: Tensor, kept: set[int]) -> Any:
     bytes_ = tensor.numel() * tensor.element_size()
-    if bytes_ < MINIMUM_BYTES or isinstance(tensor, nn.Parameter) or tensor.untyped_storage().data_ptr() in kept:
+    if bytes_ < MINIMUM_BYTES or isinstance(tensor, nn.Parameter) or storage_key(tensor) in kept:
         return tensor
     if tensor.device.type != "cuda":
         return tensor.device, tensor.to("cpu", copy=True), None

@@ -37,12 +37,14 @@ class ExpertParallel:
         group: their process group. size: number of them. index: this rank's place in the group; it has the experts
             index * experts / size and following.
         tokens: how the tokens, which tensor-parallel ranks hold alike, are dealt to these first; None without tensor parallelism.
+        balanced: each rank is taken to send and to get as many tokens as any other, whatever routers say (dry runs, which do not know).
     """
 
     group: dist.ProcessGroup
     size: int
     index: int
     tokens: TokenCut | None = None
+    balanced: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A copied model (weight averaging) talks to the same ranks."""
@@ -99,7 +101,10 @@ class DispatchedExperts:
         counts = bounds.diff()
         others = torch.empty_like(counts)
         dist.all_to_all_single(others, counts, group=self.expert_parallel.group)
-        sent, received = torch.stack([counts, others]).view(2, size, local).sum(-1).tolist()
+        if self.expert_parallel.balanced:
+            sent = received = even_parts(len(chosen), size)
+        else:
+            sent, received = torch.stack([counts, others]).view(2, size, local).sum(-1).tolist()
         experts = torch.arange(local, device=chosen.device).repeat(size)
         return sent, received, experts.repeat_interleave(others, output_size=sum(received))
 
@@ -110,6 +115,11 @@ class DispatchedExperts:
             return _Unused.apply(tokens, *self.parameters())
         ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
         return super().forward(tokens, experts.unsqueeze(-1), ones)  # type: ignore[misc]
+
+
+def even_parts(total: int, parts: int) -> list[int]:
+    """A number in equal parts, of which the first are larger by one where it must be."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:

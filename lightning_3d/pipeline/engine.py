@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.lightning_compat import backward_input, backward_weight
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.partition import StageAssignment
-from lightning_3d.pipeline.schedule import Kind, Order, forward_order, training_order
+from lightning_3d.pipeline.schedule import Action, Kind, Order, forward_order, training_order
 from lightning_3d.pipeline.state import Chunk, PipelineState, StageBoundary
 from lightning_3d.pipeline.transport import Message, Transport
 from lightning_3d.tracing.recorder import Recorder
@@ -75,6 +76,9 @@ class PipelineEngine:
         after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
             this rank's, counted from 0) and `last` (there are no more such actions).
         recorder: takes the times of actions and messages.
+
+    Attributes:
+        around: a context for each action of a training step.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class PipelineEngine:
         self._device = device
         self._after_backward = after_backward
         self._recorder = recorder or Recorder()
+        self.around: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
         self._boundaries: dict[Hashable, Boundary] = {}
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -136,21 +141,25 @@ class PipelineEngine:
             actions = order[self._mesh.index("pp")]
             self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
             for action in actions:
-                chunk = self._chunks[action.stage]
-                if action.kind is Kind.FORWARD:
-                    self._forward(chunk, action.micro_batch, transport, step)
-                    continue
-                step.enter(action.micro_batch)
-                if action.kind is Kind.BACKWARD_WEIGHT:
-                    self._backward_weight(chunk, action.micro_batch)
-                else:
-                    self._backward(chunk, action.micro_batch, transport, split=action.kind is Kind.BACKWARD_INPUT)
+                with self.around(action):
+                    self._act(action, transport, step)
             if transport is not None:
                 transport.finish()
         finally:
             self._in_flight.clear()
             self._local.clear()
             self._early = None
+
+    def _act(self, action: Action, transport: Transport | None, step: Step) -> None:
+        chunk = self._chunks[action.stage]
+        if action.kind is Kind.FORWARD:
+            self._forward(chunk, action.micro_batch, transport, step)
+            return
+        step.enter(action.micro_batch)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            self._backward_weight(chunk, action.micro_batch)
+        else:
+            self._backward(chunk, action.micro_batch, transport, split=action.kind is Kind.BACKWARD_INPUT)
 
     def _connect(self, order: Order, signature: Hashable, step: Step) -> Transport | None:
         """Agree on the shape of the hidden states and prepare the messages of this run."""

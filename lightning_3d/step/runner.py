@@ -63,7 +63,12 @@ class StepRunner:
 
     Attributes:
         inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
+        totals: what all ranks learned about the last batch, see `_share`.
+        told: in a dry run these numbers where this rank does not compute them: no other rank does.
     """
+
+    totals: tuple[float, ...] = ()
+    told: tuple[float, ...] | None = None
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class StepRunner:
         self._random = random
         self._device = device
         self._context = context
-        self._check = after_first_backward
+        self.after_first_backward = after_first_backward
         self._routers = routers
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self.inside = False
@@ -114,13 +119,13 @@ class StepRunner:
         Returns:
             The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
         """
-        with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self._check is None):
+        with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self.after_first_backward is None):
             self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
-            if self._check is not None:
-                self._check()
-                self._check = None
+            if self.after_first_backward is not None:
+                self.after_first_backward()
+                self.after_first_backward = None
             loss, weight, checksum, extras = self._share()
             routers = self._routers.finish(weight) if self._routers is not None else None
             self._accumulated = weight + (self._accumulated if place else 0.0)
@@ -229,7 +234,8 @@ class StepRunner:
             extras = float(any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1]))
             totals[2:] = torch.tensor([checksum, checksum**2, 1.0, extras], dtype=torch.float64)
         all_reduce_flat(totals, self._mesh.group("cp", "pp", "dp"))
-        loss, weight, checksum, squares, sources, extras = totals.tolist()
+        self.totals = tuple(totals.tolist()) if self.told is None else self.told
+        loss, weight, checksum, squares, sources, extras = self.totals
         if squares * sources != checksum**2:
             raise ConfigError(
                 "The names given to self.log in a step differ between data-parallel ranks. Log the same names on all of them."

@@ -32,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
     Raises:
         Lightning3DError: what data or model show to be wrong, before the first step.
     """
-    _quiet()
+    quiet()
     if config["cluster"]["accelerator"] == "gpu" and not torch.cuda.is_available():
         raise ConfigError(
             f"This machine has GPUs, but torch {torch.__version__} cannot use them. Install a build with CUDA, or run"
@@ -122,7 +122,7 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
 
 def preload(config: Mapping[str, Any]) -> None:
     """Import what the ranks will need and only import when they get to it, so that ranks forked afterwards have it."""
-    _quiet()
+    quiet()
     model_type = config["model"]["config"]["model_type"]
     names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
     if config["parallelism"]["zero_stage"] > 0:
@@ -134,7 +134,7 @@ def preload(config: Mapping[str, Any]) -> None:
             logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Lightning announces hardware, seeds and tips, DeepSpeed what it compiles; the run says what matters itself."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)

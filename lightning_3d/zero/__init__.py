@@ -2,7 +2,7 @@
 
 One interface (`base`), three implementations: stage 0 is our own reduction with the plain optimizer (`bucketed`), at stages 1
 and 2 DeepSpeed shards the optimizer's state (`deepspeed`, imported only when it is asked for: that takes a second), and at
-stage 3 it trains what a rank keeps of the parameters (`sharded`).
+stage 3 it trains what a rank keeps of the parameters (`sharded`). `shape_only` takes DeepSpeed's place in dry runs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def make_backend(
     stages: Sequence[Sequence[nn.Parameter]] | None = None,
     precision: str = "fp32",
     bucket_bytes: int = BUCKET_BYTES,
+    shape_only: bool = False,
 ) -> DataParallelBackend:
     """The backend of a ZeRO stage.
 
@@ -43,6 +44,7 @@ def make_backend(
             stage with all.
         precision: "fp32", "fp64", "bf16" (bf16 parameters with fp32 master weights) or "bf16_mixed" (fp32 parameters).
         bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter.
+        shape_only: tensors have no values (dry runs): without DeepSpeed.
 
     Raises:
         ConfigError: a stage above 0 in double precision.
@@ -56,10 +58,21 @@ def make_backend(
             f"zero_stage={zero.stage} cannot keep double precision: DeepSpeed's master weights are float32. Use zero_stage=0 for"
             " float64, or precision 32-true."
         )
+    kind = _shape_only(zero) if shape_only else _sharded(zero)
+    return kind(mesh, specs, zero=zero, stages=stages, bucket_bytes=bucket_bytes, precision=precision)
+
+
+def _sharded(zero: ZeroOptions) -> type[DataParallelBackend]:
     if zero.stage == 3:
         from lightning_3d.zero.sharded import ShardedBackend
 
-        return ShardedBackend(mesh, specs, zero=zero, stages=stages, bucket_bytes=bucket_bytes, precision=precision)
+        return ShardedBackend
     from lightning_3d.zero.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(mesh, specs, zero=zero, stages=stages, bucket_bytes=bucket_bytes, precision=precision)
+    return DeepSpeedBackend
+
+
+def _shape_only(zero: ZeroOptions) -> type[DataParallelBackend]:
+    from lightning_3d.zero.shape_only import ShapeOnlyDeepSpeedBackend, ShapeOnlyShardedBackend
+
+    return ShapeOnlyShardedBackend if zero.stage == 3 else ShapeOnlyDeepSpeedBackend

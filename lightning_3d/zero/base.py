@@ -107,6 +107,12 @@ class DataParallelBackend(ABC):
         """Holds forward and backward of a batch, during which parameters are whole."""
         return nullcontext()
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """What it keeps at this moment, for accounts of memory: the tensors of "parameters" (apart from the module's own), "gradients" and
+        "optimizer", which is state and master weights. Local."""
+        arrived = [entry.parameter.grad for entry in self._trained if entry.parameter.grad is not None]
+        return {"parameters": [], "gradients": [*self._sums.present(), *arrived], "optimizer": []}
+
     def weight_shards(self) -> list[OptimizerShard]:
         """What this rank has, under the key "weight", of each parameter that is dealt to the data-parallel ranks: a view, which may be
         empty."""
@@ -477,6 +483,12 @@ def check_optimizer(optimizer: Optimizer, *, cut: bool) -> None:
             f"{name} computes its update from whole weight matrices, but this layout cuts them. Use an element-wise"
             " optimizer such as AdamW, or a layout with tp1 and zero_stage=0."
         )
+
+
+def state_tensors(optimizer: Optimizer | None) -> list[Tensor]:
+    """All tensors that an optimizer keeps."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DataParallelBackend, follow_writes, new_state, scale_, with_writes
+from lightning_3d.zero.base import DataParallelBackend, follow_writes, new_state, scale_, state_tensors, with_writes
 from lightning_3d.zero.gradients import LOW_PRECISION, FlatGradients, end_to_end, sum_dtype
 from lightning_3d.zero.norm import global_norm
 
@@ -81,6 +81,11 @@ class BucketedBackend(DataParallelBackend):
 
     def _gradients(self) -> Iterator[Tensor]:
         return self._sums.present()
+
+    def held(self) -> dict[str, list[Tensor]]:
+        held = super().held()
+        held["optimizer"] += [*state_tensors(self._optimizer), *self._masters.values()]
+        return held
 
     @torch.no_grad()
     def step(self) -> None:

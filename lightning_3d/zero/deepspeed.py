@@ -29,20 +29,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.deepspeed_compat import (
-    EXPERTS,
-    DeepSpeedGroup,
-    deepspeed_engine,
-    deepspeed_groups,
-    import_deepspeed,
-    release_deepspeed,
-    revive_cpu_adam,
-    set_deepspeed_gradients,
-)
+from lightning_3d import deepspeed_compat
+from lightning_3d.deepspeed_compat import EXPERTS, DeepSpeedGroup
 from lightning_3d.errors import ConfigError
+from lightning_3d.lightning_compat import storage_key
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.base import DATA_AXES, WHOLE_TENSOR_OPTIMIZERS, DataParallelBackend, Trained, follow_writes, new_state, with_writes
+from lightning_3d.zero.base import (
+    DATA_AXES,
+    WHOLE_TENSOR_OPTIMIZERS,
+    DataParallelBackend,
+    Trained,
+    follow_writes,
+    new_state,
+    state_tensors,
+    with_writes,
+)
 from lightning_3d.zero.eager import EagerReduction, Share
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
@@ -58,6 +60,9 @@ class DeepSpeedBackend(DataParallelBackend):
     the part that this rank steps with. At stage 1 with an all-reduce `.grad` shows the whole reduced gradient until the step,
     else nothing.
     """
+
+    library: Any = deepspeed_compat
+    """Whose engine it is; a dry run has one for shapes."""
 
     _engine: Any = None
     _partitions: Sequence[Partition] = ()
@@ -150,16 +155,16 @@ class DeepSpeedBackend(DataParallelBackend):
 
     def _start_engine(self, parameters: list[nn.Parameter], optimizer: Optimizer, groups: Groups) -> None:
         """Let DeepSpeed take over the parameters in the groups of `optimizer`."""
-        import_deepspeed(self._device)
+        self.library.import_deepspeed(self._device)
         on_host = self._zero.offload == PARAMETERS
         config = _config(parameters[0].dtype, offload=self._zero.offload != NONE, pin=self._device.type != "cpu")
         expert_group = self._expert_group if self._twins else None
         with self._groups_for_deepspeed(optimizer):
             holder = _Holder([*parameters, *self._fill_up(optimizer, groups)], stays=on_host)
-            self._engine = deepspeed_engine(
+            self._engine = self.library.deepspeed_engine(
                 holder, optimizer, groups, config, self._device, on_host=on_host, expert_group=expert_group
             )
-            found = deepspeed_groups(self._engine)
+            found = self.library.deepspeed_groups(self._engine)
         for group in found:
             group.parameters[:] = [parameter for parameter in group.parameters if id(parameter) in self._entries]
         dense = len(found) - len(self._twins)
@@ -337,14 +342,23 @@ class DeepSpeedBackend(DataParallelBackend):
         )
         return global_norm(owned, self._device, dist.group.WORLD)
 
+    def held(self) -> dict[str, list[Tensor]]:
+        held = super().held()
+        masters = [partition.group.master for partition in self._partitions]
+        held["parameters"] += [partition.group.flat for partition in self._partitions]
+        held["gradients"] += [p.gradient for p in self._partitions if p.gradient is not None]
+        held["gradients"] += [master.grad for master in masters if master.grad is not None]
+        held["optimizer"] += [*state_tensors(self._optimizer), *masters]
+        return held
+
     @torch.no_grad()
     def step(self) -> None:
         if self._engine is None or self._optimizer is None:
             return
         if type(self._optimizer).__name__ == CPU_ADAM:
-            revive_cpu_adam(self._optimizer)
+            self.library.revive_cpu_adam(self._optimizer)
         with self._groups_for_deepspeed(self._optimizer), self._kept(self._untouched):
-            set_deepspeed_gradients(self._engine, list(self._gradients()))
+            self.library.set_deepspeed_gradients(self._engine, list(self._gradients()))
             self._engine.step()
         for partition in self._partitions:
             partition.gradient = None
@@ -399,7 +413,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def _release(self) -> None:
         if self._engine is not None and self._optimizer is not None:
             with self._groups_for_deepspeed(self._optimizer):
-                release_deepspeed(self._engine)
+                self.library.release_deepspeed(self._engine)
         if self._eager is not None:
             self._eager.close()
         self._engine = self._flat = self._expert_flat = self._eager = self._optimizer = None
@@ -524,7 +538,7 @@ def _add_owned(partition: Partition, layout: FlatGradients, flat: Tensor) -> Non
 
 def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
     """Where a parameter lies in the buffer that it is a view of."""
-    if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+    if storage_key(parameter) != storage_key(flat):
         raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
     start = int(parameter.storage_offset() - flat.storage_offset())
     return Slot(parameter, start, start + parameter.numel())

@@ -52,6 +52,12 @@ class ShardedBackend(DeepSpeedBackend):
                 apart={key: self._expert_group for key, name in self._names.items() if name in dealt},
             )
 
+    def held(self) -> dict[str, list[Tensor]]:
+        held = super().held()
+        for unit in self._units.all if self._units is not None else ():
+            held["parameters"] += unit.kept()
+        return held
+
     @contextmanager
     def parameters_in_use(self) -> Iterator[None]:
         assert self._units is not None, "shard() comes first"

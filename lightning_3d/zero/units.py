@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_3d.containers import tensors_of
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.lightning_compat import autograd_is_running
+from lightning_3d.lightning_compat import autograd_is_running, storage_key
 from lightning_3d.torch_compat import all_gather_flat
 from lightning_3d.zero.gradients import Slot, end_to_end
 
@@ -65,9 +65,9 @@ class Unit:
         self.part_numel = -(-self.numel // dist.get_world_size(group))
         self.rank = dist.get_rank(group)
         dtype = parameters[0].dtype
-        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        nan = parameters[0].detach().new_full((), float("nan"), device=device)
         self._blanks = [nan.expand(parameter.shape) for parameter in parameters]
-        self._flat = torch.empty(self.part_numel * dist.get_world_size(group), dtype=dtype, device=device)
+        self._flat = nan.new_empty(self.part_numel * dist.get_world_size(group))
         self._views = [self._flat[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.slots]
         self._work: Any = None
         self.gathered = False
@@ -88,6 +88,10 @@ class Unit:
             first, last = max(slot.start, start), min(slot.stop, start + self.part_numel)
             if first < last:
                 yield slot, first - slot.start, last - slot.start
+
+    def kept(self) -> list[torch.Tensor]:
+        """The buffer that parameters are gathered in, which has no memory between, and what this rank keeps of them."""
+        return [self._flat, *self.pieces.values(), self._padding]
 
     def start_gathering(self) -> None:
         """Begin to put the parameters together. Collective over the group."""
@@ -136,7 +140,7 @@ class Unit:
     def require_untouched(self) -> None:
         """Refuse values that were written into a parameter while it was not there."""
         for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
-            if slot.parameter._version != version or slot.parameter.data_ptr() != blank.data_ptr():
+            if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
                 raise ConfigError(
                     f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 it is not"
                     " there then, and the values would be lost. Use zero_stage=2, or write before the fit begins."

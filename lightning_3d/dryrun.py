@@ -1,0 +1,348 @@
+"""One rank of a job without its hardware: what it holds, sends and computes in a training step.
+
+The user's module runs through Lightning's Trainer and this package's strategy, rewrites and schedule, as in training, on tensors that have
+a shape and no values (`shapes`), in process groups that send nothing, and with a ZeRO backend for shapes (`zero.shape_only`). Every
+operation is watched (`metering`).
+
+Assumed, as nothing has values: routers send equally many tokens to every rank; no gradient is missing; no loss is NaN.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from typing_extensions import override
+
+from lightning_3d.expert_parallel.dispatch import DispatchedExperts
+from lightning_3d.layout import Layout
+from lightning_3d.measured import Measured, RankReport
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline import runs_now
+from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
+from lightning_3d.schedules import find_schedule, rank_of_stage
+from lightning_3d.shapes import ShapeMeter, Told, alone
+from lightning_3d.step import MicroBatches, cut_batch
+from lightning_3d.step.checks import most_micro_batches
+from lightning_3d.strategy import Lightning3DStrategy
+
+STEPS = 2
+"""The first step makes the optimizer's state, tells the pipeline the shape of its messages and what is logged. The second is measured."""
+
+
+class DryStrategy(Lightning3DStrategy):
+    """The strategy of a rank that is alone and has no values."""
+
+    _shape_only = True
+    meter: ShapeMeter
+    told: Told
+    report: RankReport
+    micro_batches: tuple[int, ...]
+    for_gpus: bool
+    _is_metered = False
+
+    @override
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)
+        assert self.layout is not None
+        self.mesh = Mesh(self.layout)
+
+    def _materialize(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.meter.materialize(root)
+
+    @override
+    def _build(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.report.whole = sum(parameter.numel() for parameter in module.parameters())
+        super()._build()
+        assert self.model_parts is not None and self._runner is not None
+        for layer in module.modules():
+            if isinstance(layer, DispatchedExperts):
+                layer.expert_parallel.balanced = True
+        self.report.parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.report.stages = tuple(self.model_parts.parameters)
+        self._runner.after_first_backward = None
+        if not self.engine.owns_last:
+            self._runner.told = self.told.totals
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None and self._backend is not None and self.model_parts is not None
+        with self.meter:
+            self._backend.shard(self.lightning_module, self.model_parts.blocks, self.root_device, runs_now)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with self.meter:
+            super().setup_optimizers(trainer)
+        for group in self.optimizers[0].param_groups if self.for_gpus else ():
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch chooses there
+
+    @override
+    def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
+        """The first ones of the batch. Without the checks that compare this rank's data with others'."""
+        assert self.layout is not None and self.lightning_module is not None
+        schedule = find_schedule(self.schedule)
+        agree = partial(most_micro_batches, mesh=self._require_mesh(), device=self.root_device) if self._runs_together(training) else None
+        all_of_them = cut_batch(
+            batch,
+            self.micro_batch_size,
+            schedule=schedule,
+            pp=self.layout.pp,
+            vp=self.layout.vp,
+            split_batch=self._split_batch,
+            agree=agree,
+        )
+        step = self.lightning_module.trainer.fit_loop.batch_idx
+        return replace(all_of_them, batches=all_of_them.batches[: self.micro_batches[step]])
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._metered():
+            result = super().training_step(*args, **kwargs)
+        if self.engine.owns_last:
+            assert self._runner is not None
+            self.told.totals = self._runner.totals
+            self.told.known("totals")
+        return result
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with self._metered():
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Under the meter, once: the step of an optimizer calls the training step."""
+        if self._is_metered:
+            yield
+            return
+        self._is_metered = True
+        try:
+            with self.meter:
+                yield
+        finally:
+            self._is_metered = False
+
+    @override
+    def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
+        """None is read or written."""
+
+    @override
+    def teardown(self) -> None:
+        """Nothing of it is kept."""
+
+
+class _Environment(ClusterEnvironment):
+    """A place in a world that is not there."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._rank, self._world_size = rank, world_size
+
+    creates_processes_externally = True
+    main_address, main_port = "localhost", 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A data loader of the same batch."""
+
+    batch: Any
+    times: int
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.times)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job that can be run dry.
+
+    Attributes:
+        module: makes the user's module. strategy: makes its strategy, of the class that it is given (a `DryStrategy` too).
+        batch: makes the batch of one data-parallel rank for an optimizer step of so many micro-batches.
+        layout, schedule: resolved. precision: as Lightning's Trainer takes it. clip: its gradient_clip_val.
+        gpu: the job is one for GPUs, over NCCL. whole: run every micro-batch of a step, also those that add nothing new.
+    """
+
+    module: Callable[[], pl.LightningModule]
+    strategy: Callable[[type[DryStrategy]], DryStrategy]
+    batch: Callable[[int], Any]
+    layout: Layout
+    schedule: str
+    micro_batches: int
+    precision: str = "32-true"
+    clip: float | None = None
+    gpu: bool = False
+    whole: bool = False
+
+    def order(self, micro_batches: int) -> Order:
+        """What all ranks of the pipeline do in a step."""
+        return training_order(self.schedule, self.layout.pp, self.layout.vp, micro_batches)
+
+    def accepted(self) -> list[int]:
+        """Numbers of micro-batches that the schedule runs, up to those of a step."""
+        accepts = find_schedule(self.schedule).accepts
+        return [count for count in range(1, self.micro_batches + 1) if accepts(self.layout.pp, self.layout.vp, count)]
+
+
+def representative(job: Job, index: int) -> tuple[int, bool]:
+    """How many micro-batches a rank must run to be in every state that it is in during a whole step, and True.
+
+    A state is what it does next, how many micro-batches of each of its stages wait for their backward, and which stages have gradients:
+    memory depends on nothing else. Where all wait at once (GPipe) each adds the same, so that some are enough; False then.
+
+    Args:
+        index: of the rank in its pipeline.
+    """
+    counts = job.accepted()
+    most = counts[-1]
+    enough = next(count for count in counts if count >= min(2 * job.layout.pp * job.layout.vp + 1, most))
+    if job.whole or enough == most:
+        return most, True
+    states = _states(job.order(most)[index])
+    for count in (count for count in counts if 3 <= count < most):
+        if states <= _states(job.order(count)[index]):
+            return count, True
+    return enough, False
+
+
+def _states(actions: Sequence[Action]) -> set[Any]:
+    waiting: Counter[tuple[int, Kind]] = Counter()
+    graded: set[int] = set()
+    seen = set()
+    for action in actions:
+        seen.add((action.kind, action.stage, frozenset((+waiting).items()), frozenset(graded)))
+        if action.kind is Kind.FORWARD:
+            waiting[action.stage, Kind.FORWARD] += 1
+            continue
+        ends = action.kind is Kind.BACKWARD_WEIGHT
+        waiting[action.stage, Kind.BACKWARD_INPUT if ends else Kind.FORWARD] -= 1
+        if action.kind is Kind.BACKWARD_INPUT:
+            waiting[action.stage, Kind.BACKWARD_INPUT] += 1
+        else:
+            graded.add(action.stage)
+    return seen
+
+
+def dry_run(job: Job, rank: int, told: Told | None = None) -> RankReport:
+    """Run one rank of a job without values, in this process, which must have no process groups.
+
+    Args:
+        told: what ranks of the same pipeline that were run before have found out; of the first and the last stage it is found out here
+            where it is missing.
+    """
+    told = Told() if told is None else told
+    layout = job.layout
+    pipeline = layout.group_of(rank, "pp")
+    first, last = pipeline[0], pipeline[_owner_of_last(job)]
+    if layout.pp > 1 and first != last and not told.objects.get(0):
+        _run_until_known(job, first, told, "shape")
+    if rank != last and told.totals is None:
+        _run_until_known(job, last, told, "totals")
+    return _run(job, rank, told)
+
+
+def _owner_of_last(job: Job) -> int:
+    """Index in the pipeline of the rank with the last stage."""
+    v_shaped = find_schedule(job.schedule).v_shaped and job.layout.pp > 1
+    return rank_of_stage(job.layout.pp * job.layout.vp - 1, job.layout.pp, job.layout.vp, v_shaped)
+
+
+class _Known(BaseException):
+    """Ends a run that was made to find something out."""
+
+
+def _run_until_known(job: Job, rank: int, told: Told, wanted: str) -> None:
+    """Run a rank only for what it tells the others: the first one the shape of messages, the last one what is logged."""
+
+    def stop(what: str) -> None:
+        if what == wanted:
+            raise _Known
+
+    told.known = stop
+    with suppress(_Known):
+        _run(job, rank, told)
+    told.known = lambda what: None
+
+
+def _run(job: Job, rank: int, told: Told) -> RankReport:
+    layout = job.layout
+    report = RankReport(rank, layout.coordinates(rank))
+    pipeline = layout.group_of(rank, "pp")
+    told.objects.pop(pipeline.index(rank), None)
+    with alone(rank, layout.world_size, pipeline, told, gloo=not job.gpu), isolate_rng(), _quiet():
+        strategy = job.strategy(DryStrategy)
+        if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
+            strategy.zero = replace(strategy.zero, reduce_scatter=True)
+        meter = ShapeMeter()
+        strategy.meter, strategy.told, strategy.report = meter, told, report
+        measured = Measured(meter, report, STEPS - 1)
+        report.micro_batches, bounded = representative(job, pipeline.index(rank))
+        strategy.for_gpus = job.gpu
+        strategy.micro_batches = (job.accepted()[0], report.micro_batches)
+        batches = _Repeated(job.batch(job.micro_batches), STEPS)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=layout.world_size,
+            strategy=strategy,
+            plugins=[_Environment(rank, layout.world_size)],
+            precision=job.precision,  # type: ignore[arg-type]
+            max_steps=STEPS,
+            gradient_clip_val=job.clip,
+            callbacks=[measured.follow(strategy)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(job.module(), train_dataloaders=batches)
+    if report.micro_batches < job.micro_batches:
+        measured.add_micro_batches(job.micro_batches - report.micro_batches, bounded)
+    return report
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,297 @@
+"""A dry run of a rank against a real run of the same job on 8 CPU ranks: memory by category, collectives, parameters."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from command_line import run_commands
+from memory import LiveBytes
+from parity import Cell, Data, Module, Rows, quiet_trainer, strategy_arguments
+from ranks import run_ranks
+from reference import data
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d.pipeline.schedule import training_order
+from lightning_3d.timeline import as_svg, as_text, idle, place
+
+STEP = 4  # of a real run, after those in which ranks compare their data
+
+LAYERS = 12
+WIDTH = 32
+MESSAGES = 3  # to a neighbour that a busy machine has made late
+
+
+class Deep(Cell):
+    """A cell with so many layers that hidden states on their way to a neighbour are a small part of what a rank holds."""
+
+    @property
+    def layers(self) -> int:
+        return LAYERS
+
+
+CELLS = {
+    "zero 0": Deep("llama", tp=2, pp=2, dp=2, zero=0),
+    "zero 3": Deep("llama", tp=2, pp=2, dp=2, zero=3),
+    "interleaved": Deep("llama", tp=2, pp=2, dp=2, zero=1, schedule="Interleaved1F1B"),
+    "ep": Deep("mixtral", ep=2, tp=2, dp=4, zero=1),
+    "cp": Deep("llama", cp=2, tp=2, dp=2, zero=1),
+}
+MORE = {
+    "zero 1": Deep("llama", tp=2, pp=2, dp=2, zero=1),
+    "zero 2": Deep("llama", tp=2, pp=2, dp=2, zero=2),
+    "zbv": Deep("llama", pp=4, dp=2, zero=0, schedule="ZBVZeroBubble"),
+    "gpipe": Deep("gemma3", tp=2, pp=4, zero=1, schedule="GPipe"),
+    "micro-batch": Deep("llama", tp=2, dp=4, zero=2),
+    "gathered": Deep("llama", dp=8, zero=3),
+    "plain": Deep("plain", tp=2, pp=2, dp=2, zero=1),
+    "scattered": Deep("llama", tp=2, pp=2, dp=2, zero=2, options=(("zero_reduce_scatter", True),)),
+    "offloaded": Deep("llama", dp=4, tp=2, zero=1, options=(("zero_offload", "optimizer"),)),
+    "ep pp": Deep("qwen3_moe", ep=2, pp=2, dp=4, zero=2),
+}
+
+
+@dataclass
+class Seen:
+    """What one real rank did in a step.
+
+    Attributes:
+        peak: bytes at the most, by a count of its own. by_category: of the meter. kept: held between steps, by looking at modules.
+    """
+
+    peak: int = 0
+    by_category: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[tuple[str, tuple[int, ...], int]] = field(default_factory=Counter)
+    parameters: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+
+
+class Operators(TorchDispatchMode):
+    """Counts what operators of `torch.distributed` send: (name, ranks, bytes that this rank puts in)."""
+
+    places = {"_allgather_base_": (1, 2), "_reduce_scatter_base_": (1, 2), "alltoall_base_": (1, 2), "allgather_": (1, 2)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            value, group = self.places.get(func._opname, (0, 1))
+            tensors = args[value] if isinstance(args[value], list) else [args[value]]
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
+            self.seen[func._opname, tuple(sorted(ranks)), sum(tensor.nbytes for tensor in tensors)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NAMES = {  # of functions, by operators
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_base_": "all_to_all_single",
+    "allgather_": "all_gather",
+    "send": "send",
+    "recv_": "recv",
+}
+
+
+class Watch(pl.Callback):
+    """Measures one batch of a real fit."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.open: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP:
+            self.open = self.watching(module)
+            self.open.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+            self.open = None
+
+    @contextmanager
+    def watching(self, module: Any) -> Iterator[None]:
+        operators = Operators()
+        with operators:
+            yield
+        self.seen.collectives = operators.seen
+        self.seen.parameters = sum(parameter.numel() for parameter in module.parameters())
+
+
+def real_rank(cell: Cell) -> Seen:
+    """Train some steps as any user would, and watch one."""
+    from lightning_3d.measured import Measured, RankReport
+    from lightning_3d.metering import Meter
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    strategy = Lightning3DStrategy(**strategy_arguments(cell), seed=cell.recipe.seed)
+    seen = Seen()
+    meter, live = Meter(), LiveBytes()
+    report = RankReport(dist.get_rank(), {})
+    measured = Measured(meter, report, STEP)
+    callback = measured.follow(strategy)
+
+    class Reset(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            live.reset()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == STEP:
+                seen.peak = live.peak
+
+    trainer = quiet_trainer(
+        strategy=strategy, devices=cell.world_size, max_steps=STEP + 1, callbacks=[Reset(), Watch(seen), callback], max_epochs=STEP + 1
+    )
+    rows = Rows(data(cell.recipe))
+    with live, meter:
+        trainer.fit(Module(cell.recipe), datamodule=Data(rows, cell.recipe.global_batch // cell.dp))
+    seen.by_category, seen.kept, seen.flops = report.usage.peak, report.kept, report.usage.flops
+    return seen
+
+
+def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
+    from lightning_3d.dryrun import Job, dry_run
+    from lightning_3d.layout_rules import resolve_layout
+
+    layout, schedule = resolve_layout(cell.layout, cell.schedule, cell.vp)
+    rows = cell.recipe.global_batch // cell.dp
+    batch = {key: value[:rows] for key, value in data(cell.recipe).items()}
+    job = Job(
+        module=lambda: Module(cell.recipe),
+        strategy=lambda kind: kind(**strategy_arguments(cell)),
+        batch=lambda micro_batches: {key: value.clone() for key, value in batch.items()},
+        layout=layout,
+        schedule=schedule,
+        micro_batches=rows // cell.micro_batch,
+        **options,
+    )
+    return dry_run(job, rank)
+
+
+def dry_ranks(cell: Cell, ranks: list[int], **options: Any) -> list[Any]:
+    return [dry_rank(cell, rank, **options) for rank in ranks]
+
+
+def run_dry(cell: Cell, ranks: list[int], **options: Any) -> list[Any]:
+    """In a process without process groups."""
+    [reports] = run_ranks(dry_ranks, 1, cell, ranks, timeout=300, process_group=False, **options)
+    return reports
+
+
+def called(report: Any) -> Counter[tuple[str, tuple[int, ...], int]]:
+    return Counter({(call.name, call.ranks, call.bytes): count for call, count in report.usage.collectives.items()})
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_is_what_a_real_run_does(case: str) -> None:
+    assert_same(CELLS[case])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE)
+def test_is_what_a_real_run_does_elsewhere(case: str) -> None:
+    assert_same(MORE[case])
+
+
+def assert_same(cell: Cell) -> None:
+    """On the first and on the last rank: every collective; operations; memory within 2 % in every category and together."""
+    real = run_ranks(real_rank, cell.world_size, cell, timeout=400)
+    ranks = [0, cell.world_size - 1]
+    late = MESSAGES * message_bytes(cell)
+    rows = sum(tensor.nbytes for tensor in data(cell.recipe).values())  # the whole data set, which a real rank holds
+    for rank, report in zip(ranks, run_dry(cell, ranks), strict=True):
+        seen, peak = real[rank], report.usage.peak
+        wanted = Counter({(NAMES[name], *where): count for (name, *where), count in seen.collectives.items()})
+        print(f"rank {rank}\n  real {dict(sorted(seen.by_category.items()))}\n  dry  {dict(sorted(peak.items()))}")
+        print("  only real", wanted - called(report), "\n  only dry", called(report) - wanted)
+        assert called(report) == wanted
+        assert report.parameters == seen.parameters
+        if cell.ep == 1:
+            assert report.usage.flops == seen.flops
+        for category in ("parameters", "gradients", "optimizer", "activations", "communication", "temporary"):
+            allowed = 0.02 * seen.by_category[category] + (late if category == "activations" else 256)
+            assert abs(peak[category] - seen.by_category[category]) <= allowed, category
+        assert abs(report.usage.peak_bytes - (seen.peak - rows)) <= 0.02 * seen.peak + late
+
+
+def message_bytes(cell: Cell) -> int:
+    """Of the hidden states of a micro-batch, whole."""
+    from models import SEQUENCE
+
+    return 4 * cell.micro_batch * SEQUENCE * WIDTH if cell.pp > 1 else 0
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", *(pytest.param(name, marks=pytest.mark.full) for name in ("GPipe", "Interleaved1F1B"))])
+def test_some_micro_batches_tell_of_all(schedule: str) -> None:
+    cell = Many("llama", pp=2, schedule=schedule)
+    [some] = run_dry(cell, [0])
+    [whole] = run_dry(cell, [0], whole=True)
+    assert some.micro_batches < whole.micro_batches == Many.count
+    assert called(some) == called(whole)
+    assert some.usage.flops == whole.usage.flops
+    for category, size in whole.usage.peak.items():
+        assert some.usage.peak[category] == pytest.approx(size, rel=0.005, abs=256), category
+
+
+class Many(Cell):
+    """A cell whose step has many micro-batches."""
+
+    count = 16
+
+    @property
+    def micro_batch(self) -> int:
+        return self.recipe.global_batch // self.dp // self.count
+
+
+LINES = {
+    "help": ["dryrun", "--help"],
+    "layout": ["dryrun", "parallelism=tp3"],
+    "rank": ["dryrun", "rank=8"],
+    "word": ["dryrun", "rank=first"],
+    "option": ["dryrun", "--josn", "x"],
+    "folder": ["dryrun", "--json", "nowhere/x.json"],
+    "batch": ["dryrun", "model=llama3_70b", "cluster=h100_32x8", "parallelism=tp8_pp4_dp8"],
+    "tiny": ["dryrun", "--json", "dry.json", "--timeline=dry.svg", "data=tokens", "data.sequence_length=128"],
+}
+
+
+@pytest.mark.timeout(600)
+def test_command_lines() -> None:
+    results = dict(zip(LINES, run_commands(list(LINES.values())), strict=True))
+    assert results["help"].code == 0 and "--timeline FILE" in results["help"].output
+    refusals = {
+        "layout": "Tensor parallelism deals",
+        "rank": "rank=8: tp2_pp2_dp2 has 8 ranks, 0 to 7.",
+        "word": "rank=first is no number of a rank",
+        "option": "--josn is no option of a dry run",
+        "folder": "there is no folder",
+        "batch": "needs at least as many micro-batches as stages",
+    }
+    for name, words in refusals.items():
+        result = results[name]
+        assert (result.code, result.torch, result.left) == (2, False, []), result.output
+        assert result.output.startswith("lightning_3d: ") and words in result.output
+        assert result.output.count("\n") == 1
+    tiny = results["tiny"]
+    assert tiny.code == 0, tiny.output
+    assert tiny.left == ["dry.json", "dry.svg"], "nothing else is written"
+    assert "The model has 3,033,856 parameters." in tiny.output
+    assert "Timeline of a step" in tiny.output and "parameters" in tiny.output and "all_reduce" in tiny.output
+
+
+def test_idle_time_is_that_of_the_published_formulas() -> None:
+    for name, stages, micro_batches, wanted in (("1F1B", 4, 12, 3 / 15), ("GPipe", 4, 8, 3 / 11), ("1F1B", 1, 4, 0.0)):
+        bars = place(training_order(name, stages, 1, micro_batches), lambda letter, stage: {"F": 1.0, "B": 2.0}[letter])
+        assert idle(bars) == pytest.approx(wanted)
+        assert len(as_text(bars).splitlines()) == stages
+        assert as_svg(bars, "a < b").count("<title>") == 2 * stages * micro_batches
