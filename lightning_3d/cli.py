@@ -1,5 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `dryrun`, `verify`, `launch`, `export`, `import`,
-`inspect`, `report`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `dryrun`, `verify`, `launch`, `export`,
+`import`, `inspect`, `report`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
