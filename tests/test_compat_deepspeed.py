@@ -37,7 +37,7 @@ from lightning_3d.lightning_compat import (
     settle_gloo_at_exit,
 )
 from lightning_3d.mesh import Mesh
-from lightning_3d.zero.deepspeed import Groups, _config, _Holder
+from lightning_3d.zero.given import Groups, Holder, deepspeed_config
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def engine_of_two_groups(
     module = nn.Linear(3, 5, dtype=dtype)  # 15 and 5 elements: neither is divisible by two ranks
     optimizer = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=1.0)
     groups = Groups(Mesh(Layout.parse("dp2")), sharded=not on_host)
-    engine = deepspeed_engine(module, optimizer, groups, _config(dtype, offload=offload), CPU, on_host=on_host)
+    engine = deepspeed_engine(module, optimizer, groups, deepspeed_config(dtype, offload=offload), CPU, on_host=on_host)
     return engine, module, optimizer
 
 
@@ -106,7 +106,7 @@ def expert_groups() -> None:
         module.weight.fill_(1.0)
         module.bias.fill_(float(dist.get_rank()))  # other experts on the other rank: nothing makes them equal
     started = deepspeed_engine(
-        module, optimizer, Groups(mesh), _config(torch.float32), CPU, expert_group=mesh.group_for((mesh.rank,))
+        module, optimizer, Groups(mesh), deepspeed_config(torch.float32), CPU, expert_group=mesh.group_for((mesh.rank,))
     )
     dense, experts = deepspeed_groups(started)
     assert (dense.flat.numel(), dense.owned.numel()) == (16, 8)
@@ -207,7 +207,7 @@ def kept_on_host(dtype: torch.dtype) -> None:
     with patch.object(nn.Linear, "reset_parameters", reset):
         started, module, _ = engine_of_two_groups(dtype, offload=True, on_host=True)
     engine_source = inspect.getsource(type(started))
-    assert "self.module.to(self.device)" in engine_source  # what `_Holder` refuses
+    assert "self.module.to(self.device)" in engine_source  # what `Holder` refuses
     assert "dist.broadcast(p.data.view(torch.uint8)" in engine_source  # what is left out
     zero, groups = started.optimizer, deepspeed_groups(started)
     for name, group in zip(("weight", "bias"), groups, strict=True):
@@ -234,8 +234,8 @@ def test_an_engine_of_parameters_on_the_host(dtype: torch.dtype) -> None:
 
 def test_what_stays_is_not_moved() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
-    assert next(_Holder(parameters, stays=True).to("meta").parameters()).device == CPU
-    assert next(_Holder(parameters).to(torch.float64).parameters()).dtype == torch.float64
+    assert next(Holder(parameters, stays=True).to("meta").parameters()).device == CPU
+    assert next(Holder(parameters).to(torch.float64).parameters()).dtype == torch.float64
 
 
 def lost_with_a_copy() -> None:

@@ -24,8 +24,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.zero import make_backend
-from lightning_3d.zero.deepspeed import Partition
 from lightning_3d.zero.offload import VECTOR, check_place
+from lightning_3d.zero.partition import Partition
 from lightning_3d.zero_options import ZeroOptions
 
 full = pytest.mark.full

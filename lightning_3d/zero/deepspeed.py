@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,25 +30,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d import deepspeed_compat
-from lightning_3d.deepspeed_compat import EXPERTS, DeepSpeedGroup
+from lightning_3d.deepspeed_compat import EXPERTS
 from lightning_3d.errors import ConfigError
-from lightning_3d.lightning_compat import storage_key
-from lightning_3d.mesh import Mesh
 from lightning_3d.sharding import OptimizerShard
 from lightning_3d.zero.base import (
-    DATA_AXES,
     WHOLE_TENSOR_OPTIMIZERS,
     DataParallelBackend,
     Trained,
-    follow_writes,
     new_state,
     state_tensors,
-    with_writes,
 )
 from lightning_3d.zero.eager import EagerReduction, Share
+from lightning_3d.zero.given import Groups, Holder, deepspeed_config
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
 from lightning_3d.zero.norm import global_norm
 from lightning_3d.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
+from lightning_3d.zero.partition import Partition, add_owned, slots_of
 from lightning_3d.zero_options import MICRO_BATCH, NONE, PARAMETERS, STEP
 
 
@@ -157,10 +154,10 @@ class DeepSpeedBackend(DataParallelBackend):
         """Let DeepSpeed take over the parameters in the groups of `optimizer`."""
         self.library.import_deepspeed(self._device)
         on_host = self._zero.offload == PARAMETERS
-        config = _config(parameters[0].dtype, offload=self._zero.offload != NONE, pin=self._device.type != "cpu")
+        config = deepspeed_config(parameters[0].dtype, offload=self._zero.offload != NONE, pin=self._device.type != "cpu")
         expert_group = self._expert_group if self._twins else None
         with self._groups_for_deepspeed(optimizer):
-            holder = _Holder([*parameters, *self._fill_up(optimizer, groups)], stays=on_host)
+            holder = Holder([*parameters, *self._fill_up(optimizer, groups)], stays=on_host)
             self._engine = self.library.deepspeed_engine(
                 holder, optimizer, groups, config, self._device, on_host=on_host, expert_group=expert_group
             )
@@ -191,7 +188,7 @@ class DeepSpeedBackend(DataParallelBackend):
             self._expert_flat = self._in_buffers(self._experts)
         if not self._dense:
             return
-        slots = _slots(self._dense)
+        slots = slots_of(self._dense)
         ranks = range(dist.get_world_size(self._group))
         # A part that is reduce-scattered whole would wait for the last of several stages.
         if self._zero.reduce == MICRO_BATCH or (self._reduce_scatters and len(self._stages) > 1):
@@ -205,7 +202,7 @@ class DeepSpeedBackend(DataParallelBackend):
     def _in_buffers(self, partitions: Sequence[Partition]) -> FlatGradients:
         """The reduction, once for each step, of all gradients of some partitions."""
         return FlatGradients(
-            _slots(partitions),
+            slots_of(partitions),
             partitions[-1].base + partitions[-1].numel,
             bucket_bytes=self._bucket_bytes,
             alone=self._alone(),
@@ -291,7 +288,7 @@ class DeepSpeedBackend(DataParallelBackend):
         if self._flat is not None and self._eager is not None:
             flat = self._flat.all_reduce(self._sums, self._group, scale)
             for partition in self._dense:
-                _add_owned(partition, self._flat, flat)
+                add_owned(partition, self._flat, flat)
             self._untouched = [*self._untouched, *self._flat.nowhere]
         elif self._flat is not None:
             self._reduce_buffers(self._flat, self._dense, self._group, scale)
@@ -418,213 +415,3 @@ class DeepSpeedBackend(DataParallelBackend):
             self._eager.close()
         self._engine = self._flat = self._expert_flat = self._eager = self._optimizer = None
         self._partitions, self._untouched, self._entries, self._twins = [], [], {}, []
-
-
-class Partition:
-    """This rank's part of one parameter group.
-
-    Args:
-        group: DeepSpeed's buffers.
-        base: where the group begins in the flat buffer of all gradients.
-        optimizer: has the state of `group.master`.
-        device: of gradients. Master weights, and the parameters of `group` too, may be in host memory.
-        experts: the parameters are parts of experts, dealt to the ranks that have the same ones; `base` counts among those.
-
-    Attributes:
-        slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted
-            from its start.
-        gradient: reduced gradient of the part, float32, between reduction and step.
-    """
-
-    def __init__(
-        self, group: DeepSpeedGroup, base: int, optimizer: Optimizer, device: torch.device, *, experts: bool = False
-    ) -> None:
-        self.group = group
-        self.experts = experts
-        self.base = base
-        self.numel = group.flat.numel()
-        self.gradient: Tensor | None = None
-        self._optimizer = optimizer
-        self._device = device
-        self._start = int(group.owned.storage_offset() - group.flat.storage_offset())
-        self.slots = [_place(parameter, group.flat) for parameter in group.parameters]
-        self.owned_slots = [
-            Slot(slot.parameter, max(slot.start, self._start) - self._start, min(slot.stop, self._stop) - self._start)
-            for slot in self.slots
-            if slot.start < self._stop and slot.stop > self._start
-        ]
-
-    @property
-    def _stop(self) -> int:
-        return self._start + self.group.owned.numel()
-
-    def shares(self, ranks: Iterable[int]) -> list[Share]:
-        """What each rank owns of the flat buffer of all gradients."""
-        size = self.group.owned.numel()
-        return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
-
-    def new_gradient(self) -> Tensor:
-        """Zeros that gradients of this step are added to."""
-        self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self._device)
-        return self.gradient
-
-    def owned_part(self, flat: Tensor) -> Tensor:
-        """This rank's part of the flat buffer of all gradients."""
-        return flat[self.base + self._start : self.base + self._stop]
-
-    @torch.no_grad()
-    def follow_writes(self, slot: Slot) -> None:
-        """Take over what something else than the optimizer wrote into one piece."""
-        follow_writes(self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop])
-
-    def copy_of(self, slot: Slot) -> dict[str, Tensor]:
-        """Master weights and optimizer state of one piece."""
-        return {name: tensor[slot.start : slot.stop].clone() for name, tensor in self.tensors().items()}
-
-    def restore(self, slot: Slot, before: dict[str, Tensor]) -> None:
-        """Put `copy_of` back; state that the optimizer has made since then begins at zero."""
-        for name, tensor in self.tensors().items():
-            piece = tensor[slot.start : slot.stop]
-            piece.copy_(before[name]) if name in before else piece.zero_()
-
-    def start_in_parameter(self, owned: Slot) -> int:
-        """Which element of the flattened parameter an owned piece begins with."""
-        [whole] = [slot for slot in self.slots if slot.parameter is owned.parameter]
-        return owned.start + self._start - whole.start
-
-    def values_of(self, owned: Slot, to_save: bool = False) -> dict[str, Tensor | float]:
-        """The optimizer's state of one piece, views where it is per element, and its master weights if they differ.
-
-        Args:
-            to_save: see `optimizer_shards`.
-        """
-        per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self.tensors().items()}
-        if self.group.owned.dtype == self.group.master.dtype:
-            del per_element["master"]
-        elif to_save:
-            per_element["master"] = with_writes(per_element["master"], self.group.owned[owned.start : owned.stop])
-        state = self._optimizer.state.get(self.group.master, {})
-        return {**{key: value for key, value in state.items() if value is not None}, **per_element}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Master weights and what the optimizer keeps for each element."""
-        master = self.group.master
-        state = self._optimizer.state.get(master, {})
-        per_element = {
-            name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == master.shape
-        }
-        return {**per_element, "master": master.data}
-
-
-def _slots(partitions: Iterable[Partition]) -> list[Slot]:
-    """All parameters of some partitions, one buffer behind the other."""
-    return [
-        Slot(slot.parameter, partition.base + slot.start, partition.base + slot.stop)
-        for partition in partitions
-        for slot in partition.slots
-    ]
-
-
-def _add_owned(partition: Partition, layout: FlatGradients, flat: Tensor) -> None:
-    """Add this rank's part of gradients that lie in a buffer with another order."""
-    places = {id(slot.parameter): slot for slot in layout.slots}
-    assert partition.gradient is not None
-    for owned in partition.owned_slots:
-        source = places.get(id(owned.parameter))
-        if source is not None:
-            first = source.start + partition.start_in_parameter(owned)
-            partition.gradient[owned.start : owned.stop] += flat[first : first + owned.stop - owned.start]
-
-
-def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
-    """Where a parameter lies in the buffer that it is a view of."""
-    if storage_key(parameter) != storage_key(flat):
-        raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
-    start = int(parameter.storage_offset() - flat.storage_offset())
-    return Slot(parameter, start, start + parameter.numel())
-
-
-class _Holder(nn.Module):
-    """What DeepSpeed's engine is built around: the trained parameters alone.
-
-    Its forward is never called. The rest of the model is not DeepSpeed's business: it would move and cast it.
-
-    Args:
-        stays: whatever asks for another device, the parameters stay where they are.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], *, stays: bool = False) -> None:
-        super().__init__()
-        self._stays = stays
-        for index, parameter in enumerate(parameters):
-            self.register_parameter(f"parameter_{index}", parameter)
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        return self if self._stays else super().to(*args, **kwargs)
-
-
-class Groups:
-    """The process groups of a mesh under the names that DeepSpeed asks its "mpu" for.
-
-    The model-parallel rank is the tensor-parallel one: DeepSpeed takes rank 0 for the owner of replicated parameters,
-    and every pipeline stage has parameters of its own. `get_sequence_*` must not exist.
-
-    Args:
-        sharded: DeepSpeed deals state to the data-parallel ranks; otherwise each is alone.
-    """
-
-    def __init__(self, mesh: Mesh, *, sharded: bool = True) -> None:
-        self._mesh = mesh
-        self._group = mesh.group(*DATA_AXES) if sharded else mesh.group_for((mesh.rank,))
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._group
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.get_data_parallel_group())
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group("tp", "pp")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.size("tp") * self._mesh.size("pp")
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.index("tp")
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group("tp")
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._mesh.size("tp")
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._mesh.index("tp")
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._mesh.size("pp")
-
-
-def _config(dtype: torch.dtype, *, offload: bool = False, pin: bool = False) -> dict[str, object]:
-    """DeepSpeed's configuration. Its batch sizes mean nothing here: micro-batches and scaling are the strategy's.
-
-    Args:
-        offload: master weights, optimizer and its step are in host memory, with any optimizer of torch. pin: the buffers there that are
-            copied to and from the device are page-locked.
-    """
-    zero: dict[str, object] = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        # The check sends, also to pipeline ranks that train nothing and wait elsewhere, and would leave out steps.
-        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
-    }

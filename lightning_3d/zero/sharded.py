@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.sharding import OptimizerShard
-from lightning_3d.zero.deepspeed import DeepSpeedBackend, Groups, Partition
+from lightning_3d.zero.deepspeed import DeepSpeedBackend
 from lightning_3d.zero.eager import Share
+from lightning_3d.zero.given import Groups
 from lightning_3d.zero.gradients import FlatGradients, Slot, end_to_end
+from lightning_3d.zero.partition import Partition
 from lightning_3d.zero.units import ParameterUnits
 from lightning_3d.zero_options import MICRO_BATCH, PARAMETERS, STEP
 
