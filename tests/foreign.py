@@ -175,9 +175,10 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", client: st
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    # Modules are counted for ever, and ranks of the pool have taken part in different fits.
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    # Modules and parameters are counted for ever, and ranks of the pool have taken part in different fits.
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = Init.param_id = 0
 
     __compatible_ops__["deepspeed_shm_comm"] = False
     module = Module(**options)
