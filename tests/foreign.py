@@ -68,6 +68,8 @@ def fsdp_on_cpu() -> Any:
     # What is "offloaded" from the CPU to the CPU is not copied, and its memory is freed: torch 2.13 then crashes.
     copied = partial(fsdp.FullStateDictConfig, offload_to_cpu=False)
     patches.enter_context(patch.object(fsdp, "FullStateDictConfig", lambda rank0_only, **_: copied(rank0_only=rank0_only)))
+    of_optimizer = partial(fsdp.api.FullOptimStateDictConfig, offload_to_cpu=False)
+    patches.enter_context(patch.object(fsdp.api, "FullOptimStateDictConfig", lambda rank0_only, **_: of_optimizer(rank0_only=rank0_only)))
     return patches
 
 
@@ -172,9 +174,11 @@ def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", client: st
     """
     import deepspeed
     from deepspeed.ops import __compatible_ops__
-    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    partition_parameters.param_count = 0  # ranks of the pool have taken part in different fits
+    # Modules and parameters are counted for ever, and ranks of the pool have taken part in different fits.
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = Init.param_id = 0
 
     __compatible_ops__["deepspeed_shm_comm"] = False
     module = Module(**options)
