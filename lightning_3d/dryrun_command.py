@@ -136,8 +136,8 @@ def _leave_out_files(data: Any) -> None:
     """Of data only shapes are needed; what must be named and is not stays unnamed."""
     from omegaconf import OmegaConf
 
-    for key in OmegaConf.missing_keys(data):
-        data[key] = None
+    for key in OmegaConf.missing_keys(data):  # with the name of the group in front
+        data[key.rpartition(".")[2]] = None
 
 
 def _run(options: Options) -> int:
