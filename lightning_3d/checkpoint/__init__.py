@@ -3,8 +3,8 @@
 `folder` is what lies on disk and when it counts, `remote` and `lease` the same where there are no folders, no rename and no locks,
 `writing`, `reading` and `slices` how every rank writes and reads only its part, `background` what may take long or never end, `hashes` how
 damage is found, `state` what of a model in training goes in, `parameter_groups` hyper parameters and schedulers, `generators` random
-numbers, `plain` how Lightning's own state becomes JSON. `huggingface` and `peft` are exports, `foreign` and its siblings imports. `store` is
-what a run does with them; the strategy calls it and the functions of this module.
+numbers, `plain` how Lightning's own state becomes JSON. `huggingface` and `peft` are exports, `foreign` are imports. `store` is what a run
+does with them; the strategy calls it and the functions of this module.
 """
 
 from __future__ import annotations
