@@ -49,7 +49,7 @@ class Wide(LanguageModel):
     def configure_model(self) -> None:
         if self.model is None:
             sizes = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 12}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 12}
             self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
