@@ -158,7 +158,7 @@ def test_run_that_goes_on_keeps_its_configuration(tmp_path: Path, monkeypatch: p
     path = prepare(tmp_path / "run")
     before, config = path.read_text(), read_frozen(path)
     given = []
-    monkeypatch.setattr(job, "_start_ranks", lambda plan, frozen, folder: given.append(frozen) or 0)
+    monkeypatch.setattr(job, "_start_ranks", lambda plan, frozen, folder: given.append(frozen) or (0, ""))
     folder = RunFolder(path.parent, (), frozenset(), "step_5")
     assert job.run_job(config, plan_run(OmegaConf.create(config)), None, job.Place(path.parent, "step_5", folder)) == 0
     assert path.read_text() == before and given[0]["trainer"]["resume"] == "step_5"
