@@ -1,0 +1,159 @@
+"""`lightning-3d plan --evaluate FILE.csv`: predictions beside what was measured. Pure Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_3d.planner.measured import Run, read_runs
+from lightning_3d.planner.memory import memory_of
+from lightning_3d.planner.step import step_of
+
+_GIGA = 2**30
+"""Measured runs print memory in GiB."""
+
+Table = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run and what is predicted for it: seconds of a step, and GiB, None where there is no measured memory."""
+
+    run: Run
+    seconds: float
+    memory: float | None
+
+    @property
+    def time_error(self) -> float | None:
+        """(predicted - measured) / measured seconds of a step; None where none are measured."""
+        return None if self.run.seconds is None else self.seconds / self.run.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        return None if self.run.memory is None or self.memory is None else self.memory / self.run.memory - 1
+
+    @property
+    def measured_rate(self) -> float | None:
+        """Tokens a second of one GPU."""
+        return None if self.run.seconds is None else _rate(self.run, self.run.seconds)
+
+    @property
+    def predicted_rate(self) -> float:
+        return _rate(self.run, self.seconds)
+
+
+def _rate(run: Run, seconds: float) -> float:
+    return run.job.global_batch * run.job.seq / seconds / run.job.layout.world_size
+
+
+def compare(run: Run) -> Comparison:
+    """Predict a measured run."""
+    step = step_of(run.job, run.machine)
+    memory = memory_of(run.job, queue=step.queue).total / _GIGA if run.memory is not None else None
+    return Comparison(run, step.seconds, memory)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value that `share` of the absolute values do not exceed, between neighbours by a straight line."""
+    ordered = sorted(abs(value) for value in values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def choices(compared: Sequence[Comparison]) -> list[tuple[str, int, int, float]]:
+    """For every cell (model, GPUs) with several timed layouts: (model, GPUs, layouts, measured tokens/s of the layout that is predicted to be
+    fastest / most tokens/s that were measured)."""
+    cells: dict[tuple[str, int], list[Comparison]] = {}
+    for one in compared:
+        if one.measured_rate is not None:
+            cells.setdefault(one.run.cell, []).append(one)
+    found = []
+    for (model, gpus), members in sorted(cells.items()):
+        if len(members) > 1:
+            chosen = max(members, key=lambda one: one.predicted_rate)
+            best = max(one.measured_rate or 0.0 for one in members)
+            found.append((model, gpus, len(members), (chosen.measured_rate or 0.0) / best))
+    return found
+
+
+def evaluate(path: Path) -> str:
+    """The report on a file, as Markdown.
+
+    Raises:
+        ConfigError: the file is missing, or has no columns of measured runs.
+    """
+    runs, skipped = read_runs(path)
+    compared = [compare(run) for run in runs]
+    return report(compared, skipped)
+
+
+def report(compared: Sequence[Comparison], skipped: int) -> str:
+    """Tables of errors by source and type of GPU, of choices by cell."""
+    lines = [
+        f"{len(compared)} runs are predicted; {skipped} are not, because their layout, batch or type of GPU is not stated.",
+        "",
+        "## Errors",
+        "",
+        "|predicted - measured| / measured; `under`: share of rows that are predicted too small.",
+        "",
+        *table(["source", "GPU", "rows", "step time: rows", "median", "mean", "p90", "under", "memory: rows", "median", "mean", "p90", "p95", "under"], _errors(compared)),
+        "",
+        "`core`: rows with tp <= 8 and a stated MFU of at least 20 %.",
+        "",
+        "## Choices",
+        "",
+        "In each cell, a model on a number of GPUs: measured tokens/s of the layout that is predicted to be fastest, divided by the best measured.",
+        "",
+    ]
+    for source in _names(compared):
+        found = choices([one for one in compared if one.run.source == source])
+        if found:
+            scores = [score for *_, score in found]
+            lines += [f"{source}: median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(found)} cells", ""]
+            lines += table(["model", "GPUs", "layouts", "score"], [[model, str(gpus), str(count), f"{score:.3f}"] for model, gpus, count, score in found])
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table(head: Sequence[str], rows: Table) -> list[str]:
+    """Lines of a Markdown table whose columns are aligned."""
+    cells = [list(head), *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = ["| " + " | ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def _names(compared: Sequence[Comparison]) -> list[str]:
+    return list(dict.fromkeys(one.run.source for one in compared))
+
+
+def _errors(compared: Sequence[Comparison]) -> Table:
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for one in compared:
+        groups.setdefault((short(one.run.source), one.run.gpu), []).append(one)
+        if one.run.mfu is not None and one.run.mfu >= 20 and one.run.job.layout.tp <= 8:
+            groups.setdefault((short(one.run.source) + ", core", one.run.gpu), []).append(one)
+    return [_row(source, gpu, members) for (source, gpu), members in groups.items()]
+
+
+def short(source: str) -> str:
+    """A source without what stands in brackets."""
+    return source.partition(" (")[0]
+
+
+def _row(source: str, gpu: str, members: Sequence[Comparison]) -> list[str]:
+    time = [one.time_error for one in members if one.time_error is not None]
+    memory = [one.memory_error for one in members if one.memory_error is not None]
+    return [source, gpu, str(len(members)), *_summary(time, (0.9,)), *_summary(memory, (0.9, 0.95))]
+
+
+def _summary(errors: Sequence[float], shares: Sequence[float]) -> list[str]:
+    if not errors:
+        return ["0"] + ["-"] * (3 + len(shares))
+    mean = sum(map(abs, errors)) / len(errors)
+    values = [quantile(errors, 0.5), mean, *(quantile(errors, share) for share in shares), sum(error < 0 for error in errors) / len(errors)]
+    return [str(len(errors)), *(f"{value:.1%}" for value in values)]
