@@ -64,19 +64,20 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def choices(compared: Sequence[Comparison]) -> list[tuple[str, int, int, float]]:
-    """For every cell (model, GPUs) with several timed layouts: (model, GPUs, layouts, measured tokens/s of the layout that is predicted to be
-    fastest / most tokens/s that were measured)."""
-    cells: dict[tuple[str, int], list[Comparison]] = {}
+def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, int, float]]:
+    """For every cell with several timed layouts: (software, model, tokens of a sequence, GPUs, layouts, score). The score is measured
+    tokens/s of the layout that is predicted to be fastest, divided by the most tokens/s that were measured."""
+    cells: dict[tuple[str, str, int, int], list[Comparison]] = {}
     for one in compared:
         if one.measured_rate is not None:
-            cells.setdefault(one.run.cell, []).append(one)
+            job = one.run.job
+            cells.setdefault((job.stack.name, one.run.model, job.seq, job.layout.world_size), []).append(one)
     found = []
-    for (model, gpus), members in sorted(cells.items()):
+    for cell, members in sorted(cells.items()):
         if len(members) > 1:
             chosen = max(members, key=lambda one: one.predicted_rate)
             best = max(one.measured_rate or 0.0 for one in members)
-            found.append((model, gpus, len(members), (chosen.measured_rate or 0.0) / best))
+            found.append((*cell, len(members), (chosen.measured_rate or 0.0) / best))
     return found
 
 
@@ -109,13 +110,13 @@ def report(compared: Sequence[Comparison], skipped: int) -> str:
         "In each cell, a model on a number of GPUs: measured tokens/s of the layout that is predicted to be fastest, divided by the best measured.",
         "",
     ]
-    for source in _names(compared):
-        found = choices([one for one in compared if one.run.source == source])
-        if found:
-            scores = [score for *_, score in found]
-            lines += [f"{source}: median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(found)} cells", ""]
-            lines += table(["model", "GPUs", "layouts", "score"], [[model, str(gpus), str(count), f"{score:.3f}"] for model, gpus, count, score in found])
-            lines.append("")
+    found = choices(compared)
+    for software in dict.fromkeys(cell[0] for cell in found):
+        cells = [cell for cell in found if cell[0] == software]
+        scores = [cell[-1] for cell in cells]
+        lines += [f"{software}: median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(cells)} cells", ""]
+        rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
+        lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -127,15 +128,11 @@ def table(head: Sequence[str], rows: Table) -> list[str]:
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def _names(compared: Sequence[Comparison]) -> list[str]:
-    return list(dict.fromkeys(one.run.source for one in compared))
-
-
 def _errors(compared: Sequence[Comparison]) -> Table:
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for one in compared:
         groups.setdefault((short(one.run.source), one.run.gpu), []).append(one)
-        if one.run.mfu is not None and one.run.mfu >= 20 and one.run.job.layout.tp <= 8:
+        if one.run.core and one.run.mfu is not None:
             groups.setdefault((short(one.run.source) + ", core", one.run.gpu), []).append(one)
     return [_row(source, gpu, members) for (source, gpu), members in groups.items()]
 

@@ -56,6 +56,7 @@ def published_machine(gpu: str, gpus: int) -> Machine | None:
 _MEGATRON_ORDER = ("tp", "cp", "dp", "pp")
 
 OURS = Stack(
+    name="ours",
     traffic=2.4,  # eager blocks of Transformers: as in nanotron
     saved=4.0,  # norms keep their input in float32
     gradient_bytes=4.0,  # docs/zero.md
@@ -72,6 +73,7 @@ OURS = Stack(
 """This package, without torch.compile."""
 
 NANOTRON = Stack(
+    name="nanotron",
     order=_MEGATRON_ORDER,  # parallel/context.py
     split="filled",  # models/base.py: blocks are given out by cumulated cost
     overlaps_data=False,  # gradients in float32 are scattered after the last micro-batch, unless ZeRO is off (trainer.py)
@@ -89,9 +91,11 @@ NANOTRON = Stack(
     host_block=3.0e-3,  # [fit]
     host_collectives=1.25e-3,  # [fit]
     host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
+    host_network=0.32e-3,  # [fit]
     host_step=0.05,  # [fit]
 )
 MEGATRON = Stack(
+    name="megatron",
     order=_MEGATRON_ORDER,
     split="equal",
     traffic=1.2,  # [fit]
@@ -99,6 +103,7 @@ MEGATRON = Stack(
     host_step=0.045,  # [fit]
 )
 MEGATRON_2021 = Stack(
+    name="megatron_2021",
     order=_MEGATRON_ORDER,
     split="equal",
     sequence_parallel=False,
@@ -110,6 +115,7 @@ MEGATRON_2021 = Stack(
     host_block=1.0e-3,
 )
 MEGATRON_DEEPSPEED = Stack(
+    name="megatron_deepspeed",
     order=_MEGATRON_ORDER,
     split="equal",
     sequence_parallel=False,
@@ -127,6 +133,7 @@ MEGATRON_DEEPSPEED = Stack(
     host_step=0.007,  # [fit]
 )
 FOUNDRY = Stack(
+    name="foundry",
     traffic=1.0,  # on H100 [fit]
     attention_speed=0.42,  # FlashAttention written in Triton [fit]
     logit_traffic=9.0,  # [fit]
@@ -134,14 +141,15 @@ FOUNDRY = Stack(
     host_step=0.13,  # [fit]
 )
 FOUNDRY_A100 = Stack(
+    name="foundry_a100",
     traffic=2.0,  # the releases of a year earlier [fit]
     attention_speed=0.55,  # [fit]
     logit_traffic=19.0,  # [fit]
     host_block=1.0e-3,
     host_step=0.037,  # [fit]
 )
-TITAN = Stack(traffic=2.4, host_block=1.0e-3, host_step=0.04)
-TITAN_COMPILED = Stack(traffic=1.0, host_block=1.0e-3, host_step=0.04)
+TITAN = Stack(name="titan", traffic=2.4, host_block=1.0e-3, host_step=0.04)
+TITAN_COMPILED = Stack(name="titan_compiled", traffic=1.0, host_block=1.0e-3, host_step=0.04)
 
 SOURCES: tuple[tuple[tuple[str, ...], Stack], ...] = (
     (("ultra-scale",), NANOTRON),

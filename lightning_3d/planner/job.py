@@ -26,9 +26,11 @@ class Stack:
         host_block: seconds that the host needs to start forward and backward of a block. host_collectives: more where it is cut.
             host_tensor: the same, more for each
             tensor-parallel rank where a pipeline's messages wait for the host.
+        host_network: more for each tensor-parallel rank where these are on several nodes.
         host_step: seconds of a step besides.
         optimizer_traffic: bytes that the optimizer reads and writes for one parameter.
         reduced_bytes: of a gradient that is sent.
+        hidden: share of a pass that what overlaps with it can hide behind.
         overlaps_all_reduce: at ZeRO stage 0 gradients are reduced while the last micro-batch still runs. overlaps_data: at other stages.
             overlaps_gather: parameters are gathered beside the first micro-batch.
         split: `balanced`, or `filled`: a stage takes blocks until it has its share of all work, or `equal`: as many blocks for each.
@@ -37,6 +39,7 @@ class Stack:
         saved: bytes that a block keeps of a token for each unit of hidden size, beyond what its backward pass needs.
     """
 
+    name: str = ""
     order: tuple[str, ...] = AXES
     sequence_parallel: bool = True
     flash: bool = True
@@ -50,9 +53,11 @@ class Stack:
     host_collectives: float = 0.0
     host_tensor: float = 0.0
     attention_speed: float = 1.0
+    host_network: float = 0.0
     host_step: float = 0.0
     optimizer_traffic: float = 30.0
     reduced_bytes: float = 4.0
+    hidden: float = 0.8
     overlaps_all_reduce: bool = True
     overlaps_data: bool = True
     overlaps_gather: bool = True

@@ -42,7 +42,13 @@ class Run:
 
     @property
     def cell(self) -> tuple[str, int]:
+        """What is left out as a whole when constants are checked on runs that they were not calibrated with."""
         return self.model, self.job.layout.world_size
+
+    @property
+    def core(self) -> bool:
+        """Whether a run is one that somebody would want: at least 20 % of the peak where that is stated, tensor parallelism of at most 8."""
+        return self.job.layout.tp <= 8 and (self.mfu is None or self.mfu >= 20)
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:

@@ -78,7 +78,7 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
     layouts = 0
     for shape in shapes(job, machine, fixed):
         layouts += 1
-        bound = step_of(replace(shape, recompute=fixed.recompute or "none"), machine, simulate=False).seconds
+        bound = step_of(replace(shape, recompute=fixed.recompute or "none"), machine, pipeline="bound").seconds
         heapq.heappush(queue, (bound, next(number), "shape", shape))
     best: list[Candidate] = []
     considered = simulated = too_large = 0
@@ -91,7 +91,7 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
                 considered += 1
                 for candidate in fits(wider, machine, fixed):
                     fitting += 1
-                    least = step_of(candidate[0], machine, simulate=False).seconds
+                    least = step_of(candidate[0], machine, pipeline="bound").seconds
                     heapq.heappush(queue, (max(bound, least), next(number), "bound", candidate))
             too_large += not fitting
         elif kind == "bound":

@@ -10,7 +10,7 @@ from lightning_3d.planner.orders import training_order
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 from lightning_3d.planner.work import Part, Work, work_of
-from lightning_3d.schedules import find_schedule, stages_of_rank
+from lightning_3d.schedules import find_schedule, predicted_bubble, stages_of_rank
 
 _SHARPNESS = 6
 """How sharply a maximum of two rates is taken where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
@@ -82,11 +82,12 @@ def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
     return whole, whole + scatter
 
 
-def step_of(job: Job, machine: Machine, *, simulate: bool = True, keep: bool = False) -> Step:
+def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False) -> Step:
     """Predict a step.
 
     Args:
-        simulate: play the schedule's actions; otherwise the pipeline takes what no order of actions goes below.
+pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `estimate`: a formula that is right for
+            1F1B with equal stages and near for others.
         keep: keep the events of the timeline.
     """
     layout, stages, work = job.layout, stages_of(job), work_of(job, machine)
@@ -101,11 +102,16 @@ def step_of(job: Job, machine: Machine, *, simulate: bool = True, keep: bool = F
     timeline = None
     if layout.pp == 1:
         span = loads[0]
-    elif simulate:
+    elif pipeline == "simulate":
         timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds, work.message, keep=keep)
         span = timeline.seconds
-    else:
+    elif pipeline == "bound":
         span = _least_span(seconds, owned, count, work.message, find_schedule(job.schedule).split_backward)
+    else:
+        idle = predicted_bubble(find_schedule(job.schedule), layout.pp, layout.vp, count)
+        through = sum(one.forward + one.backward for one in seconds) / layout.vp
+        span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
+        span += 2 * (layout.pp - 1) * work.message
     busiest = max(range(layout.pp), key=loads.__getitem__)
     own = [parts[index] for index in owned[busiest]]
     compute = count * sum(part.forward + part.backward for part in own)
@@ -166,7 +172,7 @@ def _after(job: Job, machine: Machine, stages: list[Stage], last: StageSeconds) 
         reduce = 0.0 if job.reduces_often else gather(machine, ranks, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, 2 * size)
     if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
-        reduce = max(reduce - 0.8 * last.backward, 0.1 * reduce)
+        reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)
     if stack.overlaps_gather:
-        spread = max(spread - 0.8 * last.forward, 0.1 * spread)
+        spread = max(spread - stack.hidden * last.forward, 0.1 * spread)
     return reduce + spread, optimizer

@@ -58,7 +58,7 @@ class Work:
 
 def work_of(job: Job, machine: Machine) -> Work:
     """What the ranks of a job do for one micro-batch."""
-    layout, stack = job.layout, job.stack
+    layout = job.layout
     shared = job.tokens / (layout.tp if job.sequence_parallel else 1)
     hops = _pipeline_hops(job, machine)
     return Work(
@@ -66,8 +66,21 @@ def work_of(job: Job, machine: Machine) -> Work:
         embedding=_embedding(job, machine),
         head=_head(job, machine),
         message=send(machine, hops, shared * job.model.hidden * _HALF) if layout.pp > 1 else 0.0,
-        host_block=stack.host_block + stack.host_collectives * (layout.tp > 1) + stack.host_tensor * layout.tp * (layout.tp > 1 and layout.pp > 1 and hops),
+        host_block=_host(job, machine),
     )
+
+
+def _host(job: Job, machine: Machine) -> float:
+    """Seconds that the host needs to start a block, forward and backward together."""
+    layout, stack = job.layout, job.stack
+    if layout.tp == 1:
+        return stack.host_block
+    seconds = stack.host_block + stack.host_collectives
+    if group(layout, ("tp",), machine.gpus_per_node).nodes > 1:
+        seconds += stack.host_network * layout.tp
+    if layout.pp > 1 and _pipeline_hops(job, machine):
+        seconds += stack.host_tensor * layout.tp
+    return seconds
 
 
 def _pipeline_hops(job: Job, machine: Machine) -> bool:
