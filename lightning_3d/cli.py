@@ -1,4 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `launch`, `export`, `inspect`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `lightning-3d run`, `plan`, `launch`, `export`,
+`inspect`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -22,6 +23,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
 
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
+  plan        find the fastest layouts on a cluster, without GPUs; `lightning-3d plan --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
   export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
   inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
@@ -94,8 +96,15 @@ def _inspect(arguments: list[str]) -> int:
     return inspect(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    """Predict memory and time of layouts."""
+    from lightning_3d.plan_command import run
+
+    return run(arguments)
+
+
 _COMMANDS = {"train": _train, "run": _run}
-_WITHOUT_RANKS = {"launch": _launch, "export": _export, "inspect": _inspect}
+_WITHOUT_RANKS = {"plan": _plan, "launch": _launch, "export": _export, "inspect": _inspect}
 
 
 def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:

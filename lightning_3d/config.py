@@ -202,7 +202,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     check_cp_kind(parallelism.cp_kind)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)
-    precision = _choose_precision(run, accelerator)
+    precision = choose_precision(run, accelerator)
     _check_trainer(run.trainer)
     _check_targets(run)
     LoraOptions.of(run.model)
@@ -333,7 +333,7 @@ def _listed_gpus() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def _choose_precision(run: RunConfig, accelerator: str) -> str:
+def choose_precision(run: RunConfig, accelerator: str) -> str:
     name, zero_stage = run.precision.name, run.parallelism.zero_stage
     if name == "auto":
         return "bf16" if accelerator == "gpu" else "fp32"

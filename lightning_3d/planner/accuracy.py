@@ -81,22 +81,27 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
     return found
 
 
-def evaluate(path: Path) -> str:
-    """The report on a file, as Markdown.
+def evaluate(path: Path, folds: int = 0) -> str:
+    """The report on a file, as Markdown: with the constants as they are, and with `folds` > 1 with constants that were calibrated without the
+    cells that they predict.
 
     Raises:
-        ConfigError: the file is missing, or has no columns of measured runs.
+        ConfigError: the file is missing, or has no columns of measured runs; fewer cells than folds.
     """
+    from lightning_3d.planner.calibrate import cross_validate
+
     runs, skipped = read_runs(path)
     compared = [compare(run) for run in runs]
-    return report(compared, skipped)
+    text = f"{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated.\n\n{report(compared)}"
+    if folds:
+        held = cross_validate(runs, folds, compare)
+        text += f"\n# Constants calibrated without the cells that they predict, {folds} parts\n\n{report(held)}"
+    return text
 
 
-def report(compared: Sequence[Comparison], skipped: int) -> str:
+def report(compared: Sequence[Comparison]) -> str:
     """Tables of errors by source and type of GPU, of choices by cell."""
     lines = [
-        f"{len(compared)} runs are predicted; {skipped} are not, because their layout, batch or type of GPU is not stated.",
-        "",
         "## Errors",
         "",
         "|predicted - measured| / measured; `under`: share of rows that are predicted too small.",

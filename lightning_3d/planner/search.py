@@ -52,12 +52,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The best candidates, the fastest first, of as many layouts; and how many were looked at."""
+    """What a search found.
+
+    Attributes:
+        best: the fastest first, each with other degrees of parallelism.
+        simulated: all whose schedule was played.
+        shapes: degrees, micro-batches and orders that divide model and batch. expanded: of these, the ones whose bound was low enough to
+            look at schedules. too_large: of those, the ones that fit in no way.
+    """
 
     best: tuple[Candidate, ...]
-    layouts: int
-    considered: int
-    simulated: int
+    simulated: tuple[Candidate, ...]
+    shapes: int
+    expanded: int
     too_large: int
 
 
@@ -70,46 +77,41 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
         most: layouts to return. limit: candidates to simulate.
 
     Returns:
-        None of which is empty when nothing fits.
+        With an empty `best` when nothing fits.
     """
     fixed = fixed or Fixed()
     number = count()
-    queue: list[tuple[float, int, str, object]] = []
-    layouts = 0
-    for shape in shapes(job, machine, fixed):
-        layouts += 1
-        bound = step_of(replace(shape, recompute=fixed.recompute or "none"), machine, pipeline="bound").seconds
-        heapq.heappush(queue, (bound, next(number), "shape", shape))
-    best: list[Candidate] = []
-    considered = simulated = too_large = 0
+    queue: list[tuple[float, int, Job | Candidate | tuple[Job, Memory]]] = []
+
+    def push(seconds: float, item: Job | Candidate | tuple[Job, Memory]) -> None:
+        heapq.heappush(queue, (seconds, next(number), item))
+
+    every = list(shapes(job, machine, fixed))
+    for shape in every:
+        push(step_of(replace(shape, recompute=fixed.recompute or "none"), machine, pipeline="bound").seconds, shape)
+    best: dict[tuple[int, ...], Candidate] = {}
+    simulated: list[Candidate] = []
+    expanded = too_large = 0
     while queue and len(best) < most:
-        bound, _, kind, item = heapq.heappop(queue)
-        if kind == "shape":
-            assert isinstance(item, Job)
-            fitting = 0
-            for wider in schedules(item, fixed):
-                considered += 1
-                for candidate in fits(wider, machine, fixed):
-                    fitting += 1
-                    least = step_of(candidate[0], machine, pipeline="bound").seconds
-                    heapq.heappush(queue, (max(bound, least), next(number), "bound", candidate))
-            too_large += not fitting
-        elif kind == "bound":
-            assert isinstance(item, tuple)
-            if simulated == limit:
+        bound, _, item = heapq.heappop(queue)
+        if isinstance(item, Job):
+            expanded += 1
+            ways = [way for scheduled in schedules(item, fixed) for way in fits(scheduled, machine, fixed)]
+            too_large += not ways
+            for way in ways:
+                push(max(bound, step_of(way[0], machine, pipeline="bound").seconds), way)
+        elif isinstance(item, Candidate):
+            best.setdefault(_degrees(item.job), item)
+        elif _degrees(item[0]) not in best:
+            if len(simulated) == limit:
                 break
-            simulated += 1
-            done = Candidate(item[0], step_of(item[0], machine), item[1])
-            heapq.heappush(queue, (done.step.seconds, next(number), "done", done))
-        else:
-            assert isinstance(item, Candidate)
-            if all(_degrees(item.job) != _degrees(other.job) for other in best):
-                best.append(item)
-    rest = sorted((entry[3] for entry in queue if isinstance(entry[3], Candidate)), key=lambda one: one.step.seconds)
-    for one in rest:  # the limit was reached: what was simulated is still in order
-        if len(best) < most and all(_degrees(one.job) != _degrees(other.job) for other in best):
-            best.append(one)
-    return Found(tuple(best), layouts, considered, simulated, too_large)
+            simulated.append(Candidate(item[0], step_of(item[0], machine), item[1]))
+            push(simulated[-1].step.seconds, simulated[-1])
+    for one in sorted(simulated, key=lambda one: one.step.seconds):  # where the limit was reached, the rest is in order of what was simulated
+        if len(best) < most:
+            best.setdefault(_degrees(one.job), one)
+    ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
+    return Found(ordered, tuple(simulated), len(every), expanded, too_large)
 
 
 def _degrees(job: Job) -> tuple[int, ...]:
