@@ -19,11 +19,11 @@ Table = list[list[str]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and what is predicted for it: seconds of a step, and GiB, None where there is no measured memory."""
+    """A run and what is predicted for it: seconds of a step, and bytes."""
 
     run: Run
     seconds: float
-    memory: float | None
+    memory: float
 
     @property
     def time_error(self) -> float | None:
@@ -32,7 +32,7 @@ class Comparison:
 
     @property
     def memory_error(self) -> float | None:
-        return None if self.run.memory is None or self.memory is None else self.memory / self.run.memory - 1
+        return None if self.run.memory is None else self.memory / _GIGA / self.run.memory - 1
 
     @property
     def measured_rate(self) -> float | None:
@@ -51,8 +51,7 @@ def _rate(run: Run, seconds: float) -> float:
 def compare(run: Run) -> Comparison:
     """Predict a measured run."""
     step = step_of(run.job, run.machine)
-    memory = memory_of(run.job, queue=step.queue).total / _GIGA if run.memory is not None else None
-    return Comparison(run, step.seconds, memory)
+    return Comparison(run, step.seconds, memory_of(run.job, queue=step.queue).total)
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -66,7 +65,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, int, float]]:
     """For every cell with several timed layouts: (software, model, tokens of a sequence, GPUs, layouts, score). The score is measured
-    tokens/s of the layout that is predicted to be fastest, divided by the most tokens/s that were measured."""
+    tokens/s of the layout that is predicted to fit and to be fastest, divided by the most tokens/s that were measured."""
     cells: dict[tuple[str, str, int, int], list[Comparison]] = {}
     for one in compared:
         if one.measured_rate is not None:
@@ -75,7 +74,8 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
     found = []
     for cell, members in sorted(cells.items()):
         if len(members) > 1:
-            chosen = max(members, key=lambda one: one.predicted_rate)
+            fitting = [one for one in members if one.memory <= one.run.machine.memory] or members
+            chosen = max(fitting, key=lambda one: one.predicted_rate)
             best = max(one.measured_rate or 0.0 for one in members)
             found.append((*cell, len(members), (chosen.measured_rate or 0.0) / best))
     return found
@@ -112,7 +112,8 @@ def report(compared: Sequence[Comparison]) -> str:
         "",
         "## Choices",
         "",
-        "In each cell, a model on a number of GPUs: measured tokens/s of the layout that is predicted to be fastest, divided by the best measured.",
+        "In each cell, a model, a length of sequences and a number of GPUs: measured tokens/s of the layout that is predicted to fit and to be"
+        " fastest, divided by the best measured.",
         "",
     ]
     found = choices(compared)
