@@ -123,7 +123,8 @@ def _plan(overrides: Sequence[str], folder: Path) -> int:
         "shapes": found.shapes,
         "expanded": found.expanded,
         "best": [as_data(one, gpus, machine.peak) for one in found.best],
-        "simulated": [as_data(one, gpus, machine.peak) for one in found.simulated],
+        "simulated": len(found.simulated),
+        "seen": [as_data(one, gpus, machine.peak) for one in found.seen],
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / "plan.html").write_text(page(found, machine, title), encoding="utf-8")

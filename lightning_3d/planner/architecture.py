@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from lightning_3d.errors import ConfigError
@@ -142,7 +143,7 @@ class Architecture:
             norms=sum(prod(shape) for shape in any_block.values() if len(shape) == 1),
         )
 
-    @property
+    @cached_property
     def attention_size(self) -> int:
         """Weights of attention in one block."""
         return sum(matrix.size for matrix in self.attention)
@@ -154,19 +155,19 @@ class Architecture:
     def mlp_size(self, width: int) -> int:
         return (3 if self.gated else 2) * width * self.hidden
 
-    @property
+    @cached_property
     def expert_size(self) -> int:
         """Weights of one expert of one block."""
         return self.mlp_size(self.expert_ffn)
 
-    @property
+    @cached_property
     def dense_block(self) -> int:
         """Parameters of a block without its routed experts, averaged over blocks."""
         mixtures = self.layers - self.dense_layers
         mlp = self.dense_layers * self.mlp_size(self.ffn) + mixtures * (self.mlp_size(self.shared_ffn) + self.experts * self.hidden)
         return self.attention_size + self.norms + mlp // self.layers
 
-    @property
+    @cached_property
     def routed_block(self) -> int:
         """Parameters of the routed experts of a block, averaged over blocks."""
         return (self.layers - self.dense_layers) * self.experts * self.expert_size // self.layers
@@ -176,7 +177,7 @@ class Architecture:
         """Parameters of the embedding, and of an output head of its own."""
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
         return self.layers * (self.dense_block + self.routed_block) + self.embedding * (1 if self.tied else 2) + self.hidden

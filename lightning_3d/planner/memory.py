@@ -15,7 +15,7 @@ attention instead of GPT's):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
@@ -54,6 +54,16 @@ def memory_of(job: Job, *, queue: float = 1.0) -> Memory:
         own = stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
         ranks.append(_rank(job, [stages[index] for index in own], [live[rank].get(index, 0) for index in own], queue))
     return max(ranks, key=lambda memory: memory.total)
+
+
+def least_memory(job: Job) -> float:
+    """Bytes that the fullest rank needs at least, whatever the schedule and the ZeRO stage: all of its blocks, and as many micro-batches as
+    there are stages on the way (1F1B's first rank; the other schedules keep as much or more)."""
+    layout = job.layout
+    lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else job
+    share = Stage(job.model.layers // layout.pp, False, False)
+    memory = _rank(lean, [share], [min(job.micro_batches, layout.pp)], queue=0.0)
+    return memory.total - lean.stack.spare_gradient_bytes * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
 
 
 def _enough(job: Job) -> int:

@@ -24,7 +24,7 @@ def page(found: Found, machine: Machine, title: str) -> str:
         f"<p><code>{escape(describe(first.job))}</code></p>",
         _table(found, machine),
         "<h2>Memory against speed</h2>",
-        _pareto(found.simulated, first, machine),
+        _pareto(found.seen, first, machine),
         "<h2>Where a step's time goes</h2>",
         _bars(found.best),
         "<h2>The fastest layout on the nodes</h2>",

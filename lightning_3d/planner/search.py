@@ -15,7 +15,7 @@ from itertools import count, product
 from lightning_3d.layout import Layout, divisors
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.memory import Memory, least_memory, memory_of
 from lightning_3d.planner.step import Step, step_of
 from lightning_3d.schedules import SCHEDULES, find_schedule
 
@@ -56,13 +56,14 @@ class Found:
 
     Attributes:
         best: the fastest first, each with other degrees of parallelism.
-        simulated: all whose schedule was played.
-        shapes: degrees, micro-batches and orders that divide model and batch. expanded: of these, the ones whose bound was low enough to
-            look at schedules. too_large: of those, the ones that fit in no way.
+        simulated: all whose schedule was played. seen: these, and what needs none because it has no pipeline.
+        shapes: degrees, micro-batches and orders that divide model and batch. too_large: of these, the ones that fit in no way. expanded:
+            the ones whose bound was low enough to look at schedules.
     """
 
     best: tuple[Candidate, ...]
     simulated: tuple[Candidate, ...]
+    seen: tuple[Candidate, ...]
     shapes: int
     expanded: int
     too_large: int
@@ -86,32 +87,44 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
     def push(seconds: float, item: Job | Candidate | tuple[Job, Memory]) -> None:
         heapq.heappush(queue, (seconds, next(number), item))
 
-    every = list(shapes(job, machine, fixed))
-    for shape in every:
-        push(step_of(replace(shape, recompute=fixed.recompute or "none"), machine, pipeline="bound").seconds, shape)
+    considered = too_large = 0
+    for shape in shapes(job, machine, fixed):
+        considered += 1
+        levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
+        lean = next((one for one in (replace(shape, recompute=level) for level in levels) if least_memory(one) <= machine.memory), None)
+        if lean is None:
+            too_large += 1
+            continue
+        least = step_of(lean, machine, pipeline="work")
+        push(least.seconds - least.data - least.optimizer, lean)  # which depend on the schedule's split and on the ZeRO stage
     best: dict[tuple[int, ...], Candidate] = {}
     simulated: list[Candidate] = []
-    expanded = too_large = 0
+    known: list[Candidate] = []
+    expanded = 0
     while queue and len(best) < most:
         bound, _, item = heapq.heappop(queue)
-        if isinstance(item, Job):
+        if isinstance(item, Job) and not item.schedule:
             expanded += 1
-            ways = [way for scheduled in schedules(item, fixed) for way in fits(scheduled, machine, fixed)]
-            too_large += not ways
-            for way in ways:
-                push(max(bound, step_of(way[0], machine, pipeline="bound").seconds), way)
+            for scheduled in schedules(item, fixed):
+                least = step_of(scheduled, machine, pipeline="bound")
+                push(max(bound, least.seconds - least.data), scheduled)
+        elif isinstance(item, Job):
+            for way in fits(item, machine, fixed):
+                least = step_of(way[0], machine, pipeline="bound")
+                push(max(bound, least.seconds), way if way[0].layout.pp > 1 else Candidate(way[0], least, way[1]))
         elif isinstance(item, Candidate):
+            known += [item] if item.job.layout.pp == 1 else []
             best.setdefault(_degrees(item.job), item)
         elif _degrees(item[0]) not in best:
             if len(simulated) == limit:
                 break
             simulated.append(Candidate(item[0], step_of(item[0], machine), item[1]))
             push(simulated[-1].step.seconds, simulated[-1])
-    for one in sorted(simulated, key=lambda one: one.step.seconds):  # where the limit was reached, the rest is in order of what was simulated
+    for one in sorted([*simulated, *known], key=lambda one: one.step.seconds):  # where the limit was reached, the rest is in order of what was simulated
         if len(best) < most:
             best.setdefault(_degrees(one.job), one)
     ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
-    return Found(ordered, tuple(simulated), len(every), expanded, too_large)
+    return Found(ordered, tuple(simulated), tuple([*simulated, *known]), considered, expanded, too_large)
 
 
 def _degrees(job: Job) -> tuple[int, ...]:
@@ -131,7 +144,7 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
         for size, cut, order in product(sizes, cuts, orders):
             if rows % size == 0 and (not cut or job.seq % (layout.tp * layout.cp) == 0):
                 yield replace(
-                    job, layout=replace(layout, order=order, vp=1), micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="1F1B", zero=1
+                    job, layout=replace(layout, order=order, vp=1), micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="", zero=1
                 )
 
 
@@ -174,23 +187,21 @@ def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
 
 
 def fits(job: Job, machine: Machine, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
-    """For each amount of recomputation the lowest ZeRO stage from 1 on that fits: a higher one is never faster. Recomputation ends where
-    less of it fits with the same stage. Selective recomputation does not run with a split backward (see `block_options`)."""
+    """What fits, with each ZeRO stage that makes a difference and the least recomputation: stage 0 sends more than stage 1, and with a
+    pipeline stage 2 does what stage 1 does. Selective recomputation does not run with a split backward (see `block_options`), and stage 3
+    would hold all parameters there."""
     split = find_schedule(job.schedule).split_backward and job.layout.pp > 1
-    sharers = job.layout.dp * job.layout.cp
-    stages = [fixed.zero] if fixed.zero is not None else [1, 2, 3] if sharers > 1 else [1]
-    for recompute in [fixed.recompute] if fixed.recompute else _RECOMPUTE:
+    stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
+    levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE[_RECOMPUTE.index(job.recompute) :]
+    for recompute in levels:
         if recompute == "selective" and split:
             continue
-        for stage in stages:
-            if stage == 3 and split:  # its parameters would be held for the whole step
-                continue
+        fitting = 0
+        for stage in [fixed.zero] if fixed.zero is not None else stages:
             candidate = replace(job, recompute=recompute, zero=stage)
             memory = memory_of(candidate)
             if memory.total <= machine.memory:
+                fitting += 1
                 yield candidate, memory
-                break
-        else:
-            continue
-        if stage == stages[0]:
+        if fitting == len(stages):  # more recomputation is slower with every stage
             return

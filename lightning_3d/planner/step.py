@@ -86,7 +86,8 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
     """Predict a step.
 
     Args:
-pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `estimate`: a formula that is right for
+pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `work`: what no
+            split into stages goes below; `estimate`: a formula that is right for
             1F1B with equal stages and near for others.
         keep: keep the events of the timeline.
     """
@@ -95,7 +96,8 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
     parts = [_stage_part(job, work, stage, dealt) for stage in stages]
     host = [work.host_block * stage.blocks for stage in stages]
     seconds = [_with_host(part, late) for part, late in zip(parts, host, strict=True)]
-    v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
+    info = find_schedule(job.schedule or "1F1B")
+    v_shaped = info.v_shaped and layout.pp > 1
     owned = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
     count = job.micro_batches
     loads = [count * sum(seconds[index].forward + seconds[index].backward for index in own) for own in owned]
@@ -105,10 +107,12 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
     elif pipeline == "simulate":
         timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds, work.message, keep=keep)
         span = timeline.seconds
+    elif pipeline == "work":
+        span = sum(loads) / layout.pp
     elif pipeline == "bound":
-        span = _least_span(seconds, owned, count, work.message, find_schedule(job.schedule).split_backward)
+        span = _least_span(seconds, owned, count, work.message, info.split_backward)
     else:
-        idle = predicted_bubble(find_schedule(job.schedule), layout.pp, layout.vp, count)
+        idle = predicted_bubble(info, layout.pp, layout.vp, count)
         through = sum(one.forward + one.backward for one in seconds) / layout.vp
         span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
         span += 2 * (layout.pp - 1) * work.message
