@@ -375,12 +375,13 @@ def _listed_gpus() -> int:
 
 
 def choose_precision(run: RunConfig, accelerator: str) -> str:
+    """A name of `PRECISIONS`."""
     name, zero_stage = run.precision.name, run.parallelism.zero_stage
     if name == "auto":
         return "bf16" if accelerator == "gpu" else "fp32"
     if name not in PRECISIONS:
         raise unknown_precision(name)
-    if name == "fp64" and zero_stage > 0:
+    if name == "fp64" and zero_stage:
         raise ConfigError(
             f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32. Use"
             " parallelism.zero_stage=0."

@@ -24,9 +24,9 @@ the first, and writes plan.json and plan.html.
 
 lightning-3d plan --evaluate FILE.csv [--folds N] [--out FILE.md]
 
-Compares predictions with measured runs: errors of step time and memory by source and type of GPU, and how good the layout is that would have
-been chosen. With --folds the constants are calibrated anew for each of N parts of the cells (a model on a number of GPUs), without the cells
-that they then predict.
+Compares predictions with measured runs: errors of step time and memory by source and type of GPU, and how good the layout
+is that would have been chosen. With --folds the constants are calibrated anew for each of N parts of the cells (a model on a number of
+GPUs), without the cells that they then predict.
 """
 
 
@@ -128,5 +128,6 @@ def _plan(overrides: Sequence[str], folder: Path) -> int:
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / "plan.html").write_text(page(found, machine, title), encoding="utf-8")
-    print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {found.shapes} shapes, {len(found.simulated)} schedules played.")
+    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
+    print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
     return 0

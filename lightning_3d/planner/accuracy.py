@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,9 @@ _GIGA = 2**30
 """Measured runs print memory in GiB."""
 
 Table = list[list[str]]
+
+_TIME, _MEMORY = ("step time: rows", "median", "mean", "p90", "under"), ("memory: rows", "median", "mean", "p90", "p95", "under")
+_HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
 
 
 def evaluate(path: Path, folds: int = 0) -> str:
-    """The report on a file, as Markdown: with the constants as they are, and with `folds` > 1 with constants that were calibrated without the
-    cells that they predict.
+    """The report on a file, as Markdown: with the constants as they are, and with `folds` > 1 with constants that were calibrated
+    without the cells that they predict.
 
     Raises:
         ConfigError: the file is missing, or has no columns of measured runs; fewer cells than folds.
@@ -106,14 +108,14 @@ def report(compared: Sequence[Comparison]) -> str:
         "",
         "|predicted - measured| / measured; `under`: share of rows that are predicted too small.",
         "",
-        *table(["source", "GPU", "rows", "step time: rows", "median", "mean", "p90", "under", "memory: rows", "median", "mean", "p90", "p95", "under"], _errors(compared)),
+        *table(_HEAD, _errors(compared)),
         "",
         "`core`: rows with tp <= 8 and a stated MFU of at least 20 %.",
         "",
         "## Choices",
         "",
-        "In each cell, a model, a length of sequences and a number of GPUs: measured tokens/s of the layout that is predicted to fit and to be"
-        " fastest, divided by the best measured.",
+        "In each cell, a model, a length of sequences and a number of GPUs: measured tokens/s of the layout that is predicted to fit and"
+        " to be fastest, divided by the best measured.",
         "",
     ]
     found = choices(compared)

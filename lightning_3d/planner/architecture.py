@@ -113,13 +113,14 @@ class Architecture:
         """
         if spec.shapes is None:
             raise ConfigError(
-                f"The planner does not know the parameters of model_type '{spec.model_type}'. Known families: {', '.join(sorted(FAMILIES))}."
+                f"The planner does not know the parameters of model_type '{spec.model_type}'. Known families:"
+                f" {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)
         mixtures = [shapes for shapes in blocks if any(name.startswith(_ROUTED) for name in shapes)]
         dense = [shapes for shapes in blocks if shapes not in mixtures]
         any_block = blocks[0]
-        attention = tuple(_matrix(name, shape) for name, shape in any_block.items() if "attn" in name or "attention." in name if len(shape) == 2)
+        of_attention = {name: shape for name, shape in any_block.items() if "attn" in name or "attention." in name}
         routed = mixtures[0] if mixtures else {}
         shared = sum(shape[0] for name, shape in routed.items() if "shared" in name and name.endswith(("up_proj.weight",)))
         return cls(
@@ -131,7 +132,7 @@ class Architecture:
             ffn=spec.intermediate if dense else 0,
             gated=spec.model_type != "gpt_neox",
             tied=spec.tied,
-            attention=attention,
+            attention=tuple(_matrix(name, shape) for name, shape in of_attention.items() if len(shape) == 2),
             query_width=spec.heads * spec.head_dim,
             key_width=2 * spec.kv_heads * spec.head_dim,
             dense_layers=len(dense),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
+from typing import Any
 
 from lightning_3d.planner.accuracy import Comparison
 from lightning_3d.planner.measured import Run
@@ -91,8 +92,8 @@ def gpu_type(run: Run) -> str:
 def with_values(run: Run, values: Values) -> Run:
     """A run with these constants instead of its own."""
     gpu, software = gpu_type(run), run.job.stack.name
-    of_gpu = {name: value for (owner, name), value in values.items() if owner == gpu}
-    of_stack = {name: value for (owner, name), value in values.items() if owner == software}
+    of_gpu: Any = {name: value for (owner, name), value in values.items() if owner == gpu}
+    of_stack: Any = {name: value for (owner, name), value in values.items() if owner == software}
     machine = replace(run.machine, efficiency=replace(run.machine.efficiency, **of_gpu))
     return replace(run, machine=machine, job=replace(run.job, stack=replace(run.job.stack, **of_stack)))
 
@@ -108,7 +109,8 @@ def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
     values = _descend(_weighted(timed), values, _time_error, rounds)
     full = [with_values(run, values) for run in runs if run.core and run.memory and run.job.stack.name in _OF_MEMORY]
     queues = {id(run): step_of(run.job, run.machine, pipeline="estimate").queue for run in full}
-    memory: Values = {(software, name): _START[name] for software in sorted({run.job.stack.name for run in full}) for name in _OF_MEMORY[software]}
+    kinds = sorted({run.job.stack.name for run in full})
+    memory: Values = {(software, name): _START[name] for software in kinds for name in _OF_MEMORY[software]}
 
     def error(run: Run, tried: Values) -> float:
         return log(memory_of(with_values(run, tried).job, queue=queues[id(run)]).total / 2**30 / (run.memory or 1.0))

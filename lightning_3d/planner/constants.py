@@ -28,7 +28,8 @@ def efficiency_of(gpu: str) -> Efficiency:
 
 
 _RATES = {
-    # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network: vendors' datasheets
+    # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network:
+    # vendors' datasheets
     # The memory is 95 % of what nvidia-smi shows (81,559 MiB of an H100): nanotron's runs that come nearer to it are several times slower,
     # because the allocator frees and allocates anew in every step.
     "h100": (81.2e9, 3.35e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout import Layout
@@ -15,10 +16,10 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.schedules import find_schedule
 
-
-COLUMNS = tuple(
-    "source table model params_b layers hidden ffn_hidden heads kv_heads vocab gated_mlp experts topk seq_len global_batch_seqs micro_batch gpus"
-    " gpu_type tp pp vpp dp cp ep zero_or_fsdp precision recompute schedule mfu_pct tokens_per_s_per_gpu step_time_s peak_mem_gb notes".split()
+COLUMNS = (
+    *("source", "table", "model", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "gated_mlp", "experts"),
+    *("topk", "seq_len", "global_batch_seqs", "micro_batch", "gpus", "gpu_type", "tp", "pp", "vpp", "dp", "cp", "ep", "zero_or_fsdp"),
+    *("precision", "recompute", "schedule", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb", "notes"),
 )
 """Columns that a file of measured runs has. Others are ignored."""
 
@@ -47,7 +48,7 @@ class Run:
 
     @property
     def core(self) -> bool:
-        """Whether a run is one that somebody would want: at least 20 % of the peak where that is stated, tensor parallelism of at most 8."""
+        """Whether somebody would want it: at least 20 % of the peak where that is stated, tensor parallelism of at most 8."""
         return self.job.layout.tp <= 8 and (self.mfu is None or self.mfu >= 20)
 
 
@@ -64,17 +65,17 @@ def _whole(row: Mapping[str, str], name: str, default: int = 1) -> int:
 
 
 def architecture_of(row: Mapping[str, str]) -> Architecture:
-    sizes = dict(
-        layers=_whole(row, "layers"),
-        hidden=_whole(row, "hidden"),
-        heads=_whole(row, "heads"),
-        kv_heads=_whole(row, "kv_heads", _whole(row, "heads")),
-        vocab=_whole(row, "vocab"),
-        ffn=_whole(row, "ffn_hidden"),
-        gated=_whole(row, "gated_mlp", 0) == 1,
-        experts=_whole(row, "experts", 0),
-        top_k=_whole(row, "topk", 2 if row.get("experts") else 0),
-    )
+    sizes: dict[str, Any] = {
+        "layers": _whole(row, "layers"),
+        "hidden": _whole(row, "hidden"),
+        "heads": _whole(row, "heads"),
+        "kv_heads": _whole(row, "kv_heads", _whole(row, "heads")),
+        "vocab": _whole(row, "vocab"),
+        "ffn": _whole(row, "ffn_hidden"),
+        "gated": _whole(row, "gated_mlp", 0) == 1,
+        "experts": _whole(row, "experts", 0),
+        "top_k": _whole(row, "topk", 2 if row.get("experts") else 0),
+    }
     both = [Architecture.plain(tied=tied, **sizes) for tied in (False, True)]
     stated = (_number(row, "params_b") or 0) * 1e9
     return min(both, key=lambda model: abs(model.parameters - stated)) if stated else both[0]

@@ -32,10 +32,12 @@ def page(found: Found, machine: Machine, title: str) -> str:
     ]
     if first.job.layout.pp > 1:
         sections += ["<h2>Its pipeline</h2>", _timeline(first, machine)]
-    counted = f"{found.shapes} shapes divide model and batch, {found.expanded} could be among the fastest, {len(found.simulated)} schedules were played."
+    counted = f"{found.shapes} shapes divide model and batch, {found.expanded} could be among the fastest"
+    counted += f", {len(found.simulated)} schedules were played."
     sections.append(f"<p>{counted}</p>")
     body = "\n".join(sections)
-    return f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>{body}</body></html>\n'
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
 def _table(found: Found, machine: Machine) -> str:
@@ -100,7 +102,7 @@ def _bars(best: Sequence[Candidate]) -> str:
         for part, colour in zip(PARTS, _COLOURS, strict=False):
             seconds = getattr(one.step, part)
             length = seconds / longest * (width - left - 60)
-            marks.append(f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, length):.1f}" height="20" fill="{colour}"><title>{part}: {seconds:.3g} s</title></rect>')
+            marks.append(_rectangle(x, y, max(0.0, length), 20, colour, f"{part}: {seconds:.3g} s"))
             x += length
         marks.append(f'<text x="{x + 4:.1f}" y="{y + 15}">{one.step.seconds:.3g} s</text>')
     for index, (part, colour) in enumerate(zip(PARTS, _COLOURS, strict=False)):
@@ -113,7 +115,7 @@ def _nodes(candidate: Candidate, machine: Machine) -> str:
     """GPUs as squares: the colour is the pipeline rank, the letters are the indices along tp, cp, pp, dp."""
     layout = candidate.job.layout
     shown = min(machine.nodes, 16)
-    side, columns = 34, 8
+    side = 34
     marks = []
     wide = machine.gpus_per_node if machine.gpus_per_node <= 16 else 16
     for node in range(shown):
@@ -122,7 +124,7 @@ def _nodes(candidate: Candidate, machine: Machine) -> str:
             at = layout.coordinates(rank)
             x, y = 70 + (gpu % wide) * side, 8 + (node * -(-machine.gpus_per_node // wide) + gpu // wide) * side
             told = f"rank {rank}: " + ", ".join(f"{axis} {index}" for axis, index in at.items() if layout.size(axis) > 1)
-            marks.append(f'<rect x="{x}" y="{y}" width="{side - 4}" height="{side - 4}" fill="{_COLOURS[at["pp"] % columns]}" opacity="0.75"><title>{told}</title></rect>')
+            marks.append(_rectangle(x, y, side - 4, side - 4, _COLOURS[at["pp"] % len(_COLOURS)], told))
             marks.append(f'<text x="{x + 15}" y="{y + 19}" text-anchor="middle">{at["pp"]}.{at["tp"]}</text>')
         marks.append(f'<text x="4" y="{28 + node * -(-machine.gpus_per_node // wide) * side}">node {node}</text>')
     rest = f"<p>{machine.nodes - shown} more nodes follow in the same order.</p>" if machine.nodes > shown else ""
@@ -141,10 +143,16 @@ def _timeline(candidate: Candidate, machine: Machine) -> str:
     for rank, stage, kind, index, start, stop in timeline.events:
         if stop <= end:
             x, length = left + start / end * (width - left), (stop - start) / end * (width - left)
-            told = f"stage {stage}, {kind}, micro-batch {index}"
-            marks.append(f'<rect x="{x:.2f}" y="{2 + rank * row}" width="{length:.2f}" height="{row - 3}" fill="{colours[kind]}" stroke="#fff" stroke-width="0.3"><title>{told}</title></rect>')
+            marks.append(_rectangle(x, 2 + rank * row, length, row - 3, colours[kind], f"stage {stage}, {kind}, micro-batch {index}"))
     part = "" if end >= timeline.seconds * 0.999 else f" The first {end:.3g} of {timeline.seconds:.3g} s."
-    return _svg(width, 8 + candidate.job.layout.pp * row, marks) + f"<p>Forward blue, backward orange, gradients of weights green.{part}</p>"
+    legend = f"<p>Forward blue, backward orange, gradients of weights green.{part}</p>"
+    return _svg(width, 8 + candidate.job.layout.pp * row, marks) + legend
+
+
+def _rectangle(x: float, y: float, width: float, height: float, colour: str, told: str) -> str:
+    """What a pointer over it tells is its title."""
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{colour}" stroke="#fff" stroke-width="0.3"><title>{escape(told)}</title></rect>'
 
 
 def _svg(width: float, height: float, marks: Sequence[str]) -> str:

@@ -120,11 +120,12 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
                 break
             simulated.append(Candidate(item[0], step_of(item[0], machine), item[1]))
             push(simulated[-1].step.seconds, simulated[-1])
-    for one in sorted([*simulated, *known], key=lambda one: one.step.seconds):  # where the limit was reached, the rest is in order of what was simulated
+    # Where the limit was reached, the rest is in order of what was simulated.
+    for one in sorted([*simulated, *known], key=lambda one: one.step.seconds):
         if len(best) < most:
             best.setdefault(_degrees(one.job), one)
     ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
-    return Found(ordered, tuple(simulated), tuple([*simulated, *known]), considered, expanded, too_large)
+    return Found(ordered, tuple(simulated), (*simulated, *known), considered, expanded, too_large)
 
 
 def _degrees(job: Job) -> tuple[int, ...]:
@@ -143,9 +144,8 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
         orders = [fixed.order] if fixed.order else ORDERS if layout.pp > 1 and layout.dp > 1 else ORDERS[:1]
         for size, cut, order in product(sizes, cuts, orders):
             if rows % size == 0 and (not cut or job.seq % (layout.tp * layout.cp) == 0):
-                yield replace(
-                    job, layout=replace(layout, order=order, vp=1), micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="", zero=1
-                )
+                placed = replace(layout, order=order, vp=1)
+                yield replace(job, layout=placed, micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="", zero=1)
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:

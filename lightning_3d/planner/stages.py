@@ -8,7 +8,6 @@ from functools import lru_cache
 from lightning_3d.balance import split_layers
 from lightning_3d.planner.job import Job
 
-
 _HEAD_WORK = 0.95
 
 

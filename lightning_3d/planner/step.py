@@ -151,7 +151,7 @@ def _least_span(seconds: list[StageSeconds], owned: list[tuple[int, ...]], count
 
 
 def _with_host(part: Part, host: float) -> StageSeconds:
-    """A stage's seconds where kernels are started by a host that needs `host` seconds for a forward and a backward, a third of it forward."""
+    """A stage's seconds where kernels are started by a host that needs `host` seconds for both passes, a third of it forward."""
     forward = _smooth_max(part.forward + part.forward_communication, host / 3)
     backward = _smooth_max(part.backward + part.backward_communication, host * 2 / 3)
     whole = part.backward + part.backward_communication

@@ -73,7 +73,11 @@ def play(order: Order, stages: Sequence[StageSeconds], message: float = 0.0, *, 
         actions, now = order[rank], clock[rank]
         while position[rank] < len(actions):
             stage, kind, index = actions[position[rank]]
-            needed = (stage - 1, "F", index) if kind == "F" and stage else (stage + 1, "B", index) if kind in "BI" and stage < last else None
+            needed = None
+            if kind == "F" and stage:
+                needed = (stage - 1, "F", index)
+            elif kind in "BI" and stage < last:
+                needed = (stage + 1, "B", index)
             start = now
             if needed is not None:
                 arrived = ready.get(needed)

@@ -204,7 +204,8 @@ def _recomputed(job: Job, machine: Machine) -> Part:
     if job.recompute == "full":
         return block + Part(backward=block.forward, backward_communication=block.forward_communication)
     if job.recompute == "selective":
-        again = _attention(job, machine) + _elementwise(job, machine, (job.model.ffn or job.model.expert_ffn * job.model.top_k) / job.layout.tp)
+        inner = (job.model.ffn or job.model.expert_ffn * job.model.top_k) / job.layout.tp
+        again = _attention(job, machine) + _elementwise(job, machine, inner)
         return block + Part(backward=again.forward)
     return block
 
