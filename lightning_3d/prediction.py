@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_3d.block_options import RECOMPUTE
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
@@ -175,9 +176,10 @@ def plan(run: Any, precision: str, *, most: int = 5) -> Found:
 
 def _too_large(job: Job, memory: Memory, machine: Machine) -> str:
     """Why it does not fit, in numbers, and the nearest that does."""
-    tries = [replace(job, zero=zero, recompute=recompute) for recompute in ("none", "selective", "full") for zero in (1, 2, 3)]
+    levels = RECOMPUTE[RECOMPUTE.index(job.recompute) :]
+    tries = [replace(job, zero=zero, recompute=recompute) for recompute in levels for zero in range(job.zero, 4)]
     tries += [replace(one, micro_batch=1) for one in tries if job.micro_batch > 1]
-    fitting = [one for one in tries if one.zero >= job.zero and memory_of(one).total <= machine.memory]
+    fitting = [one for one in tries if memory_of(one).total <= machine.memory]
     advice = " Use more GPUs or a larger tp or pp"
     if fitting:
         changes = {"zero_stage": "zero", "recompute": "recompute", "micro_batch_size": "micro_batch"}
