@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -43,6 +45,9 @@ def run(arguments: list[str]) -> int:
     except Lightning3DError as error:
         print(f"lightning_3d: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         from lightning_3d.hydra_errors import explain, is_composition_error
 

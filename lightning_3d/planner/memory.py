@@ -49,11 +49,11 @@ def memory_of(job: Job, *, queue: float = 1.0) -> Memory:
     stages = stages_of(job)
     live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
     v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
-    ranks = []
+    ranks = set()
     for rank in range(layout.pp):
         own = stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
-        ranks.append(_rank(job, [stages[index] for index in own], [live[rank].get(index, 0) for index in own], queue))
-    return max(ranks, key=lambda memory: memory.total)
+        ranks.add(tuple((stages[index], live[rank].get(index, 0)) for index in own))
+    return max((_rank(job, own, queue) for own in ranks), key=lambda memory: memory.total)
 
 
 def least_memory(job: Job) -> float:
@@ -62,7 +62,7 @@ def least_memory(job: Job) -> float:
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else job
     share = Stage(job.model.layers // layout.pp, False, False)
-    memory = _rank(lean, [share], [min(job.micro_batches, layout.pp)], queue=0.0)
+    memory = _rank(lean, ((share, min(job.micro_batches, layout.pp)),), queue=0.0)
     return memory.total - lean.stack.spare_gradient_bytes * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
 
 
@@ -79,9 +79,10 @@ def _enough(job: Job) -> int:
     return count
 
 
-def _rank(job: Job, stages: list[Stage], live: list[int], queue: float) -> Memory:
+def _rank(job: Job, own: tuple[tuple[Stage, int], ...], queue: float) -> Memory:
     """A rank that has some stages, each with so many micro-batches in flight."""
     model, stack = job.model, job.stack
+    stages = [stage for stage, _ in own]
     counts = [parameters_of(job, stage) for stage in stages]
     sharers = data_ranks(job)
     weights = gradients = optimizer = 0.0
@@ -95,7 +96,7 @@ def _rank(job: Job, stages: list[Stage], live: list[int], queue: float) -> Memor
     elif job.zero == 3:  # two blocks, and what is beside the blocks, are whole at a time
         block = sum(parameters_of(job, Stage(1, False, False)))
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
-    kept = sum(count * stage.blocks for stage, count in zip(stages, live, strict=True)) * kept_by_block(job)
+    kept = sum(count * stage.blocks for stage, count in own) * kept_by_block(job)
     again = block_activations(job) if job.recompute != "none" else 0.0
     head = sum(1 for stage in stages if stage.head)
     logits = head * job.tokens * model.vocab / job.layout.tp

@@ -16,7 +16,7 @@ from lightning_3d.layout import Layout, divisors
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
-from lightning_3d.planner.step import Step, step_of
+from lightning_3d.planner.step import Step, least_seconds, step_of
 from lightning_3d.schedules import SCHEDULES, find_schedule
 
 MOST_SIMULATED = 30
@@ -95,8 +95,7 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
         if lean is None:
             too_large += 1
             continue
-        least = step_of(lean, machine, pipeline="work")
-        push(least.seconds - least.data - least.optimizer, lean)  # which depend on the schedule's split and on the ZeRO stage
+        push(least_seconds(lean, machine), lean)
     best: dict[tuple[int, ...], Candidate] = {}
     simulated: list[Candidate] = []
     known: list[Candidate] = []

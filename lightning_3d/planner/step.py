@@ -82,20 +82,26 @@ def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
     return whole, whole + scatter
 
 
+def least_seconds(job: Job, machine: Machine) -> float:
+    """What no schedule, split into stages or ZeRO stage goes below: all work, shared by the pipeline's ranks."""
+    work = work_of(job, machine)
+    whole = work.block * job.model.layers + work.embedding + work.head
+    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host_step
+
+
 def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False) -> Step:
     """Predict a step.
 
     Args:
-pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `work`: what no
-            split into stages goes below; `estimate`: a formula that is right for
+pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `estimate`: a formula that is right for
             1F1B with equal stages and near for others.
         keep: keep the events of the timeline.
     """
     layout, stages, work = job.layout, stages_of(job), work_of(job, machine)
     dealt = _dealt(job, machine)
-    parts = [_stage_part(job, work, stage, dealt) for stage in stages]
-    host = [work.host_block * stage.blocks for stage in stages]
-    seconds = [_with_host(part, late) for part, late in zip(parts, host, strict=True)]
+    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages)}
+    played = {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+    seconds = [played[stage] for stage in stages]
     info = find_schedule(job.schedule or "1F1B")
     v_shaped = info.v_shaped and layout.pp > 1
     owned = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
@@ -107,8 +113,6 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
     elif pipeline == "simulate":
         timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds, work.message, keep=keep)
         span = timeline.seconds
-    elif pipeline == "work":
-        span = sum(loads) / layout.pp
     elif pipeline == "bound":
         span = _least_span(seconds, owned, count, work.message, info.split_backward)
     else:
@@ -117,10 +121,11 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
         span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
         span += 2 * (layout.pp - 1) * work.message
     busiest = max(range(layout.pp), key=loads.__getitem__)
-    own = [parts[index] for index in owned[busiest]]
+    own = [kinds[stages[index]] for index in owned[busiest]]
     compute = count * sum(part.forward + part.backward for part in own)
     communication = count * sum(part.forward_communication + part.backward_communication for part in own)
-    data, optimizer = max((_after(job, machine, [stages[index] for index in mine], seconds[mine[0]]) for mine in owned), key=sum)
+    distinct = {tuple(stages[index] for index in mine) for mine in owned}
+    data, optimizer = max((_after(job, machine, mine, played[mine[0]]) for mine in distinct), key=sum)
     busy_gpu = sum(sum(part.seconds()) - part.weights for part in own)
     return Step(
         seconds=span + data + optimizer + job.stack.host_step,
@@ -130,7 +135,7 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
         bubble=span - loads[busiest],
         data=data,
         optimizer=optimizer,
-        waiting=busy_gpu / max(1e-6, sum(host[index] for index in owned[busiest])),
+        waiting=busy_gpu / max(1e-6, work.host_block * sum(stages[index].blocks for index in owned[busiest])),
         timeline=timeline,
     )
 
@@ -158,7 +163,7 @@ def _with_host(part: Part, host: float) -> StageSeconds:
     return StageSeconds(forward, backward, backward * part.weights / whole if whole else 0.0)
 
 
-def _after(job: Job, machine: Machine, stages: list[Stage], last: StageSeconds) -> tuple[float, float]:
+def _after(job: Job, machine: Machine, stages: tuple[Stage, ...], last: StageSeconds) -> tuple[float, float]:
     """(reduction and gathering that nothing hides, optimizer) of a rank that has these stages.
 
     An all-reduce at stage 0; else a reduce-scatter of gradients and an all-gather of weights. What overlaps hides behind the backward pass
