@@ -6,6 +6,9 @@ published runs (see docs/planner_accuracy.md). The others are facts of the softw
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from lightning_3d.planner.job import Stack
 from lightning_3d.planner.machine import Efficiency, Machine
 
@@ -16,7 +19,7 @@ EFFICIENCIES = {
     ),
     # [fit] on llm-foundry, vTrain's runs of Megatron-DeepSpeed and Megatron-LM of 2021
     "a100": Efficiency(
-        matmul=0.85, matmul8=0.85, memory=0.90, attention=0.55, kernel=2.9e-5, link=0.85, network=0.37, crowding=0.001, exposed=0.72
+        matmul=0.85, matmul8=0.85, memory=0.90, attention=0.55, kernel=2.9e-5, link=0.85, network=0.75, crowding=0.02, exposed=0.72
     ),
 }
 """By type of GPU. Later types than H100 are taken to reach as much of their rates as H100 does."""
@@ -43,14 +46,20 @@ _LINK_LATENCY, _NETWORK_LATENCY = 0.6e-6, 2.7e-6
 """NCCL 2.30, src/graph/tuning.cc, hwLatencies."""
 
 
-def published_machine(gpu: str, gpus: int) -> Machine | None:
-    """Nodes of 8 of the GPU that a table of measured runs names; None for a type that is not known."""
+def published_machine(gpu: str, gpus: int, remark: str = "") -> Machine | None:
+    """Nodes of 8 of the GPU that a table of measured runs names, with the network of a node that this name or a remark states in Gbps;
+    None for a type that is not known."""
     name = gpu.lower()
     kind = next((kind for kind in ("h100", "a100", "h200", "b200") if kind in name), None)
     if kind is None:
         return None
     kind += "_96gb" if kind == "h100" and "96gb" in name else "_40gb" if kind == "a100" and "40gb" in name else ""
     memory, bandwidth, peak, peak8, peak32, link, network = _RATES[kind]
+    stated = re.search(r"(\d+) ?gbps", f"{name} {remark.lower()}")
+    network = float(stated[1]) * 1e9 / 8 / 8 if stated else network
+    watts = re.search(r"\b(\d+)w\b", name)  # of an H100 that is allowed fewer than 700: products slow down in proportion
+    slower = min(1.0, float(watts[1]) / 700.0) if watts and kind.startswith("h100") else 1.0
+    peak, peak8, peak32 = peak * slower, peak8 * slower, peak32 * slower
     nodes = max(1, -(-gpus // 8))
     latencies = _LINK_LATENCY, _NETWORK_LATENCY
     return Machine(kind, nodes, 8, memory, bandwidth, peak, peak8, peak32, link, network, *latencies, efficiency_of(kind))
@@ -151,8 +160,15 @@ FOUNDRY_A100 = Stack(
     host_block=1.0e-3,
     host_step=0.037,  # [fit]
 )
-TITAN = Stack(name="titan", traffic=2.4, host_block=1.0e-3, host_step=0.04)
-TITAN_COMPILED = Stack(name="titan_compiled", traffic=1.0, host_block=1.0e-3, host_step=0.04)
+TITAN = Stack(
+    name="titan",
+    traffic=2.4,
+    logit_bytes=14.0,  # 16-bit logits and, in float32, these, their softmax and their gradient
+    selective_share=0.5,  # every second product is kept (models/llama3/infra/parallelize.py)
+    host_block=1.0e-3,
+    host_step=0.04,
+)
+TITAN_COMPILED = replace(TITAN, name="titan_compiled", traffic=1.0)
 
 SOURCES: tuple[tuple[tuple[str, ...], Stack], ...] = (
     (("ultra-scale",), NANOTRON),

@@ -37,6 +37,7 @@ class Stack:
         overhead: factor of the allocator on what is allocated. context: bytes of CUDA, of collectives' buffers and of libraries.
         queued: (batch, seq, hidden) tensors of 16 bits that wait to be freed when collectives run beside the work.
         saved: bytes that a block keeps of a token for each unit of hidden size, beyond what its backward pass needs.
+        selective_share: of what a block keeps, with selective recomputation; None: all but half of attention's own.
     """
 
     name: str = ""
@@ -66,6 +67,7 @@ class Stack:
     context: float = 0.0
     queued: float = 0.0
     saved: float = 0.0
+    selective_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def run_of(row: Mapping[str, str]) -> Run | None:
     if any(not _number(row, name) for name in _STATED):
         return None
     gpus = _whole(row, "gpus")
-    machine = constants.published_machine(row["gpu_type"], gpus)
+    machine = constants.published_machine(row["gpu_type"], gpus, row["table"])
     if machine is None:
         return None
     where = " ".join((row["source"], row["gpu_type"], row["notes"])).lower()

@@ -115,6 +115,8 @@ def kept_by_block(job: Job) -> float:
         return whole
     if job.recompute == "full":
         least = 2 * job.tokens * model.hidden / (layout.tp if job.sequence_parallel else 1)
+    elif job.stack.selective_share is not None:
+        least = whole * job.stack.selective_share
     else:
         core = 2 * (model.query_width + model.key_width) + (0 if job.stack.flash else 5 * model.heads * job.seq)
         least = whole - job.tokens * core / layout.tp / 2
