@@ -21,7 +21,7 @@ class Efficiency:
         link: share of the bandwidth between GPUs of a node that a collective reaches.
         network: share of the bandwidth between nodes, for two of them.
         crowding: how the share between nodes falls with their number: network / (1 + crowding * log2(nodes / 2)).
-        exposed: share of tensor-parallel communication that nothing hides.
+        exposed: share of communication inside of layers (tensor- and expert-parallel) that nothing hides.
     """
 
     matmul: float

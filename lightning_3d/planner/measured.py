@@ -141,6 +141,7 @@ def run_of(row: Mapping[str, str]) -> Run | None:
         zero=zero,
         precision="fp8" if "fp8" in precision or "float8" in precision else "bf16",
         state_bytes=4.0 if "pure" in precision else 12.0,
+        trained=0.02 if "lora" in row["table"].lower() else 1.0,
         recompute=next((word for word in ("full", "selective") if word in row["recompute"]), "none"),
         sequence_parallel=stack.sequence_parallel,
         stack=stack,

@@ -172,8 +172,8 @@ def _after(job: Job, machine: Machine, stages: tuple[Stage, ...], last: StageSec
     dense, routed = (sum(counts) for counts in zip(*(parameters_of(job, stage) for stage in stages), strict=True))
     sharers = data_ranks(job)
     ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
-    size = dense + (routed if sharers[0] == sharers[1] else 0.0)
-    stepped = sum(count / (share if job.zero else 1) for count, share in zip((dense, routed), sharers, strict=True))
+    size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
+    stepped = job.trained * sum(count / (share if job.zero else 1) for count, share in zip((dense, routed), sharers, strict=True))
     optimizer = stepped * stack.optimizer_traffic / machine.memory_rate
     if job.zero == 0:
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0

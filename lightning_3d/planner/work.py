@@ -101,6 +101,7 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
         forward += work + activations + width * size + copies * kernel
         inputs += work + activations + width * size + copies * kernel
         weights += work + activations + 2 * job.stack.gradient_bytes * size + copies * kernel
+    weights *= job.trained
     return Part(forward=forward, backward=inputs + weights, weights=weights)
 
 
@@ -162,9 +163,8 @@ def _mixture(job: Job, machine: Machine) -> Part:
     (arXiv:2006.16668, section 2.2)."""
     model, layout = job.model, job.layout
     local = max(1, model.experts // layout.ep)
-    spread = max(1, layout.ep // layout.tp)  # tokens of a tensor-parallel group are shared before they are sent
     rows = job.tokens * model.top_k
-    if layout.ep >= layout.tp:
+    if layout.ep >= layout.tp:  # tokens of a tensor-parallel group are shared before they are sent
         rows /= layout.tp
         cut = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
         part = products(job, machine, cut, rows, local)
@@ -175,7 +175,8 @@ def _mixture(job: Job, machine: Machine) -> Part:
     if model.shared_ffn:
         part += products(job, machine, model.mlp(model.shared_ffn), job.tokens)
     moved = 4 * rows * model.hidden * _HALF / machine.memory_rate  # permutation there and back
-    exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * _HALF) if layout.ep > 1 and spread else 0.0
+    exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * _HALF) if layout.ep > 1 else 0.0
+    exchange *= machine.efficiency.exposed
     part += Part(forward=moved, backward=2 * moved, forward_communication=2 * exchange, backward_communication=2 * exchange)
     return part + _elementwise(job, machine, inner)
 
