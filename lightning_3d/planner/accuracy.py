@@ -15,6 +15,14 @@ _GIGA = 2**30
 
 Table = list[list[str]]
 
+_TITLE = """\
+# How good the planner's predictions are
+
+Written by `lightning-3d plan --evaluate FILE.csv`, which compares what it predicts with measured runs. The first part is with the constants
+of `lightning_3d/planner/constants.py`; with `--folds N` there is a second one, whose constants have not seen the cells that they predict.
+
+"""
+
 _TIME, _MEMORY = ("step time: rows", "median", "mean", "p90", "under"), ("memory: rows", "median", "mean", "p90", "p95", "under")
 _HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
@@ -94,10 +102,10 @@ def evaluate(path: Path, folds: int = 0) -> str:
 
     runs, skipped = read_runs(path)
     compared = [compare(run) for run in runs]
-    text = f"{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated.\n\n{report(compared)}"
+    text = f"{_TITLE}{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated.\n\n{report(compared)}"
     if folds:
         held = cross_validate(runs, folds, compare)
-        text += f"\n# Constants calibrated without the cells that they predict, {folds} parts\n\n{report(held)}"
+        text += f"\n# With constants calibrated without the cells that they predict, {folds} parts\n\n{report(held)}"
     return text
 
 
