@@ -1,5 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `dryrun`, `verify`, `launch`, `export`,
-`import`, `inspect`, `report`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `plan`, `dryrun`, `verify`, `launch`,
+`export`, `import`, `inspect`, `report`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -23,6 +23,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
 
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
+  plan        find the fastest layouts on a cluster, without GPUs; `lightning-3d plan --help`
   dryrun      what ranks of a job would hold, send and compute, without its hardware; `lightning-3d dryrun --help`
   verify      whether a layout computes what one process computes; `lightning-3d verify --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
@@ -127,8 +128,16 @@ def _report(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    """Predict memory and time of layouts."""
+    from lightning_3d.plan_command import run
+
+    return run(arguments)
+
+
 _COMMANDS = {"train": _train, "run": _run}
 _WITHOUT_RANKS = {
+    "plan": _plan,
     "dryrun": _dryrun,
     "verify": _verify,
     "launch": _launch,

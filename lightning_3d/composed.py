@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.config import RunPlan, plan_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.launch import OutsideRank
+from lightning_3d.prediction import Advice
 
 
 def check(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
@@ -16,7 +17,7 @@ def check(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
     for override in OmegaConf.select(config, "hydra.overrides.task") or ():
         if override.startswith("parallelism=["):
             raise ConfigError(f"{override} names several layouts; a run has one. Use -m parallelism=A,B to run each.")
-    return plan_run(config, outside)
+    return plan_run(config, outside, Advice())
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -59,16 +59,16 @@ class ParallelismConfig:
     _target_: str = "lightning_3d.Lightning3DStrategy"
     _convert_: str = "all"
     layout: str = MISSING
-    order: list[str] = field(default_factory=lambda: list(AXES))
+    order: list[str] | None = field(default_factory=lambda: list(AXES))
     schedule: str | None = None
     vp: int | None = None
-    zero_stage: int = 1
+    zero_stage: int | None = 1
     zero_reduce: str | None = None
     zero_gather: str | None = None
     zero_reduce_scatter: bool | None = None
     zero_offload: str = "none"
     cp_kind: str = "ring"
-    recompute: str = "none"
+    recompute: str | None = "none"
     recompute_every: int = 1
     recompute_keep: list[str] | None = None
     offload_activations: bool = False
@@ -128,7 +128,18 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0
+    force: bool = False
     run_folder: str = ""
+
+
+class Advice(Protocol):
+    """What the planner is asked (`lightning_3d.prediction`)."""
+
+    def choose(self, run: RunConfig, precision: str) -> dict[str, Any]:
+        """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+
+    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> None:
+        """Raise LayoutError for what does not fit on the GPUs."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,7 @@ class RunPlan:
         precision: a name of `PRECISIONS`.
         model: the group `model`, with what a pretrained folder says.
         warnings: for the user, before the start.
+        chosen: keys of `parallelism` that the planner filled in.
     """
 
     layout: Layout
@@ -154,11 +166,13 @@ class RunPlan:
     precision: str
     model: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
         """The configuration with everything that was left open in it filled in."""
         filled: dict[str, Mapping[str, Any]] = {
             "parallelism": {
+                **self.chosen,
                 "layout": self.layout.name,
                 "schedule": self.schedule,
                 "vp": self.layout.vp,
@@ -186,20 +200,22 @@ class RunPlan:
         return ", ".join([*words, self.precision, micro])
 
 
-def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
+def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Advice | None = None) -> RunPlan:
     """Check a composed configuration.
 
     Args:
         config: all groups; `hydra` is ignored.
         outside: this process as a rank of torchrun or SLURM; None when the ranks are still to be started.
+        advice: the planner, for `parallelism=auto` and to refuse what does not fit.
 
     Raises:
         LayoutError, ConfigError: the first thing found wrong. The number of launched ranks comes first.
     """
     run = check_keys(config)
     parallelism = run.parallelism
+    chosen = _choose_layout(run, advice)
     layout, schedule = resolve_layout(
-        parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order)
+        parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order or AXES)
     )
     if outside is not None:
         layout.require_world_size(outside.world_size)
@@ -210,7 +226,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)
-    precision = _choose_precision(run, accelerator)
+    precision = choose_precision(run, accelerator)
     _check_trainer(run.trainer)
     _check_targets(run)
     LoraOptions.of(run.model)
@@ -222,6 +238,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
             "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
             " use optimizer.name=adamw."
         )
+    if advice is not None and accelerator == "gpu" and not run.force:
+        advice.refuse(run, precision, layout, schedule, micro_batch_size)
     bubble = few_micro_batches(layout, schedule, micro_batches)
     return RunPlan(
         layout=layout,
@@ -234,7 +252,30 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None) -> RunPlan:
         precision=precision,
         model=run.model,
         warnings=(*warnings, *((bubble,) if bubble else ())),
+        chosen=chosen,
     )
+
+
+def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
+    """With `parallelism=auto`: what the planner chose, which is filled in; otherwise nothing."""
+    parallelism = run.parallelism
+    open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
+    if parallelism.layout != "auto":
+        if open_keys:
+            raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only parallelism=auto leaves it to the planner.")
+        return {}
+    if advice is None:
+        raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
+    run.model = complete_model(run.model, dry=run.trainer.dry)
+    run.cluster.check()
+    for key in ("sequence_length", "global_batch_size"):
+        check_sizes(**{f"data.{key}": run.data.get(key)})
+        if run.data.get(key) is None:
+            raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
+    chosen = advice.choose(run, choose_precision(run, "gpu"))
+    for key, value in chosen.items():
+        setattr(parallelism, key, value)
+    return chosen
 
 
 def check_keys(config: DictConfig) -> RunConfig:
@@ -341,13 +382,14 @@ def _listed_gpus() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def _choose_precision(run: RunConfig, accelerator: str) -> str:
+def choose_precision(run: RunConfig, accelerator: str) -> str:
+    """A name of `PRECISIONS`."""
     name, zero_stage = run.precision.name, run.parallelism.zero_stage
     if name == "auto":
         return "bf16" if accelerator == "gpu" else "fp32"
     if name not in PRECISIONS:
         raise unknown_precision(name)
-    if name == "fp64" and zero_stage > 0:
+    if name == "fp64" and zero_stage:
         raise ConfigError(
             f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32. Use"
             " parallelism.zero_stage=0."

@@ -22,6 +22,7 @@ from lightning_3d.config_keys import explain_value
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.job import find_place, print_once, refuse, run_job
 from lightning_3d.launch import OutsideRank
+from lightning_3d.prediction import Advice
 from lightning_3d.run_folder import CONFIG_FILE, RunFolder
 
 _WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
@@ -63,7 +64,7 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
     config = read_frozen(path)
     if new_folder is not None:
         config = move_to(config, Path(new_folder).absolute())
-    plan = plan_run(OmegaConf.create(config), outside)
+    plan = plan_run(OmegaConf.create(config), outside, Advice())
     if config["trainer"].get("dry"):
         print_once(plan.describe(), outside)
         return 0

@@ -67,7 +67,7 @@ def _bare(config_path: str) -> str:
 
 
 class LayoutSource(NamedConfigs):
-    """`parallelism=tp4_pp2_dp4` and every other layout, on top of `parallelism/base`."""
+    """`parallelism=tp4_pp2_dp4` and every other layout, on top of `parallelism/base`; `auto` leaves open what the planner chooses."""
 
     group = "parallelism"
 
@@ -76,13 +76,14 @@ class LayoutSource(NamedConfigs):
         return "layout"
 
     def accepts(self, name: str) -> bool:
-        return looks_like_layout(name)
+        return name == "auto" or looks_like_layout(name)
 
     def make(self, name: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-        return {"defaults": ["base", "_self_"], "layout": name}, {"package": None}
+        left_open = dict.fromkeys(("order", "zero_stage", "recompute", "micro_batch_size")) if name == "auto" else {}
+        return {"defaults": ["base", "_self_"], "layout": name, **left_open}, {"package": None}
 
     def names(self) -> list[str]:
-        return ["dp8", "pp4_dp2", "tp2_pp2_dp2", "tp8_pp4_dp8"]
+        return ["auto", "dp8", "pp4_dp2", "tp2_pp2_dp2", "tp8_pp4_dp8"]
 
 
 def looks_like_layout(name: str) -> bool:

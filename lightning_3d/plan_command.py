@@ -1,0 +1,138 @@
+"""`lightning-3d plan`: the fastest layouts of a model on a cluster, and how good such predictions are. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_3d.errors import ConfigError, Lightning3DError
+
+USAGE = """\
+lightning-3d plan [--out FOLDER] [OVERRIDES]
+
+Searches the fastest ways to train a model on a cluster, on this machine, without GPUs. Prints the best few layouts with what each loses to
+the first, and writes plan.json and plan.html.
+
+  lightning-3d plan model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192
+
+  parallelism=auto parallelism.KEY=VALUE   fixes what is not to be searched: schedule, micro_batch_size, zero_stage, recompute,
+                                           sequence_parallel, order
+  --out FOLDER                             where to write; the current folder unless given
+
+lightning-3d plan --evaluate FILE.csv [--folds N] [--out FILE.md]
+
+Compares predictions with measured runs: errors of step time and memory by source and type of GPU, and how good the layout
+is that would have been chosen. With --folds the constants are calibrated anew for each of N parts of the cells (a model on a number of
+GPUs), without the cells that they then predict.
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command and return the exit code."""
+    if set(arguments) & {"--help", "-h"}:
+        print(USAGE, end="")
+        return 0
+    try:
+        options, overrides = _options(arguments)
+        if "evaluate" in options:
+            return _evaluate(Path(options["evaluate"]), options, overrides)
+        return _plan(overrides, Path(options.get("out", ".")))
+    except Lightning3DError as error:
+        print(f"lightning_3d: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        from lightning_3d.hydra_errors import explain, is_composition_error
+
+        if is_composition_error(error):
+            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
+            return Lightning3DError.exit_code
+        traceback.print_exc()
+        return 1
+
+
+def _options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(`--name VALUE` or `--name=VALUE`, the rest)."""
+    known = ("evaluate", "folds", "out")
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            rest.append(word)
+            continue
+        name, given, value = word[2:].partition("=")
+        if name not in known:
+            raise ConfigError(f"{word} is no option of lightning-3d plan. Those are --evaluate, --folds and --out.")
+        if not given:
+            if not words:
+                raise ConfigError(f"--{name} needs a value.")
+            value = words.pop(0)
+        found[name] = value
+    return found, rest
+
+
+def _evaluate(path: Path, options: dict[str, str], overrides: Sequence[str]) -> int:
+    from lightning_3d.planner.accuracy import evaluate
+
+    if overrides:
+        raise ConfigError(f"--evaluate takes no overrides, but {overrides[0]} was given.")
+    folds = options.get("folds", "0")
+    if not folds.isdigit() or folds == "1":
+        raise ConfigError(f"--folds is {folds}; it must be a whole number of at least 2, or 0 for none.")
+    text = evaluate(path, int(folds))
+    if "out" in options:
+        Path(options["out"]).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _plan(overrides: Sequence[str], folder: Path) -> int:
+    from lightning_3d.config import check_keys, choose_precision
+    from lightning_3d.hydra_app import compose
+    from lightning_3d.planner.page import page
+    from lightning_3d.planner.text import as_data, describe, found_table, memory_table
+    from lightning_3d.prediction import machine_of, plan
+    from lightning_3d.pretrained_config import complete_model
+
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder} to write plan.json and plan.html to.")
+    run = check_keys(compose([*overrides, "trainer.dry=true"]))
+    run.cluster.check()
+    run.model = complete_model(run.model, dry=True)
+    if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
+        raise ConfigError("data.sequence_length and data.global_batch_size must be given, in tokens and in sequences.")
+    found = plan(run, choose_precision(run, "gpu"))
+    machine = machine_of(run.cluster)
+    assert machine is not None
+    first = found.best[0]
+    title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
+    data, gpus = run.data, machine.gpus
+    print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step\n")
+    print(found_table(found, gpus, machine.peak))
+    print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}\n\n{describe(first.job)}")
+    content = {
+        "title": title,
+        "gpus": gpus,
+        "sequence_length": data["sequence_length"],
+        "global_batch_size": data["global_batch_size"],
+        "shapes": found.shapes,
+        "expanded": found.expanded,
+        "best": [as_data(one, gpus, machine.peak) for one in found.best],
+        "simulated": len(found.simulated),
+        "seen": [as_data(one, gpus, machine.peak) for one in found.seen],
+    }
+    (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "plan.html").write_text(page(found, machine, title), encoding="utf-8")
+    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
+    print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
+    return 0

@@ -1,0 +1,184 @@
+"""All constants of the planner that are not vendors' rates, each with its origin.
+
+`lightning-3d plan --evaluate FILE --folds N` calibrates the ones marked [fit] anew, without the cells that it then predicts; they come from
+published runs (see docs/planner_accuracy.md). The others are facts of the software, from its source or its documentation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from lightning_3d.planner.job import Stack
+from lightning_3d.planner.machine import Efficiency, Machine
+
+EFFICIENCIES = {
+    # [fit] on nanotron's sweep, llm-foundry, Megatron Core (NeMo) and torchtitan, 80 GB and 96 GB
+    "h100": Efficiency(
+        matmul=0.70, matmul8=0.86, memory=0.60, attention=0.45, kernel=3.4e-6, link=0.73, network=0.50, crowding=0.06, exposed=0.60
+    ),
+    # [fit] on llm-foundry, vTrain's runs of Megatron-DeepSpeed and Megatron-LM of 2021
+    "a100": Efficiency(
+        matmul=0.85, matmul8=0.85, memory=0.90, attention=0.55, kernel=2.9e-5, link=0.85, network=0.75, crowding=0.02, exposed=0.72
+    ),
+}
+"""By type of GPU. Later types than H100 are taken to reach as much of their rates as H100 does."""
+
+
+def efficiency_of(gpu: str) -> Efficiency:
+    """Of the type of GPU that a name contains."""
+    return EFFICIENCIES["a100" if "a100" in gpu.lower() else "h100"]
+
+
+_RATES = {
+    # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network:
+    # vendors' datasheets
+    # The memory is 95 % of what nvidia-smi shows (81,559 MiB of an H100): nanotron's runs that come nearer to it are several times slower,
+    # because the allocator frees and allocates anew in every step.
+    "h100": (81.2e9, 3.35e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
+    "h100_96gb": (95.0e9, 2.4e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),  # HBM2e, as in torchtitan's tables
+    "a100": (81.6e9, 2.039e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9),
+    "a100_40gb": (40.8e9, 1.555e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9),
+    "h200": (141.0e9, 4.8e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
+    "b200": (180.0e9, 8.0e12, 2250.0e12, 4500.0e12, 1125.0e12, 900.0e9, 50.0e9),
+}
+_LINK_LATENCY, _NETWORK_LATENCY = 0.6e-6, 2.7e-6
+"""NCCL 2.30, src/graph/tuning.cc, hwLatencies."""
+
+
+def published_machine(gpu: str, gpus: int, remark: str = "") -> Machine | None:
+    """Nodes of 8 of the GPU that a table of measured runs names, with the network of a node that this name or a remark states in Gbps;
+    None for a type that is not known."""
+    name = gpu.lower()
+    kind = next((kind for kind in ("h100", "a100", "h200", "b200") if kind in name), None)
+    if kind is None:
+        return None
+    kind += "_96gb" if kind == "h100" and "96gb" in name else "_40gb" if kind == "a100" and "40gb" in name else ""
+    memory, bandwidth, peak, peak8, peak32, link, network = _RATES[kind]
+    stated = re.search(r"(\d+) ?gbps", f"{name} {remark.lower()}")
+    network = float(stated[1]) * 1e9 / 8 / 8 if stated else network
+    watts = re.search(r"\b(\d+)w\b", name)  # of an H100 that is allowed fewer than 700: products slow down in proportion
+    slower = min(1.0, float(watts[1]) / 700.0) if watts and kind.startswith("h100") else 1.0
+    peak, peak8, peak32 = peak * slower, peak8 * slower, peak32 * slower
+    nodes = max(1, -(-gpus // 8))
+    latencies = _LINK_LATENCY, _NETWORK_LATENCY
+    return Machine(kind, nodes, 8, memory, bandwidth, peak, peak8, peak32, link, network, *latencies, efficiency_of(kind))
+
+
+_MEGATRON_ORDER = ("tp", "cp", "dp", "pp")
+
+OURS = Stack(
+    name="ours",
+    traffic=2.4,  # eager blocks of Transformers: as in nanotron
+    saved=4.0,  # norms keep their input in float32
+    gradient_bytes=4.0,  # docs/zero.md
+    spare_gradient_bytes=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
+    logit_bytes=10.0,  # 16-bit logits, their float32 copy and its gradient
+    logit_traffic=14.3,
+    host_block=3.0e-3,
+    host_collectives=1.25e-3,
+    optimizer_traffic=90.0,
+    overlaps_gather=False,
+    context=0.9e9,
+    overhead=1.05,
+)
+"""This package, without torch.compile."""
+
+NANOTRON = Stack(
+    name="nanotron",
+    order=_MEGATRON_ORDER,  # parallel/context.py
+    split="filled",  # models/base.py: blocks are given out by cumulated cost
+    overlaps_data=False,  # gradients in float32 are scattered after the last micro-batch, unless ZeRO is off (trainer.py)
+    overlaps_gather=False,
+    spare_gradient_bytes=2.5,  # 16-bit gradients live beside their float32 sums until the backward pass ends [fit: 2.5]
+    logit_bytes=4.3,  # [fit]
+    kept_logit_bytes=4.5,  # float32 logits of the last micro-batch, until the next one replaces them [fit]
+    queued=48.0,  # [fit]
+    saved=14.0,  # [fit]
+    overhead=1.02,  # [fit]
+    context=0.55e9,  # [fit]
+    traffic=2.4,  # [fit]
+    logit_traffic=14.3,  # [fit]
+    optimizer_traffic=90.0,  # [fit]
+    host_block=3.0e-3,  # [fit]
+    host_collectives=1.25e-3,  # [fit]
+    host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
+    host_network=0.32e-3,  # [fit]
+    host_step=0.05,  # [fit]
+)
+MEGATRON = Stack(
+    name="megatron",
+    order=_MEGATRON_ORDER,
+    split="equal",
+    traffic=1.2,  # [fit]
+    host_block=0.5e-3,
+    host_step=0.045,  # [fit]
+)
+MEGATRON_2021 = Stack(
+    name="megatron_2021",
+    order=_MEGATRON_ORDER,
+    split="equal",
+    sequence_parallel=False,
+    flash=False,
+    overlaps_all_reduce=False,
+    overlaps_data=False,
+    overlaps_gather=False,
+    traffic=1.0,  # [fit]
+    host_block=1.0e-3,
+)
+MEGATRON_DEEPSPEED = Stack(
+    name="megatron_deepspeed",
+    order=_MEGATRON_ORDER,
+    split="equal",
+    sequence_parallel=False,
+    flash=False,
+    overlaps_all_reduce=False,
+    overlaps_data=False,
+    overlaps_gather=False,
+    reduced_bytes=2.0,
+    optimizer_traffic=28.0,  # 4-byte gradient, weight and two moments read, three written, 2-byte weight written
+    traffic=1.6,  # [fit]
+    logit_traffic=50.0,  # [fit]
+    host_block=1.6e-3,  # [fit]
+    host_collectives=2.0e-3,  # [fit]
+    host_tensor=1.5e-3,  # [fit]
+    host_step=0.007,  # [fit]
+)
+FOUNDRY = Stack(
+    name="foundry",
+    traffic=1.0,  # on H100 [fit]
+    attention_speed=0.42,  # FlashAttention written in Triton [fit]
+    logit_traffic=9.0,  # [fit]
+    host_block=1.0e-3,
+    host_step=0.13,  # [fit]
+)
+FOUNDRY_A100 = Stack(
+    name="foundry_a100",
+    traffic=2.0,  # the releases of a year earlier [fit]
+    attention_speed=0.55,  # [fit]
+    logit_traffic=19.0,  # [fit]
+    host_block=1.0e-3,
+    host_step=0.037,  # [fit]
+)
+TITAN = Stack(
+    name="titan",
+    traffic=2.4,
+    logit_bytes=14.0,  # 16-bit logits and, in float32, these, their softmax and their gradient
+    selective_share=0.5,  # every second product is kept (models/llama3/infra/parallelize.py)
+    host_block=1.0e-3,
+    host_step=0.04,
+)
+TITAN_COMPILED = replace(TITAN, name="titan_compiled", traffic=1.0)
+
+SOURCES: tuple[tuple[tuple[str, ...], Stack], ...] = (
+    (("ultra-scale",), NANOTRON),
+    (("nanotron",), NANOTRON),
+    (("narayanan",), MEGATRON_2021),
+    (("vtrain",), MEGATRON_DEEPSPEED),
+    (("llm-foundry", "a100"), FOUNDRY_A100),
+    (("llm-foundry",), FOUNDRY),
+    (("torchtitan", "compile"), TITAN_COMPILED),
+    (("torchtitan",), TITAN),
+    ((), MEGATRON),
+)
+"""Words of a run's source, type of GPU and notes, and its software; the first entry all of whose words occur."""

@@ -1,0 +1,206 @@
+"""The fastest layouts of a model on a cluster that fit. Pure Python.
+
+A best-first search with bounds from below (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136): a layout waits in a queue with
+what its step takes at least; when it comes first, it is replaced by its schedules with their bounds; when one of these comes first, it is
+simulated; when a simulated one comes first, nothing that is left can be faster. So few are simulated, and the first is the best of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, product
+
+from lightning_3d.layout import Layout, divisors
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory import Memory, least_memory, memory_of
+from lightning_3d.planner.step import Step, least_seconds, step_of
+from lightning_3d.schedules import SCHEDULES, find_schedule
+
+MOST_SIMULATED = 30
+"""No more candidates than this are simulated."""
+
+ORDERS = (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp"))
+_RECOMPUTE = ("none", "selective", "full")
+_LONGEST_SHARE = 1024
+"""Context parallelism leaves each rank at least so many tokens of a sequence."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is not searched because somebody has set it; None is free."""
+
+    layout: Layout | None = None
+    schedule: str | None = None
+    micro_batch: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+    order: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train, its step and the memory of its fullest rank."""
+
+    job: Job
+    step: Step
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the fastest first, each with other degrees of parallelism.
+        simulated: all whose schedule was played. seen: these, and what needs none because it has no pipeline.
+        shapes: degrees, micro-batches and orders that divide model and batch. too_large: of these, the ones that fit in no way. expanded:
+            the ones whose bound was low enough to look at schedules.
+    """
+
+    best: tuple[Candidate, ...]
+    simulated: tuple[Candidate, ...]
+    seen: tuple[Candidate, ...]
+    shapes: int
+    expanded: int
+    too_large: int
+
+
+def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int = 5, limit: int = MOST_SIMULATED) -> Found:
+    """Find the fastest candidates with different degrees of parallelism.
+
+    Args:
+        job: model, batch and precision; its layout and what belongs to it are only where the search begins.
+        machine: all of whose GPUs are used.
+        most: layouts to return. limit: candidates to simulate.
+
+    Returns:
+        With an empty `best` when nothing fits.
+    """
+    fixed = fixed or Fixed()
+    number = count()
+    queue: list[tuple[float, int, Job | Candidate | tuple[Job, Memory]]] = []
+
+    def push(seconds: float, item: Job | Candidate | tuple[Job, Memory]) -> None:
+        heapq.heappush(queue, (seconds, next(number), item))
+
+    considered = too_large = 0
+    for shape in shapes(job, machine, fixed):
+        considered += 1
+        levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
+        lean = next((one for one in (replace(shape, recompute=level) for level in levels) if least_memory(one) <= machine.memory), None)
+        if lean is None:
+            too_large += 1
+            continue
+        push(least_seconds(lean, machine), lean)
+    best: dict[tuple[int, ...], Candidate] = {}
+    simulated: list[Candidate] = []
+    known: list[Candidate] = []
+    expanded = 0
+    while queue and len(best) < most:
+        bound, _, item = heapq.heappop(queue)
+        if isinstance(item, Job) and not item.schedule:
+            expanded += 1
+            for scheduled in schedules(item, fixed):
+                least = step_of(scheduled, machine, pipeline="bound")
+                push(max(bound, least.seconds - least.data), scheduled)
+        elif isinstance(item, Job):
+            for way in fits(item, machine, fixed):
+                least = step_of(way[0], machine, pipeline="bound")
+                push(max(bound, least.seconds), way if way[0].layout.pp > 1 else Candidate(way[0], least, way[1]))
+        elif isinstance(item, Candidate):
+            known += [item] if item.job.layout.pp == 1 else []
+            best.setdefault(_degrees(item.job), item)
+        elif _degrees(item[0]) not in best:
+            if len(simulated) == limit:
+                break
+            simulated.append(Candidate(item[0], step_of(item[0], machine), item[1]))
+            push(simulated[-1].step.seconds, simulated[-1])
+    # Where the limit was reached, the rest is in order of what was simulated.
+    for one in sorted([*simulated, *known], key=lambda one: one.step.seconds):
+        if len(best) < most:
+            best.setdefault(_degrees(one.job), one)
+    ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
+    return Found(ordered, tuple(simulated), (*simulated, *known), considered, expanded, too_large)
+
+
+def _degrees(job: Job) -> tuple[int, ...]:
+    layout = job.layout
+    return layout.tp, layout.pp, layout.dp, layout.cp, layout.ep
+
+
+def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
+    """All degrees, rank orders, micro-batches and forms of tensor parallelism that divide the model and the batch."""
+    for layout in [fixed.layout] if fixed.layout is not None else _layouts(job, machine):
+        if job.global_batch % layout.dp:
+            continue
+        rows = job.global_batch // layout.dp
+        sizes = [fixed.micro_batch] if fixed.micro_batch else [size for size in divisors(rows) if size & (size - 1) == 0 and size <= 64]
+        cuts = [fixed.sequence_parallel] if fixed.sequence_parallel is not None else [True, False] if layout.tp > 1 else [True]
+        orders = [fixed.order] if fixed.order else ORDERS if layout.pp > 1 and layout.dp > 1 else ORDERS[:1]
+        for size, cut, order in product(sizes, cuts, orders):
+            if rows % size == 0 and (not cut or job.seq % (layout.tp * layout.cp) == 0):
+                placed = replace(layout, order=order, vp=1)
+                yield replace(job, layout=placed, micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="", zero=1)
+
+
+def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:
+    """Degrees whose product is the number of GPUs. Tensor parallelism stays within what fast links connect."""
+    model, gpus = job.model, machine.gpus
+    widths = [width for width in (model.ffn, model.expert_ffn, model.shared_ffn) if width]
+    for tp in divisors(min(machine.gpus_per_node, gpus)):
+        if gpus % tp or model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads) or any(width % tp for width in widths):
+            continue
+        for pp in divisors(gpus // tp):
+            if pp > model.layers:
+                break
+            for cp in divisors(gpus // tp // pp):
+                if cp > 1 and (job.seq % (2 * cp) or job.seq // cp < _LONGEST_SHARE):
+                    continue
+                dp = gpus // tp // pp // cp
+                for ep in [ep for ep in divisors(tp * cp * dp) if model.experts % ep == 0] if model.experts else [1]:
+                    yield Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
+
+
+def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
+    """The schedules of a shape. GPipe and LoopedBFS take as long as 1F1B and its interleaved form, and need more memory."""
+    layout = job.layout
+    if layout.pp == 1:
+        yield replace(job, schedule=fixed.schedule or "1F1B")
+        return
+    if fixed.schedule is not None:
+        infos: Sequence = [find_schedule(fixed.schedule)]
+    else:
+        infos = [info for info in SCHEDULES.values() if info.name not in ("GPipe", "LoopedBFS")]
+    for info in infos:
+        if fixed.layout is not None and fixed.layout.vp > 1:
+            chunks = [fixed.layout.vp]
+        else:
+            chunks = [2] if info.v_shaped else [vp for vp in (2, 4, 8) if vp * layout.pp <= job.model.layers] if info.looped else [1]
+        for vp in chunks:
+            if layout.pp * vp <= job.model.layers and info.accepts(layout.pp, vp, job.micro_batches):
+                yield replace(job, layout=replace(layout, vp=vp), schedule=info.name)
+
+
+def fits(job: Job, machine: Machine, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
+    """What fits, with each ZeRO stage that makes a difference and the least recomputation: stage 0 sends more than stage 1, and with a
+    pipeline stage 2 does what stage 1 does. Selective recomputation does not run with a split backward (see `block_options`), and stage 3
+    would hold all parameters there."""
+    split = find_schedule(job.schedule).split_backward and job.layout.pp > 1
+    stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
+    levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE[_RECOMPUTE.index(job.recompute) :]
+    for recompute in levels:
+        if recompute == "selective" and split:
+            continue
+        fitting = 0
+        for stage in [fixed.zero] if fixed.zero is not None else stages:
+            candidate = replace(job, recompute=recompute, zero=stage)
+            memory = memory_of(candidate)
+            if memory.total <= machine.memory:
+                fitting += 1
+                yield candidate, memory
+        if fitting == len(stages):  # more recomputation is slower with every stage
+            return

@@ -1,0 +1,187 @@
+"""Seconds of a training step, and where they go. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine, all_reduce, gather, group
+from lightning_3d.planner.orders import training_order
+from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
+from lightning_3d.planner.timeline import StageSeconds, Timeline, play
+from lightning_3d.planner.work import Part, Work, work_of
+from lightning_3d.schedules import find_schedule, predicted_bubble, stages_of_rank
+
+_SHARPNESS = 6
+"""How sharply a maximum of two rates is taken where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step.
+
+    Attributes:
+        seconds: of the whole step.
+        compute, communication: of the rank that works most: computation, and tensor-, context- and expert-parallel communication that
+            nothing hides.
+        host: what starting kernels takes longer than the kernels.
+        bubble: waiting for other stages.
+        data: reduction of gradients and gathering of parameters that nothing hides.
+        optimizer: the optimizer's own.
+        waiting: seconds of the GPU for a micro-batch, divided by those that the host needs to start its kernels.
+        timeline: of the pipeline; None for a bound.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    host: float
+    bubble: float
+    data: float
+    optimizer: float
+    waiting: float
+    timeline: Timeline | None = None
+
+    @property
+    def queue(self) -> float:
+        """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster."""
+        return 1 / (1 + self.waiting**-_SHARPNESS)
+
+
+def _smooth_max(a: float, b: float) -> float:
+    if not a or not b:
+        return a + b
+    largest = max(a, b)
+    return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
+
+
+def _stage_part(job: Job, work: Work, stage: Stage, dealt: tuple[float, float]) -> Part:
+    """Seconds of a stage for one micro-batch. `dealt`: what ZeRO sends beside a block's (forward, backward), which computation hides."""
+    part = work.block * stage.blocks
+    if stage.embedding:
+        part += work.embedding
+    if stage.head:
+        part += work.head
+    if any(dealt):
+        forward = work.block.forward + work.block.forward_communication
+        backward = work.block.backward + work.block.backward_communication
+        late = Part(forward_communication=max(0.0, dealt[0] - forward), backward_communication=max(0.0, dealt[1] - backward))
+        part += late * stage.blocks
+    return part
+
+
+def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
+    """Seconds beside the (forward, backward) of a block in which ZeRO 3 gathers parameters, and stages 2 and 3 scatter gradients, where
+    they do so for every micro-batch."""
+    if not job.gathers_often and not job.reduces_often:
+        return 0.0, 0.0
+    size = sum(parameters_of(job, Stage(1, False, False)))
+    ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
+    whole = gather(machine, ranks, 2 * size) if job.gathers_often else 0.0
+    scatter = gather(machine, ranks, job.stack.reduced_bytes * size) if job.reduces_often else 0.0
+    return whole, whole + scatter
+
+
+def least_seconds(job: Job, machine: Machine) -> float:
+    """What no schedule, split into stages or ZeRO stage goes below: all work, shared by the pipeline's ranks."""
+    work = work_of(job, machine)
+    whole = work.block * job.model.layers + work.embedding + work.head
+    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host_step
+
+
+def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False) -> Step:
+    """Predict a step.
+
+    Args:
+pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `estimate`: a formula that is right for
+            1F1B with equal stages and near for others.
+        keep: keep the events of the timeline.
+    """
+    layout, stages, work = job.layout, stages_of(job), work_of(job, machine)
+    dealt = _dealt(job, machine)
+    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages)}
+    played = {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+    seconds = [played[stage] for stage in stages]
+    info = find_schedule(job.schedule or "1F1B")
+    v_shaped = info.v_shaped and layout.pp > 1
+    owned = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
+    count = job.micro_batches
+    loads = [count * sum(seconds[index].forward + seconds[index].backward for index in own) for own in owned]
+    timeline = None
+    if layout.pp == 1:
+        span = loads[0]
+    elif pipeline == "simulate":
+        timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds, work.message, keep=keep)
+        span = timeline.seconds
+    elif pipeline == "bound":
+        span = _least_span(seconds, owned, count, work.message, info.split_backward)
+    else:
+        idle = predicted_bubble(info, layout.pp, layout.vp, count)
+        through = sum(one.forward + one.backward for one in seconds) / layout.vp
+        span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
+        span += 2 * (layout.pp - 1) * work.message
+    busiest = max(range(layout.pp), key=loads.__getitem__)
+    own = [kinds[stages[index]] for index in owned[busiest]]
+    compute = count * sum(part.forward + part.backward for part in own)
+    communication = count * sum(part.forward_communication + part.backward_communication for part in own)
+    distinct = {tuple(stages[index] for index in mine) for mine in owned}
+    data, optimizer = max((_after(job, machine, mine, played[mine[0]]) for mine in distinct), key=sum)
+    busy_gpu = sum(sum(part.seconds()) - part.weights for part in own)
+    return Step(
+        seconds=span + data + optimizer + job.stack.host_step,
+        compute=compute,
+        communication=communication,
+        host=max(0.0, loads[busiest] - compute - communication) + job.stack.host_step,
+        bubble=span - loads[busiest],
+        data=data,
+        optimizer=optimizer,
+        waiting=busy_gpu / max(1e-6, work.host_block * sum(stages[index].blocks for index in owned[busiest])),
+        timeline=timeline,
+    )
+
+
+def _least_span(seconds: list[StageSeconds], owned: list[tuple[int, ...]], count: int, message: float, split: bool) -> float:
+    """What no order of actions goes below. A rank starts when an input has come through all stages before its first one; it works for its
+    load; and when its last gradient of an input is done, that one goes back through the stages before. With a split backward, gradients of
+    weights may wait until then."""
+    best = 0.0
+    for own in owned:
+        before = seconds[: own[0]]
+        load = count * sum(seconds[index].forward + seconds[index].backward for index in own)
+        late = count * sum(seconds[index].weights for index in own) if split else 0.0
+        way = sum(stage.forward + message for stage in before)
+        back = sum(stage.backward - (stage.weights if split else 0.0) + message for stage in before)
+        best = max(best, way + load, way + load - late + back)
+    return best
+
+
+def _with_host(part: Part, host: float) -> StageSeconds:
+    """A stage's seconds where kernels are started by a host that needs `host` seconds for both passes, a third of it forward."""
+    forward = _smooth_max(part.forward + part.forward_communication, host / 3)
+    backward = _smooth_max(part.backward + part.backward_communication, host * 2 / 3)
+    whole = part.backward + part.backward_communication
+    return StageSeconds(forward, backward, backward * part.weights / whole if whole else 0.0)
+
+
+def _after(job: Job, machine: Machine, stages: tuple[Stage, ...], last: StageSeconds) -> tuple[float, float]:
+    """(reduction and gathering that nothing hides, optimizer) of a rank that has these stages.
+
+    An all-reduce at stage 0; else a reduce-scatter of gradients and an all-gather of weights. What overlaps hides behind the backward pass
+    of the last micro-batch of the rank's first stage."""
+    layout, stack = job.layout, job.stack
+    dense, routed = (sum(counts) for counts in zip(*(parameters_of(job, stage) for stage in stages), strict=True))
+    sharers = data_ranks(job)
+    ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
+    size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
+    stepped = job.trained * sum(count / (share if job.zero else 1) for count, share in zip((dense, routed), sharers, strict=True))
+    optimizer = stepped * stack.optimizer_traffic / machine.memory_rate
+    if job.zero == 0:
+        reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
+    else:
+        reduce = 0.0 if job.reduces_often else gather(machine, ranks, stack.reduced_bytes * size)
+        spread = 0.0 if job.gathers_often else gather(machine, ranks, 2 * size)
+    if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
+        reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)
+    if stack.overlaps_gather:
+        spread = max(spread - stack.hidden * last.forward, 0.1 * spread)
+    return reduce + spread, optimizer

@@ -1,0 +1,230 @@
+"""Seconds of the parts of a model on one rank, for one micro-batch: products, attention, element-wise operations, communication.
+
+Each part costs operations / rate + bytes / bandwidth + a constant, a smooth form of the roofline (Williams et al., 2009,
+doi:10.1145/1498765.1498785): small or narrow products are slow because their bytes and their start weigh more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_3d.planner.architecture import Matrix
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
+
+_HALF, _WORD = 2, 4
+"""Bytes of a number in 16 and in 32 bits."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of one part of the model: computation, and communication that is not hidden, forward and backward.
+
+    `weights` is the share of `backward` that computes gradients of weights (zero-bubble schedules run it later, arXiv:2401.10241).
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+    forward_communication: float = 0.0
+    backward_communication: float = 0.0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(*(a + b for a, b in zip(self.seconds(), other.seconds(), strict=True)))
+
+    def __mul__(self, times: float) -> Part:
+        return Part(*(times * value for value in self.seconds()))
+
+    def seconds(self) -> tuple[float, ...]:
+        return self.forward, self.backward, self.weights, self.forward_communication, self.backward_communication
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of everything that ranks of a job do for one micro-batch.
+
+    Attributes:
+        block: one block. embedding: the look-up. head: final norm, output head and loss. message: one tensor between two stages.
+        host_block: seconds that the host needs to start a block, forward and backward together.
+    """
+
+    block: Part
+    embedding: Part
+    head: Part
+    message: float
+    host_block: float
+
+
+def work_of(job: Job, machine: Machine) -> Work:
+    """What the ranks of a job do for one micro-batch."""
+    layout = job.layout
+    shared = job.tokens / (layout.tp if job.sequence_parallel else 1)
+    hops = _pipeline_hops(job, machine)
+    return Work(
+        block=_recomputed(job, machine),
+        embedding=_embedding(job, machine),
+        head=_head(job, machine),
+        message=send(machine, hops, shared * job.model.hidden * _HALF) if layout.pp > 1 else 0.0,
+        host_block=_host(job, machine),
+    )
+
+
+def _host(job: Job, machine: Machine) -> float:
+    """Seconds that the host needs to start a block, forward and backward together."""
+    layout, stack = job.layout, job.stack
+    if layout.tp == 1:
+        return stack.host_block
+    seconds = stack.host_block + stack.host_collectives
+    if group(layout, ("tp",), machine.gpus_per_node).nodes > 1:
+        seconds += stack.host_network * layout.tp
+    if layout.pp > 1 and _pipeline_hops(job, machine):
+        seconds += stack.host_tensor * layout.tp
+    return seconds
+
+
+def _pipeline_hops(job: Job, machine: Machine) -> bool:
+    """Whether some neighbouring stages are on different nodes."""
+    return group(job.layout, ("pp",), machine.gpus_per_node).nodes > 1
+
+
+def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
+    """Matrix products of `tokens` tokens with matrices that tensor parallelism cuts, `copies` times (experts)."""
+    rate, bandwidth, kernel = machine.matmul_rate(job.precision), machine.memory_rate, machine.efficiency.kernel
+    width = 1 if job.precision == "fp8" else _WORD if job.precision == "fp32" else _HALF
+    forward = inputs = weights = 0.0
+    for matrix in matrices:
+        outputs, depth = matrix.local(job.layout.tp)
+        work = 2.0 * tokens * outputs * depth / rate
+        activations = width * tokens * (outputs + depth) / bandwidth
+        size = copies * outputs * depth / bandwidth
+        forward += work + activations + width * size + copies * kernel
+        inputs += work + activations + width * size + copies * kernel
+        weights += work + activations + 2 * job.stack.gradient_bytes * size + copies * kernel
+    weights *= job.trained
+    return Part(forward=forward, backward=inputs + weights, weights=weights)
+
+
+def _attention(job: Job, machine: Machine) -> Part:
+    """Scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
+    (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
+    of 16-bit scores, of which no half is saved (arXiv:2205.05198, section 4)."""
+    layout, model = job.layout, job.model
+    width = model.query_width / layout.tp
+    context = model.context(job.seq)
+    if job.stack.flash:
+        rate = machine.peak * machine.efficiency.attention * job.stack.attention_speed
+        forward = 4.0 * job.tokens * context * width / rate
+        part = Part(forward=forward, backward=2.5 * forward)
+    else:
+        scores = job.tokens * job.seq * model.heads / layout.tp
+        forward = 4.0 * job.tokens * job.seq * width / machine.matmul_rate("bf16") + 16 * scores / machine.memory_rate
+        part = Part(forward=forward, backward=2 * forward)
+    if layout.cp > 1:
+        ring = Group(layout.cp, group(layout, ("cp",), machine.gpus_per_node).local)
+        kv = gather(machine, ring, job.tokens * layout.cp * model.key_width / layout.tp * _HALF)
+        part += Part(forward_communication=max(0.0, kv - part.forward), backward_communication=max(0.0, 2 * kv - part.backward))
+        merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate  # results of a round join those before
+        part += Part(forward=merged, backward=merged)
+    return part
+
+
+def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
+    """Norms, residual sums, rotation of queries and keys, and the activation of an MLP of local inner width `inner`.
+
+    Bytes that are read and written, in units of 2 bytes: a norm 2 h, a sum 3 h, rotation 2 (queries + keys), an activation with gate 3
+    inner widths; times what the software moves beyond that."""
+    model, layout = job.model, job.layout
+    tp = layout.tp
+    shared = model.hidden / (tp if job.sequence_parallel else 1)
+    rotated = (model.query_width + model.key_width / 2) / tp
+    gates = 3 if model.gated else 2
+    traffic = _HALF * job.tokens * job.stack.traffic * (10 * shared + 2 * rotated + gates * inner)
+    if job.precision == "fp8":
+        traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
+    forward = traffic / machine.memory_rate
+    return Part(forward=forward, backward=2 * forward)
+
+
+def _tensor_parallel(job: Job, machine: Machine) -> Part:
+    """Two all-reduces of (batch, seq, hidden) forward and two backward, or as many pairs of all-gather and reduce-scatter; with sequence
+    parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
+    layout = job.layout
+    if layout.tp == 1:
+        return Part()
+    ranks = group(layout, ("tp",), machine.gpus_per_node)
+    once = gather(machine, ranks, job.tokens * job.model.hidden * _HALF)
+    exposed = machine.efficiency.exposed
+    return Part(forward_communication=4 * once * exposed, backward_communication=(6 if job.sequence_parallel else 4) * once * exposed)
+
+
+def _mixture(job: Job, machine: Machine) -> Part:
+    """Router, shared experts, exchange of tokens and routed experts of one block: top_k copies of each token are sent and come back
+    (arXiv:2006.16668, section 2.2)."""
+    model, layout = job.model, job.layout
+    local = max(1, model.experts // layout.ep)
+    rows = job.tokens * model.top_k
+    if layout.ep >= layout.tp:  # tokens of a tensor-parallel group are shared before they are sent
+        rows /= layout.tp
+        cut = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
+        part = products(job, machine, cut, rows, local)
+        inner: float = model.expert_ffn * rows / job.tokens
+    else:
+        part = products(job, machine, model.mlp(model.expert_ffn), rows, local)
+        inner = model.expert_ffn * model.top_k / layout.tp
+    if model.shared_ffn:
+        part += products(job, machine, model.mlp(model.shared_ffn), job.tokens)
+    moved = 4 * rows * model.hidden * _HALF / machine.memory_rate  # permutation there and back
+    exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * _HALF) if layout.ep > 1 else 0.0
+    exchange *= machine.efficiency.exposed
+    part += Part(forward=moved, backward=2 * moved, forward_communication=2 * exchange, backward_communication=2 * exchange)
+    return part + _elementwise(job, machine, inner)
+
+
+def expert_group(job: Job, machine: Machine) -> Group:
+    """Ranks that deal the experts of a stage: neighbours counted over tp, cp, dp."""
+    return Group(job.layout.ep, min(job.layout.ep, machine.gpus_per_node))
+
+
+def _block(job: Job, machine: Machine) -> Part:
+    """A block, averaged over dense ones and mixtures."""
+    model, tp = job.model, job.layout.tp
+    part = products(job, machine, model.attention, job.tokens) + _attention(job, machine) + _tensor_parallel(job, machine)
+    mixtures = (model.layers - model.dense_layers) / model.layers
+    if mixtures < 1:
+        dense = products(job, machine, model.mlp(model.ffn), job.tokens) + _elementwise(job, machine, model.ffn / tp)
+        part += dense * (1 - mixtures)
+    if mixtures > 0:
+        part += _mixture(job, machine) * mixtures
+    return part
+
+
+def _recomputed(job: Job, machine: Machine) -> Part:
+    """A block whose backward pass begins with what it computes anew: all of its forward, or attention and element-wise operations."""
+    block = _block(job, machine)
+    if job.recompute == "full":
+        return block + Part(backward=block.forward, backward_communication=block.forward_communication)
+    if job.recompute == "selective":
+        inner = (job.model.ffn or job.model.expert_ffn * job.model.top_k) / job.layout.tp
+        again = _attention(job, machine) + _elementwise(job, machine, inner)
+        return block + Part(backward=again.forward)
+    return block
+
+
+def _embedding(job: Job, machine: Machine) -> Part:
+    """Rows are read and written; the backward pass adds to all of the gradient's."""
+    rows = 2 * _HALF * job.tokens * job.model.hidden / machine.memory_rate
+    return Part(forward=rows, backward=2 * rows)
+
+
+def _head(job: Job, machine: Machine) -> Part:
+    """The output head, cut along the vocabulary, and the loss, whose passes over the logits are bound by memory."""
+    model = job.model
+    head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
+    logits = job.tokens * model.vocab / job.layout.tp * job.stack.logit_traffic / machine.memory_rate
+    part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
+    if job.layout.tp > 1:
+        ranks = group(job.layout, ("tp",), machine.gpus_per_node)
+        once = gather(machine, ranks, job.tokens * model.hidden * _HALF) * machine.efficiency.exposed
+        part += Part(forward_communication=once, backward_communication=2 * once)
+    return part

@@ -1,0 +1,192 @@
+"""From a run's configuration to the planner, and back: what fits, what is fastest. Imports no torch.
+
+`plan_run` takes `Advice`, so that the checks of a configuration work without a planner, and the planner knows no configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_3d.block_options import RECOMPUTE
+from lightning_3d.cluster import ClusterConfig
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.layout import Layout
+from lightning_3d.model_families import FAMILIES
+from lightning_3d.model_spec import ModelSpec
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.constants import OURS, efficiency_of
+from lightning_3d.planner.job import Job, Stack
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.search import Fixed, Found, search
+from lightning_3d.planner.text import gigabytes, memory_table
+
+_BYTES = {  # precision: (of a weight, of the optimizer's state of it, of a product)
+    "bf16": (2.0, 12.0, "bf16"),
+    "fp8": (2.0, 12.0, "fp8"),
+    "bf16_mixed": (6.0, 8.0, "bf16"),  # the weights in float32 and, until the backward, in 16 bits
+    "fp32": (4.0, 8.0, "fp32"),
+    "fp64": (8.0, 16.0, "fp32"),
+}
+_LATENCY = 3e-6
+"""Seconds of a message, where the cluster does not say."""
+
+
+def machine_of(cluster: ClusterConfig) -> Machine | None:
+    """The cluster as the planner takes it; None where it does not say what its GPUs can do."""
+    rates = cluster.peak_flops
+    known = (cluster.gpus_per_node, cluster.memory, cluster.memory_bandwidth, rates.bf16, cluster.intra_node.bandwidth)
+    if any(value is None for value in known) or (cluster.nodes > 1 and cluster.inter_node.bandwidth is None):
+        return None
+    assert cluster.gpus_per_node and cluster.memory and cluster.memory_bandwidth and rates.bf16 and cluster.intra_node.bandwidth
+    together = max(cluster.gpus_per_node, min(cluster.nvlink_gpus or 1, cluster.nodes * cluster.gpus_per_node))
+    return Machine(
+        gpu=cluster.gpu or cluster.name,
+        nodes=cluster.nodes * cluster.gpus_per_node // together,
+        gpus_per_node=together,  # what fast links connect counts as a node
+        memory=cluster.memory,
+        bandwidth=cluster.memory_bandwidth,
+        peak=rates.bf16,
+        peak8=rates.fp8 or rates.bf16,
+        peak32=rates.tf32 or rates.fp32 or rates.bf16,
+        link=cluster.intra_node.bandwidth,
+        network=cluster.inter_node.bandwidth or cluster.intra_node.bandwidth,
+        link_latency=cluster.intra_node.latency or _LATENCY,
+        network_latency=cluster.inter_node.latency or _LATENCY,
+        efficiency=efficiency_of(cluster.gpu or cluster.name),
+    )
+
+
+def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str = "1F1B", micro_batch: int = 1) -> Job:
+    """The job of a `RunConfig`, whose model and batch are complete.
+
+    Raises:
+        ConfigError: a family whose parameters are not known here.
+    """
+    parallelism = run.parallelism
+    weight, state, kind = _BYTES[precision]
+    offload = parallelism.zero_offload != "none"
+    recompute = "full" if parallelism.offload_activations else parallelism.recompute or "none"
+    return Job(
+        model=Architecture.from_spec(ModelSpec.from_config(run.model["config"])),
+        layout=layout or Layout(),
+        seq=run.data["sequence_length"],
+        global_batch=run.data["global_batch_size"],
+        micro_batch=micro_batch,
+        schedule=schedule,
+        zero=1 if parallelism.zero_stage is None else parallelism.zero_stage,
+        precision=kind,
+        weight_bytes=weight,
+        state_bytes=0.0 if offload else state,
+        trained=0.02 if (run.model.get("lora") or {}).get("r") else 1.0,
+        reduce=parallelism.zero_reduce,
+        gather=parallelism.zero_gather,
+        recompute=recompute,
+        recompute_every=parallelism.recompute_every,
+        sequence_parallel=parallelism.sequence_parallel is not False,
+        stack=stack_of(run),
+    )
+
+
+def stack_of(run: Any) -> Stack:
+    """This package as the run uses it."""
+    changes: dict[str, Any] = {}
+    if run.model.get("attn_implementation") == "eager":
+        changes["flash"] = False
+    if run.parallelism.compile:
+        changes["traffic"] = 1.2  # as software whose element-wise operations are fused
+    return replace(OURS, **changes)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `plan_run` asks."""
+
+    def choose(self, run: Any, precision: str) -> dict[str, Any]:
+        """Values for the keys of `parallelism` that are open with `parallelism=auto`.
+
+        Raises:
+            ConfigError: nothing is known of the cluster's GPUs or of the model's parameters. LayoutError: nothing fits.
+        """
+        best = plan(run, precision).best[0].job
+        return {
+            "layout": best.layout.name,
+            "order": list(best.layout.order),
+            "schedule": best.schedule,
+            "vp": best.layout.vp,
+            "zero_stage": best.zero,
+            "recompute": best.recompute,
+            "sequence_parallel": best.sequence_parallel if best.layout.tp > 1 else None,
+            "micro_batch_size": best.micro_batch,
+        }
+
+    def refuse(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int) -> None:
+        """Refuse what does not fit on the cluster's GPUs, where these and the model's parameters are known.
+
+        Raises:
+            LayoutError: with a table of what needs how much, and what would fit.
+        """
+        machine = machine_of(run.cluster)
+        if machine is None or ModelSpec.from_config(run.model["config"]).shapes is None:
+            return
+        job = job_of(run, precision, layout, schedule, micro_batch)
+        memory = memory_of(job)
+        if memory.total > machine.memory:
+            raise LayoutError(_too_large(job, memory, machine))
+
+
+def plan(run: Any, precision: str, *, most: int = 5) -> Found:
+    """The fastest ways to train on the cluster, within what the configuration sets.
+
+    Raises:
+        ConfigError: nothing is known of the cluster's GPUs or of the model's parameters. LayoutError: nothing fits.
+    """
+    machine = machine_of(run.cluster)
+    if machine is None:
+        raise ConfigError(
+            f"The planner needs to know the GPUs of the cluster, but {run.cluster.name} does not say what they are. Name one by numbers,"
+            " such as cluster=h100_4x8."
+        )
+    if ModelSpec.from_config(run.model["config"]).shapes is None:
+        raise ConfigError(
+            f"The planner does not know the parameters of model_type '{run.model['config']['model_type']}'. Known families:"
+            f" {', '.join(sorted(FAMILIES))}."
+        )
+    job = job_of(run, precision)
+    parallelism = run.parallelism
+    automatic = parallelism.layout == "auto"
+    fixed = Fixed(
+        schedule=parallelism.schedule if automatic else None,
+        micro_batch=parallelism.micro_batch_size if automatic else None,
+        zero=parallelism.zero_stage if automatic else None,
+        recompute=parallelism.recompute if automatic else None,
+        sequence_parallel=parallelism.sequence_parallel if automatic else None,
+        order=tuple(parallelism.order) if automatic and parallelism.order is not None else None,
+    )
+    found = search(job, machine, fixed=fixed, most=most)
+    if not found.best:
+        smallest = f"{job.model.parameters / 1e9:.1f} billion parameters on {machine.gpus} GPUs with {gigabytes(machine.memory)} each"
+        raise LayoutError(
+            f"No layout of {smallest} fits with sequences of {job.seq} tokens and a global batch of {job.global_batch}. Use more GPUs, or"
+            " shorter sequences, or a global batch that more layouts divide."
+        )
+    return found
+
+
+def _too_large(job: Job, memory: Memory, machine: Machine) -> str:
+    """Why it does not fit, in numbers, and the nearest that does."""
+    levels = RECOMPUTE[RECOMPUTE.index(job.recompute) :]
+    tries = [replace(job, zero=zero, recompute=recompute) for recompute in levels for zero in range(job.zero, 4)]
+    tries += [replace(one, micro_batch=1) for one in tries if job.micro_batch > 1]
+    fitting = [one for one in tries if memory_of(one).total <= machine.memory]
+    advice = " Use more GPUs or a larger tp or pp"
+    if fitting:
+        changes = {"zero_stage": "zero", "recompute": "recompute", "micro_batch_size": "micro_batch"}
+        one = fitting[0]
+        words = [f"parallelism.{key}={getattr(one, name)}" for key, name in changes.items() if getattr(one, name) != getattr(job, name)]
+        advice = f" Use {' '.join(words)} ({gigabytes(memory_of(one).total)})"
+    return (
+        f"{job.layout.name} needs about {gigabytes(memory.total)} on its fullest rank, but {machine.gpu} has {gigabytes(machine.memory)}.\n"
+        f"{memory_table(memory)}\n{advice.strip()}, or parallelism=auto to let the planner choose. force=true starts it nevertheless."
+    )

@@ -1,0 +1,119 @@
+"""`lightning-3d plan`, `parallelism=auto`, and runs that are refused because they do not fit."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from command_line import Result, run_commands
+
+LARGE = ["model=llama3_70b", "cluster=h100_32x8", "data.global_batch_size=1024", "data.sequence_length=8192"]
+SMALL = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096", "trainer.dry=true"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Result]:
+    lines = {
+        "large": ["plan", *LARGE, "--out", str(folder)],
+        "auto": ["train", *SMALL, "parallelism=auto"],
+        "auto, some set": ["train", *SMALL, "parallelism=auto", "parallelism.micro_batch_size=4", "parallelism.recompute=full"],
+        "too large": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4"],
+        "forced": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4", "force=true"],
+        "auto on what is not known": ["train", "parallelism=auto", "trainer.dry=true"],
+        "nothing fits": ["plan", "model=llama3_70b", "cluster=h100_1x8", "data.global_batch_size=8", "data.sequence_length=4096"],
+        "no such model": ["plan", "model=llama9", "cluster=h100_1x8"],
+        "no such option": ["plan", "--evalute", "x.csv"],
+        "no such file": ["plan", "--evaluate", "x.csv"],
+        "no such folder": ["plan", *LARGE, "--out", "/nowhere/at/all"],
+        "left open": ["train", *SMALL, "parallelism=dp8", "parallelism.zero_stage=null"],
+        "help": ["plan", "--help"],
+    }
+    return dict(zip(lines, run_commands(list(lines.values())), strict=True))
+
+
+def test_a_plan_is_printed_and_written(answers: dict[str, Result], folder: Path) -> None:
+    answer = answers["large"]
+    assert answer.code == 0 and not answer.torch and answer.left == []
+    lines = answer.output.splitlines()
+    assert lines[0] == "llama3_70b on h100_32x8: 1024 sequences of 8192 tokens a step"
+    rows = [re.split(r" {2,}", line) for line in lines[3:8]]
+    seconds = [float(row[5]) for row in rows]
+    assert seconds == sorted(seconds) and rows[0][-1] == "the fastest"
+    assert all(re.search(r": [+-]?[0-9.e-]+ s", row[-1]) for row in rows[1:]), "each says what it loses by"
+    content = json.loads((folder / "plan.json").read_text())
+    assert [one["layout"] for one in content["best"]] == [row[0] for row in rows]
+    assert content["simulated"] <= 30
+    first = content["best"][0]
+    assert sum(first["seconds_of"].values()) == pytest.approx(first["seconds"], rel=0.02)
+    assert sum(first["bytes_of"].values()) == pytest.approx(first["bytes"]) and first["bytes"] < 80e9
+    assert first["tokens_per_second"] == pytest.approx(1024 * 8192 / first["seconds"])
+
+
+def test_the_page_is_whole_and_needs_nothing_else(answers: dict[str, Result], folder: Path) -> None:
+    assert answers["large"].code == 0
+    text = (folder / "plan.html").read_text()
+    assert not re.search(r"(?:src|href)=|<script|url\(", text)
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(pictures) >= 3
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    content = json.loads((folder / "plan.json").read_text())
+    assert pictures[0].count("<circle") == len(content["seen"])
+    assert "node 15" in text and "16 more nodes" in text
+
+
+def test_what_a_plan_prints_runs(answers: dict[str, Result]) -> None:
+    arguments = next(line for line in answers["large"].output.splitlines() if line.startswith("parallelism="))
+    (answer,) = run_commands([["train", *LARGE, "trainer.dry=true", *arguments.split()]])
+    assert answer.code == 0, answer.output
+    assert answer.output.startswith(arguments.split()[0].removeprefix("parallelism="))
+
+
+def test_auto_chooses(answers: dict[str, Result]) -> None:
+    assert answers["auto"].code == answers["auto, some set"].code == 0
+    assert "8 ranks on GPUs" in answers["auto"].output and not answers["auto"].torch
+    assert "micro-batches of 4" in answers["auto, some set"].output and "full recomputation" in answers["auto, some set"].output
+
+
+def test_what_does_not_fit_is_refused(answers: dict[str, Result]) -> None:
+    refused = answers["too large"]
+    assert refused.code == 2 and not refused.torch and refused.left == []
+    needed, there = map(float, re.findall(r"([0-9.]+) GB", refused.output)[:2])
+    assert needed > there == 80.0
+    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GB$", refused.output, flags=re.MULTILINE)}
+    assert table["all"] == needed == pytest.approx(sum(size for name, size in table.items() if name != "all"), abs=0.3)
+    assert table["weights"] == pytest.approx(2 * 8.03, abs=0.1) and table["optimizer"] == pytest.approx(12 * 8.03 / 8, abs=0.1)
+    assert "force=true" in refused.output and "parallelism=auto" in refused.output
+    assert answers["forced"].code == 0
+    advice = refused.output.partition("\nUse ")[2].partition(" (")[0].split()
+    assert advice
+    (advised,) = run_commands([["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4", *advice]])
+    assert advised.code == 0, "what is advised is accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("auto on what is not known", "needs to know the GPUs of the cluster, but local does not say"),
+        ("nothing fits", "No layout of 70.6 billion parameters on 8 GPUs with 80.0 GB each fits"),
+        ("no such model", "llama9"),
+        ("no such option", "--evalute is no option of lightning-3d plan"),
+        ("no such file", "There is no file x.csv with measured runs."),
+        ("no such folder", "There is no folder /nowhere/at/all"),
+        ("left open", "parallelism.zero_stage must be given"),
+    ],
+)
+def test_refusals(answers: dict[str, Result], name: str, said: str) -> None:
+    answer = answers[name]
+    assert answer.code == 2 and said in answer.output and "Traceback" not in answer.output
+    assert answer.left == [] and not answer.torch
+
+
+def test_help(answers: dict[str, Result]) -> None:
+    assert answers["help"].code == 0 and "--evaluate FILE.csv" in answers["help"].output
