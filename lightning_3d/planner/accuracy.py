@@ -102,7 +102,8 @@ def evaluate(path: Path, folds: int = 0) -> str:
 
     runs, skipped = read_runs(path)
     compared = [compare(run) for run in runs]
-    text = f"{_TITLE}{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated.\n\n{report(compared)}"
+    counted = f"{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated."
+    text = f"{_TITLE}{counted}\n\n{report(compared)}"
     if folds:
         held = cross_validate(runs, folds, compare)
         text += f"\n# With constants calibrated without the cells that they predict, {folds} parts\n\n{report(held)}"
