@@ -122,6 +122,17 @@ def test_a_report_on_a_file(tmp_path: Path) -> None:
     assert f"| Ultra-Scale       | H100-80GB SXM | 3    | 3               | {errors[1]:.1%} " in report
 
 
+@pytest.mark.parametrize(
+    "change", [("8,1,4,1,2", "8,1,40,1,2"), (",1,8,H100", ",,8,H100"), ("4096,14336", "x,14336"), ("8,1,4,1", "8,0,4,1")]
+)
+def test_rows_that_cannot_be_are_left_out(change: tuple[str, str]) -> None:
+    line = PUBLISHED[4].replace("SXM,1,4", "SXM 8,1,4")
+    assert run_of(dict(zip(COLUMNS, line.split(","), strict=True))) is not None
+    odd = line.replace(*change, 1)
+    assert odd != line
+    assert run_of(dict(zip(COLUMNS, odd.split(","), strict=True))) is None
+
+
 def test_files_that_are_no_tables_of_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no file"):
         evaluate(tmp_path / "none.csv")

@@ -95,7 +95,8 @@ def read_runs(path: Path) -> tuple[list[Run], int]:
         if missing:
             raise ConfigError(f"{path} has no column {listed(missing)}. It needs {listed(COLUMNS)}.")
         explained = _notes(path)
-        runs = [run_of({**row, "notes": explained.get(row["notes"], row["notes"])}) for row in rows]
+        filled = [{name: row[name] or "" for name in COLUMNS} for row in rows]  # a short line has None
+        runs = [run_of({**row, "notes": explained.get(row["notes"], row["notes"])}) for row in filled]
     found = [run for run in runs if run is not None]
     return found, len(runs) - len(found)
 
@@ -111,7 +112,7 @@ def _notes(path: Path) -> dict[str, str]:
 
 def run_of(row: Mapping[str, str]) -> Run | None:
     """A row as a run; None for one whose layout or batch is not stated."""
-    if any(not _number(row, name) for name in _STATED):
+    if any((_number(row, name) or 0) < 1 for name in _STATED):
         return None
     gpus = _whole(row, "gpus")
     machine = constants.published_machine(row["gpu_type"], gpus, row["table"])
@@ -146,6 +147,8 @@ def run_of(row: Mapping[str, str]) -> Run | None:
         sequence_parallel=stack.sequence_parallel,
         stack=stack,
     )
+    if layout.pp * layout.vp > job.model.layers:
+        return None
     if layout.pp > 1 and not find_schedule(job.schedule).accepts(layout.pp, layout.vp, job.micro_batches) and layout.vp > 1:
         return None
     seconds, speed = _number(row, "step_time_s"), _number(row, "tokens_per_s_per_gpu")

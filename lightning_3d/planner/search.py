@@ -17,6 +17,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
 from lightning_3d.planner.step import Step, least_seconds, step_of
+from lightning_3d.planner.work import work_of
 from lightning_3d.schedules import SCHEDULES, find_schedule
 
 MOST_SIMULATED = 30
@@ -104,8 +105,9 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
         bound, _, item = heapq.heappop(queue)
         if isinstance(item, Job) and not item.schedule:
             expanded += 1
+            work = work_of(item, machine)
             for scheduled in schedules(item, fixed):
-                least = step_of(scheduled, machine, pipeline="bound")
+                least = step_of(scheduled, machine, pipeline="bound", work=work)
                 push(max(bound, least.seconds - least.data), scheduled)
         elif isinstance(item, Job):
             for way in fits(item, machine, fixed):

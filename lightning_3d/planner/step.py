@@ -89,15 +89,16 @@ def least_seconds(job: Job, machine: Machine) -> float:
     return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host_step
 
 
-def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False) -> Step:
+def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False, work: Work | None = None) -> Step:
     """Predict a step.
 
     Args:
 pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `estimate`: a formula that is right for
             1F1B with equal stages and near for others.
         keep: keep the events of the timeline.
+        work: of a job that differs in schedule, chunks or ZeRO stage alone, where it is known.
     """
-    layout, stages, work = job.layout, stages_of(job), work_of(job, machine)
+    layout, stages, work = job.layout, stages_of(job), work or work_of(job, machine)
     dealt = _dealt(job, machine)
     kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages)}
     played = {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
