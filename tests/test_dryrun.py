@@ -225,7 +225,7 @@ def assert_same(cell: Cell) -> None:
 
 
 def without_routing(cell: Cell, calls: Counter[tuple[str, tuple[int, ...], int]]) -> Counter[tuple[str, tuple[int, ...], int]]:
-    """With experts dealt over ranks, how many tokens travel is up to the routers, which a dry run takes to be balanced; how often is not."""
+    """With experts dealt over ranks, how many tokens travel is up to the routers, which a dry run takes to be balanced."""
     found: Counter[tuple[str, tuple[int, ...], int]] = Counter()
     for (name, ranks, size), count in calls.items():
         found[name, ranks, 0 if cell.ep > 1 and name == "all_to_all_single" else size] += count
