@@ -241,7 +241,7 @@ def message_bytes(cell: Cell) -> int:
 
 @pytest.mark.parametrize("schedule", ["1F1B", *(pytest.param(name, marks=pytest.mark.full) for name in ("GPipe", "Interleaved1F1B"))])
 def test_some_micro_batches_tell_of_all(schedule: str) -> None:
-    cell = Many("llama", pp=2, schedule=schedule)
+    cell = Many("llama", tp=2, pp=2, schedule=schedule)
     [some] = run_dry(cell, [0])
     [whole] = run_dry(cell, [0], whole=True)
     assert some.micro_batches < whole.micro_batches == Many.count
