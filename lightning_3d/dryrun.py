@@ -30,6 +30,7 @@ from lightning_3d.measured import Measured, RankReport
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import runs_now
 from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
+from lightning_3d.pipeline.transport import AHEAD
 from lightning_3d.schedules import find_schedule, rank_of_stage
 from lightning_3d.shapes import ShapeMeter, Told, alone
 from lightning_3d.step import MicroBatches, cut_batch
@@ -238,8 +239,8 @@ def representative(job: Job, index: int) -> tuple[int, bool]:
         return most, True
     states = _states(job.order(most)[index])
     for count in (count for count in counts if 3 <= count < most):
-        if states <= _states(job.order(count)[index]):
-            return count, True
+        if states <= _states(job.order(count)[index]):  # and as many more as are received ahead
+            return next((larger for larger in counts if larger >= count + AHEAD), most), True
     return enough, False
 
 

@@ -65,6 +65,7 @@ class Measured:
                     measured.settle(strategy, OTHER)
                     measured.report.kept = measured.meter.now
                     measured.meter.reset()
+                    measured.by_micro_batch.clear()  # of the steps before
 
             def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
                 measured.settle(strategy, OTHER)

@@ -64,6 +64,8 @@ class ShapeMeter(Meter):
             return self._on_fakes(func, name, args, kwargs, tensors, fakes)
         if any(tensor.is_meta for tensor in tensors) or func.namespace in ("c10d", "_c10d_functional"):
             return func(*args, **kwargs)
+        if _writes(func):  # to a real tensor, or to the storage of one
+            return func(*args, **kwargs)
         if not tensors and torch.device(kwargs.get("device") or "cpu").type == "meta":
             return func(*args, **kwargs)
         try:
@@ -71,7 +73,7 @@ class ShapeMeter(Meter):
                 result = func(*args, **kwargs)
         except data_dependent_errors():
             return func(*args, **kwargs)
-        if _writes(func) or all(_is_small(part, FEW if tensors else NEW) for part in _tensors([result])):
+        if all(_is_small(part, FEW if tensors else NEW) for part in _tensors([result])):
             return func(*args, **kwargs)
         return result
 

@@ -214,7 +214,7 @@ def assert_same(cell: Cell) -> None:
         wanted = Counter({(NAMES[name], *where): count for (name, *where), count in seen.collectives.items()})
         print(f"rank {rank}\n  real {dict(sorted(seen.by_category.items()))}\n  dry  {dict(sorted(peak.items()))}")
         print("  only real", wanted - called(report), "\n  only dry", called(report) - wanted)
-        assert called(report) == wanted
+        assert without_routing(cell, called(report)) == without_routing(cell, wanted)
         assert report.parameters == seen.parameters
         if cell.ep == 1:
             assert report.usage.flops == seen.flops
@@ -222,6 +222,14 @@ def assert_same(cell: Cell) -> None:
             allowed = 0.02 * seen.by_category[category] + (late if category == "activations" else 256)
             assert abs(peak[category] - seen.by_category[category]) <= allowed, category
         assert abs(report.usage.peak_bytes - (seen.peak - rows)) <= 0.02 * seen.peak + late
+
+
+def without_routing(cell: Cell, calls: Counter[tuple[str, tuple[int, ...], int]]) -> Counter[tuple[str, tuple[int, ...], int]]:
+    """With experts dealt over ranks, how many tokens travel is up to the routers, which a dry run takes to be balanced."""
+    found: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+    for (name, ranks, size), count in calls.items():
+        found[name, ranks, 0 if cell.ep > 1 and name == "all_to_all_single" else size] += count
+    return found
 
 
 def message_bytes(cell: Cell) -> int:
@@ -233,7 +241,7 @@ def message_bytes(cell: Cell) -> int:
 
 @pytest.mark.parametrize("schedule", ["1F1B", *(pytest.param(name, marks=pytest.mark.full) for name in ("GPipe", "Interleaved1F1B"))])
 def test_some_micro_batches_tell_of_all(schedule: str) -> None:
-    cell = Many("llama", pp=2, schedule=schedule)
+    cell = Many("llama", tp=2, pp=2, schedule=schedule)
     [some] = run_dry(cell, [0])
     [whole] = run_dry(cell, [0], whole=True)
     assert some.micro_batches < whole.micro_batches == Many.count
