@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +267,9 @@ def test_f27_a_kill_leaves_the_newest_complete_checkpoint(phase: str, replaces: 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "c"], "nothing of the killed save is left"
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """Files cannot grow above 20 kB: writing to them fails as on a full disk, with another number."""
+    """Files cannot grow above 20 kB: writing to them fails as on a full disk, with another number. So do pytest's own, if it has any."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -277,33 +278,35 @@ def small_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path, small_disk: None) -> None:
-    save(tmp_path / "a", 1)
-    with pytest.raises(StorageError, match=f"{SHARD} could not be written: OSError"):
-        save(tmp_path / "a", 2, numel=10_000)
-    with pytest.warns(UserWarning, match=f"b could not be written, and training goes on without it: .*{SHARD}"):
-        assert not save(tmp_path / "b", 2, must=False, numel=10_000)
-    assert step_of(tmp_path / "a") == 1
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path) -> None:
+    with small_disk():
+        save(tmp_path / "a", 1)
+        with pytest.raises(StorageError, match=f"{SHARD} could not be written: OSError"):
+            save(tmp_path / "a", 2, numel=10_000)
+        with pytest.warns(UserWarning, match=f"b could not be written, and training goes on without it: .*{SHARD}"):
+            assert not save(tmp_path / "b", 2, must=False, numel=10_000)
+        assert step_of(tmp_path / "a") == 1
+        assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_f40_the_only_good_one_is_not_removed(tmp_path: Path, small_disk: None) -> None:
+def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
     """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before, whatever came of the save."""
-    store = CheckpointStore(asynchronous=False)
-    assert save(tmp_path / "a", 1, store)
-    with pytest.warns(UserWarning, match="could not be written"):
-        assert not save(tmp_path / "b", 2, store, must=False, numel=10_000)
-    with pytest.warns(UserWarning, match="only complete checkpoint"):
-        store.remove(tmp_path / "a")
-    store.remove(tmp_path / "b")
-    assert step_of(tmp_path / "a") == 1
-    assert save(tmp_path / "c", 3, store)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["c"], "now the first is removed"
-    save(tmp_path / "d", 4, store)
-    (tmp_path / "d" / SHARD).unlink()
-    with pytest.warns(UserWarning, match="only complete checkpoint"):
-        store.remove(tmp_path / "c")  # the other one is not whole
-    assert step_of(tmp_path / "c") == 3
+    with small_disk():
+        store = CheckpointStore(asynchronous=False)
+        assert save(tmp_path / "a", 1, store)
+        with pytest.warns(UserWarning, match="could not be written"):
+            assert not save(tmp_path / "b", 2, store, must=False, numel=10_000)
+        with pytest.warns(UserWarning, match="only complete checkpoint"):
+            store.remove(tmp_path / "a")
+        store.remove(tmp_path / "b")
+        assert step_of(tmp_path / "a") == 1
+        assert save(tmp_path / "c", 3, store)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["c"], "now the first is removed"
+        save(tmp_path / "d", 4, store)
+        (tmp_path / "d" / SHARD).unlink()
+        with pytest.warns(UserWarning, match="only complete checkpoint"):
+            store.remove(tmp_path / "c")  # the other one is not whole
+        assert step_of(tmp_path / "c") == 3
 
 
 # In the background
