@@ -356,17 +356,18 @@ def test_f33_f39_the_next_save_and_a_load_wait(tmp_path: Path, monkeypatch: pyte
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
-def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Path, small_disk: None) -> None:
-    store = background(tmp_path)
-    save(tmp_path / "a", 1, store, must=False)
-    save(tmp_path / "b", 2, store, must=False, numel=10_000)
-    store.remove(tmp_path / "a")
-    with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
-        store.wait()
-    assert step_of(tmp_path / "a") == 1
-    save(tmp_path / "c", 3, store, must=False)
-    store.close()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Path) -> None:
+    with small_disk():
+        store = background(tmp_path)
+        save(tmp_path / "a", 1, store, must=False)
+        save(tmp_path / "b", 2, store, must=False, numel=10_000)
+        store.remove(tmp_path / "a")
+        with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
+            store.wait()
+        assert step_of(tmp_path / "a") == 1
+        save(tmp_path / "c", 3, store, must=False)
+        store.close()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 # Two runs
