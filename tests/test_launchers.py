@@ -44,7 +44,7 @@ def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
         (["cluster=local"], r"cluster local does not say how many nodes .*cluster=h100_1x8"),
         ([*CPU, "cluster.nodes=3"], r"4 ranks, which 3 nodes cannot share .*1, 2 or 4"),
         (["cluster=h100_2x8"], r"8 ranks, but the cluster h100_2x8 has 16 GPUs .*Layouts for 16 ranks"),
-        ([LARGE[0]], r"data.train_path must be given"),
+        ([LARGE[0]], r"^data.train_path must be given"),
         ([*ADAPTERS], r"model.pretrained must be given"),
         ([*LARGE, "-m"], "a launch is one run"),
         ([*LARGE, "--cfg"], "lightning-3d train --cfg job"),

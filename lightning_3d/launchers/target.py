@@ -127,7 +127,7 @@ def _refuse_options(overrides: Sequence[str]) -> None:
 def _require_complete(config: DictConfig) -> None:
     """A check for other machines lets files be named later; a run that is launched needs them now."""
     data = config.get("data")
-    missing = sorted(f"data.{key}" for key in OmegaConf.missing_keys(data)) if isinstance(data, DictConfig) else []
+    missing = sorted(OmegaConf.missing_keys(data)) if isinstance(data, DictConfig) else []  # with the name of the group in front
     missing += ["model.pretrained"] if OmegaConf.select(config, "model.pretrained") == REQUIRED else []
     if missing:
         raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
