@@ -84,7 +84,7 @@ def train(cell: Cell, layers: int, callback: pl.Callback, resume: str | None = N
     """Losses and gradient norms of the steps of one epoch, or of those that are left of it."""
     from lightning_3d.strategy import Lightning3DStrategy
 
-    recipe = replace(cell.recipe, layers=layers)
+    recipe = replace(cell.recipe, layers=layers, steps=STEPS)
     values = StepValues()
     plan = Lightning3DStrategy(**strategy_arguments(cell), seed=recipe.seed)
     assert plan.layout is not None

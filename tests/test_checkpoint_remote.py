@@ -198,8 +198,8 @@ def killed_at(phase: str, path: RemotePath) -> None:
     patches: dict[str, tuple[Any, str, Any]] = {
         "before the first byte": (TensorSave, "plan", kill),
         "in an upload": (Bucket, "pipe_file", lambda system, name, *a, **k: kill() if SHARD in name else put(system, name, *a, **k)),
-        "before metadata": (TensorSave, "finish", lambda self, where, commit: (self.write(where), kill())),
-        "before the manifest": (TensorSave, "finish", lambda self, where, commit: finish(self, where, kill)),
+        "before metadata": (TensorSave, "finish", lambda self, where, *more: (self.write(where), kill())),
+        "before the manifest": (TensorSave, "finish", lambda self, where, *more: finish(self, where, kill)),
         "after the manifest": (folder.remote, "remove_remains", lambda paths: kill() if (path / MANIFEST).is_file() and wrote else None),
     }
     put, wrote = Bucket.pipe_file, []
