@@ -159,7 +159,7 @@ def test_a_save_needs_one_copy_of_what_it_writes_at_the_most(asynchronous: bool,
         weights += 1
         assert store.save(tmp_path / f"{step}", {"global_step": step, "state_dict": state}, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
         store.wait()
-    assert resident("VmHWM") - before < (1.15 if asynchronous else 0.3) * weights.nbytes
+    assert resident("VmHWM") - before < (1.3 if asynchronous else 0.6) * weights.nbytes  # a second copy would be one more
     assert load_full_state_dict(tmp_path / "2")["w3"].eq(4).all()
 
 
