@@ -42,7 +42,7 @@ from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.pretrained_config import complete_model
-from lightning_3d.remote_path import Place, RemotePath, place
+from lightning_3d.remote_path import RemotePath, place
 from lightning_3d.schedules import find_schedule
 from lightning_3d.training.optimizers import check_optimizer
 from lightning_3d.zero_options import NONE, ZeroOptions
@@ -428,25 +428,26 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
         raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
     if trainer.resume is not None:
-        _check_resume(place(trainer.resume))
+        _check_resume(trainer.resume)
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
         )
 
 
-def _check_resume(path: Place) -> None:
+def _check_resume(given: str) -> None:
     """What a look at the folder shows; the ranks compare the files with their hashes."""
+    path = place(given)
     try:
         recover(path)
         if isinstance(path, Path) and path.is_symlink() and not path.exists():
-            raise CheckpointError(f"trainer.resume={path} points to {path.readlink()}, which is not there.")
+            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which is not there.")
         if not path.exists():
-            raise CheckpointError(f"There is no checkpoint {path} to resume from (trainer.resume).")
+            raise CheckpointError(f"There is no checkpoint {given} to resume from (trainer.resume).")
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"trainer.resume={path} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
+            raise CheckpointError(f"trainer.resume={given} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
     except OSError as error:
-        raise CheckpointError(f"trainer.resume={path} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"trainer.resume={given} cannot be read: {error.strerror or error}.") from error
 
 
 def _check_targets(run: RunConfig) -> None:

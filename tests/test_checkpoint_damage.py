@@ -411,6 +411,11 @@ def test_a_copy_elsewhere_is_as_good(checkpoint: Path, tmp_path: Path) -> None:
 def test_the_thread_that_writes_gives_way_to_training(tmp_path: Path) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     seen: list[int] = []
-    save = BackgroundSave(tmp_path, lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), lambda: None)
-    assert save.join() is None
+
+    def finish() -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    save = BackgroundSave(tmp_path, TensorSave(), finish, lambda: None)
+    save.join(60)
+    assert save.error is None
     assert seen == [min(19, before + 10)] and os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -286,14 +286,14 @@ def test_f17_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     run = config.RunConfig(precision=config.PrecisionConfig("fp8"))
     monkeypatch.setattr(config, "check_fp8_library", lambda: None)
     monkeypatch.setattr(config, "listed_capability", lambda: (9, 0))
-    assert config._choose_precision(run, "gpu") == "fp8"
+    assert config.choose_precision(run, "gpu") == "fp8"
     monkeypatch.setattr(config, "listed_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match="have 8.0"):
-        config._choose_precision(run, "gpu")
+        config.choose_precision(run, "gpu")
     run.trainer.dry, run.cluster.accelerator = True, "gpu"
-    assert config._choose_precision(run, "gpu") == "fp8"
+    assert config.choose_precision(run, "gpu") == "fp8"
     with pytest.raises(ConfigError, match="on the CPU"):
-        config._choose_precision(run, "cpu")
+        config.choose_precision(run, "cpu")
 
 
 @pytest.mark.parametrize(("name", "asked"), [("fp8", True), ("bf16", False)])

@@ -24,7 +24,7 @@ LINES: dict[str, list[str]] = {
     "no such key": ["-m", "optimizer.lrr=1,2"],
     "key of a swept group": ["-m", "recipe=llama3_1_8b_8xh100,mistral_7b_16xh200", "data.train_path=/x"],
     "forced key": ["-m", "recipe=llama3_1_8b_8xh100,mistral_7b_16xh200", "++data.train_path=/x", "trainer.dry=true", "cluster=h100_1x8",
-                   "parallelism=dp8"],
+                   "parallelism=dp8", "force=true"],
     "no such model": ["-m", "model=llama_tiny,nonesuch"],
     "no such metric": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.launcher.metric=losss"],
     "one folder": ["-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.subdir=same"],
