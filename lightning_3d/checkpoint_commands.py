@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,8 @@ from typing import Any
 import yaml
 
 from lightning_3d.checkpoint_names import MANIFEST, checkpoints_in
-from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError
+from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.guard import guarded
 from lightning_3d.remote_path import Place, RemotePath, place
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -77,20 +75,12 @@ def _guarded(parser: argparse.ArgumentParser, arguments: list[str], action: Call
         options = parser.parse_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
-    try:
+
+    def act() -> int:
         action(options)
-    except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except OSError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return 1
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
+        return 0
+
+    return guarded(act, told=(OSError,))
 
 
 def find_checkpoint(given: str) -> Place:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,8 @@ from omegaconf import open_dict, read_write
 
 from lightning_3d.composed import check, plain
 from lightning_3d.config import RunPlan
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import ConfigError
+from lightning_3d.guard import guarded
 from lightning_3d.job import quiet_imports
 from lightning_3d.layout import Layout
 from lightning_3d.precision import PRECISIONS
@@ -59,21 +58,7 @@ def run(arguments: list[str]) -> int:
     if set(arguments) & {"--help", "-h"}:
         print(USAGE, end="")
         return 0
-    try:
-        return _run(read_options(arguments))
-    except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        from lightning_3d.hydra_errors import explain, is_composition_error
-
-        if is_composition_error(error):
-            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
-            return Lightning3DError.exit_code
-        traceback.print_exc()
-        return 1
+    return guarded(lambda: _run(read_options(arguments)))
 
 
 def read_options(arguments: Sequence[str]) -> Options:

@@ -6,14 +6,13 @@ Takes the arguments of `lightning-3d train`, and refuses what it refuses before 
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_3d.config import RunPlan
 from lightning_3d.dryrun_command import checked
-from lightning_3d.errors import ConfigError, Lightning3DError, listed
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.guard import guarded
 from lightning_3d.job import quiet_imports
 from lightning_3d.layout import Layout
 from lightning_3d.shrink import SEQUENCE, fold, micro_batches, shrink_model
@@ -38,24 +37,7 @@ def run(arguments: list[str]) -> int:
     if set(arguments) & {"--help", "-h"}:
         print(USAGE, end="")
         return 0
-    try:
-        return _run(*_read(arguments))
-    except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except RuntimeError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return 1
-    except Exception as error:
-        from lightning_3d.hydra_errors import explain, is_composition_error
-
-        if is_composition_error(error):
-            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
-            return Lightning3DError.exit_code
-        traceback.print_exc()
-        return 1
+    return guarded(lambda: _run(*_read(arguments)), told=(RuntimeError,))
 
 
 def _read(arguments: Sequence[str]) -> tuple[int, list[str]]:

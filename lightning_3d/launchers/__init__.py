@@ -7,13 +7,12 @@ their program takes. The nodes get the overrides of the command line and compose
 from __future__ import annotations
 
 import json
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.guard import guarded
 from lightning_3d.launchers import kubernetes, slurm, torchrun
 from lightning_3d.launchers.options import KubernetesOptions, Options, SlurmOptions, TorchrunOptions, read_options, split
 from lightning_3d.launchers.target import Target, find_target
@@ -64,19 +63,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or set(arguments) & {"--help", "-h"}:
         print(USAGE + options_text(), end="")
         return 0
-    try:
-        return _run(arguments)
-    except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:
-        from lightning_3d.hydra_errors import explain, is_composition_error
-
-        if is_composition_error(error):
-            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
-            return Lightning3DError.exit_code
-        traceback.print_exc()
-        return 1
+    return guarded(lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:

@@ -1,0 +1,36 @@
+"""How a command ends: one message for what the user can repair, a traceback for what is not his to repair."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from lightning_3d.errors import Lightning3DError
+
+
+def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = ()) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        told: errors whose text says enough: exit code 1 without a traceback.
+    """
+    try:
+        return action()
+    except Lightning3DError as error:
+        print(f"lightning_3d: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except told as error:
+        print(f"lightning_3d: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        from lightning_3d.hydra_errors import explain, is_composition_error
+
+        if is_composition_error(error):
+            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
+            return Lightning3DError.exit_code
+        traceback.print_exc()
+        return 1
