@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
@@ -316,3 +317,26 @@ def fake_backend(gloo: bool) -> tuple[str, Any]:
     if FAKE_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(FAKE_GLOO, _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
     return (FAKE_GLOO if gloo else dist.Backend.FAKE), FakeStore()
+
+
+def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """What `torch.save` (torch 2.11 to 2.13) pickles of one tensor, beside whose elements it stands: they are in the storage "0".
+
+    `torch.save` makes it on the way to writing the elements only.
+    """
+    import io
+    import pickle
+
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing: Any) -> Any:
+            if isinstance(thing, torch.storage.TypedStorage):
+                return ("storage", getattr(torch, thing._pickle_storage_type()), "0", "cpu", thing._size())
+            if isinstance(thing, torch.UntypedStorage):
+                return ("storage", torch.UntypedStorage, "0", "cpu", thing.nbytes())
+            return None
+
+    contents = io.BytesIO()
+    Pickler(contents, protocol=2).dump(torch.empty(shape, dtype=dtype, device="cpu"))
+    return contents.getvalue()

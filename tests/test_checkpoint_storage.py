@@ -1,6 +1,7 @@
 """f32, f33: a disk that is full, slow, read-only, or does not answer, during a fit with several ranks."""
 
 import contextlib
+import itertools
 import os
 import re
 import threading
@@ -188,9 +189,16 @@ def test_f33_a_slow_disk_holds_training_up_and_takes_no_more_memory(tmp_path: Pa
 class Hang(pl.Callback):
     """The disk of rank 1 does not answer any more, from the second save on, when a file is to be flushed."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            HashedFile.close = lambda file: threading.Event().wait()  # type: ignore[method-assign, assignment]
+    def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            write, saves = TensorSave.write, itertools.count(1)
+
+            def hanging(save: Any, where: Any) -> Any:
+                if next(saves) == 2:
+                    HashedFile.close = lambda file: threading.Event().wait()  # type: ignore[method-assign, assignment]
+                return write(save, where)
+
+            TensorSave.write = hanging  # type: ignore[method-assign]
 
 
 def fit_on_a_disk_that_hangs(run: Path, values: Path, hangs: bool, asynchronous: bool, resume: str | None = None) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -38,56 +38,44 @@ class FileSum:
 
 
 class HashedFile:
-    """A new file that is hashed on its way to the disk, for `torch.save` and others that only write.
+    """A new file that is hashed on its way to the disk. Every method that writes raises `StorageError` if the disk refuses.
 
-    What the disk refuses is told by `check` and `close`, not by `write`: torch calls that from C++, where it would not come through.
+    Attributes:
+        position: bytes written so far.
     """
 
     def __init__(self, path: Place) -> None:
         self._path = path
         self._file: BinaryIO | Upload = path.open("xb")
         self._hash = hashlib.sha256()
-        self._failed: OSError | None = None
         self.position = 0
 
-    def write(self, data: bytes | memoryview) -> int:
-        size = memoryview(data).nbytes
-        if self._failed is None:
-            try:
-                self._file.write(data)
-                self._hash.update(data)
-            except OSError as error:
-                self._failed = error
-        self.position += size
-        return size
-
-    def flush(self) -> None:
-        """For `torch.save`; `close` flushes."""
-
-    def check(self) -> None:
-        """Raises StorageError: something could not be written."""
-        if self._failed is not None:
-            raise StorageError(f"{self._path} could not be written: {reason(self._failed)}") from self._failed
+    def write(self, data: bytes | memoryview) -> None:
+        with self._told():
+            self._file.write(data)
+        self._hash.update(data)
+        self.position += memoryview(data).nbytes
 
     def close(self) -> FileSum:
-        """Return when the contents are on the disk.
-
-        Raises:
-            StorageError: they are not.
-        """
+        """Return when the contents are on the disk."""
         try:
-            if self._failed is None:
+            with self._told():
                 _finish(self._file)
-        except OSError as error:
-            self._failed = error
-        self.abandon()
-        self.check()
+        finally:
+            self.abandon()
         return FileSum(self.position, self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Let go of the file."""
         with suppress(OSError):
             self._file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self._path} could not be written: {reason(error)}") from error
 
 
 def _finish(file: BinaryIO | Upload) -> None:

@@ -1,12 +1,11 @@
 """Reading tensors by slices from a folder in the format of torch.distributed.checkpoint. Reading needs no other rank.
 
 No pickle is loaded but the table of contents, of which only known classes are let through: what a slice is stands there, and its bytes
-lie as they are in the archive that `torch.save` made of it.
+lie as they are in an archive such as `torch.save` makes.
 """
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from lightning_3d.checkpoint import archive
 from lightning_3d.checkpoint.agreement import reason
 from lightning_3d.checkpoint.slices import Slices, overlap, whole
 from lightning_3d.checkpoint.writing import METADATA_FILE, Notes
@@ -26,10 +26,6 @@ from lightning_3d.remote_path import Place
 
 _BLOCK_BYTES = 64 * 2**20
 """At most so much of a slice is in memory beside the tensor that it is read for."""
-_HEAD_BYTES = 1024
-_ENTRY = b"/data/0FB"
-"""Name of the elements in an archive of `torch.save`, and the padding that follows it; PK 3 4 begins a local file header, whose two last
-numbers are the lengths of the two (ZIP application note, 4.3.7)."""
 
 
 @dataclass(frozen=True)
@@ -170,18 +166,13 @@ def _fill(file: Any, start: int, buffer: memoryview, name: str) -> None:
 
 
 def _data_offset(file: Any, read: _Read) -> int:
-    """Where in the archive of `torch.save` the elements begin: they are stored as they are, behind entries of a few bytes.
-
-    The table of contents at the end of the archive says so too, but takes five times as long.
-    """
+    """Where in its archive the elements of a slice begin. The directory at the end of it says so too, but takes five times as long."""
     file.seek(read.start)
-    beginning = file.read(min(_HEAD_BYTES, read.length))
-    name_at = beginning.find(_ENTRY)
-    header = beginning.rfind(b"PK\3\4", 0, max(0, name_at))
-    if header < 0:
-        raise ValueError(f"{read.name} is not there")
-    compressed, name_length, extra_length = struct.unpack_from("<8xH16xHH", beginning, header)
-    data, nbytes = header + 30 + name_length + extra_length, prod(read.shape) * read.dtype.itemsize
-    if compressed or data + nbytes > read.length:
+    beginning, nbytes = file.read(min(archive.HEAD_BYTES, read.length)), prod(read.shape) * read.dtype.itemsize
+    try:
+        data = archive.elements_at(beginning)
+    except ValueError as error:
+        raise ValueError(f"{read.name} is not there: {error}") from None
+    if data + nbytes > read.length:
         raise ValueError(f"{read.name} has fewer than {nbytes} bytes there")
     return data

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_3d.checkpoint import archive, staging
 from lightning_3d.checkpoint.agreement import through_rank_zero
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.slices import Slices
@@ -35,9 +36,6 @@ from lightning_3d.lightning_compat import dcp_metadata, dcp_place
 from lightning_3d.remote_path import Place
 
 METADATA_FILE = ".metadata"
-ALIGNMENT = 64
-"""Bytes; as in the archives of `torch.save`."""
-
 Notes = dict[str, dict[str, str]]
 """Small facts beside the tensors: by topic, a mapping. Those of all ranks are merged."""
 Piece = tuple[str, tuple[int, ...]]
@@ -113,14 +111,11 @@ class TensorSave:
         Args:
             buffers: those of the save before, which are used again, and of this one.
         """
+        if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:
+            buffers.clear()
+            buffers.update(staging.like(self._own))
         devices = {part.device for part in self._own.values() if part.is_cuda}
-        for piece, part in self._own.items():
-            buffer = buffers.get(piece)
-            if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
-                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            buffers[piece] = self._own[piece] = buffer.copy_(part.detach(), non_blocking=part.is_cuda)
-        for old in buffers.keys() - self._own.keys():
-            del buffers[old]
+        self._own = {piece: buffers[piece].copy_(part.detach(), non_blocking=part.is_cuda) for piece, part in self._own.items()}
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     @property
@@ -141,10 +136,13 @@ class TensorSave:
         places = {}
         try:
             for piece, part in self._own.items():
-                file.write(b"\0" * (-file.position % ALIGNMENT))
+                file.write(bytes(-file.position % archive.ALIGNMENT))
                 start = file.position
-                torch.save(_alone(part), file)  # type: ignore[arg-type]  # it only writes
-                file.check()
+                head, tail = archive.around(tuple(part.shape), part.dtype)
+                file.write(head)
+                for block in archive.elements(part):
+                    file.write(block)
+                file.write(tail)
                 places[piece] = (start, file.position - start)
             return Written(name, file.close(), places)
         finally:
@@ -186,10 +184,8 @@ def _offer(slices: Slices) -> _Offer:
     return _Offer(slices.shape, next(iter(slices.parts.values())).dtype, parts)
 
 
-def _alone(part: Tensor) -> Tensor:
-    """On the host, with no more memory behind it than its own: `torch.save` writes all that there is."""
-    tensor = part.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _kind(part: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return part.shape, part.dtype
 
 
 def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
