@@ -47,18 +47,26 @@ class Sent(TorchDispatchMode):
 class Wide(LanguageModel):
     """Large enough that the headers of files do not count."""
 
+    key_heads = 4
+
     def configure_model(self) -> None:
         if self.model is None:
             sizes = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 12}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": self.key_heads, "max_position_embeddings": 12}
             self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
-def save_and_count(path: str, layout: str, precision: str, **strategy: Any) -> tuple[int, list[str]]:
+class SharedKeys(Wide):
+    """Two heads of keys: four tensor-parallel ranks hold each of them twice."""
+
+    key_heads = 2
+
+
+def save_and_count(path: str, model: type[Wide], layout: str, precision: str, **strategy: Any) -> tuple[int, list[str]]:
     """Bytes that this rank sends and receives during a save, and the types of the tensors."""
     trainer, rows = make_trainer(layout, 1, [], precision, **strategy)
     trainer.fit_loop.epoch_loop.max_steps = 1
-    trainer.fit(Wide(), datamodule=rows)
+    trainer.fit(model(), datamodule=rows)
     with Sent() as sent:
         dist.broadcast_object_list([None])
         alone = sent.bytes
@@ -68,18 +76,21 @@ def save_and_count(path: str, layout: str, precision: str, **strategy: Any) -> t
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy", "precision"),
+    ("model", "layout", "strategy", "precision"),
     [
-        ("tp2_pp2_dp2", {"zero_stage": 1}, "32-true"),
-        pytest.param("cp2_dp4", {"zero_stage": 3}, "bf16-true", marks=pytest.mark.full),
-        pytest.param("tp4_dp2", {"zero_stage": 2}, "bf16-true", marks=pytest.mark.full),
-        pytest.param("tp2_pp2_dp2", {}, "32-true", marks=pytest.mark.full),
+        (SharedKeys, "tp4_dp2", {"zero_stage": 1}, "32-true"),
+        pytest.param(Wide, "tp2_pp2_dp2", {"zero_stage": 1}, "32-true", marks=pytest.mark.full),
+        pytest.param(Wide, "cp2_dp4", {"zero_stage": 3}, "bf16-true", marks=pytest.mark.full),
+        pytest.param(SharedKeys, "tp4_dp2", {"zero_stage": 2}, "bf16-true", marks=pytest.mark.full),
+        pytest.param(Wide, "tp2_pp2_dp2", {}, "32-true", marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_every_byte_is_written_once_and_none_is_sent(layout: str, strategy: dict[str, Any], precision: str, tmp_path: Path) -> None:
+def test_every_byte_is_written_once_and_none_is_sent(
+    model: type[Wide], layout: str, strategy: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.ckpt"
-    sent = run_ranks(save_and_count, 8, str(path), layout, precision, **strategy)
+    sent = run_ranks(save_and_count, 8, str(path), model, layout, precision, **strategy)
     state = load_full_state_dict(path)
     numel = sum(tensor.numel() for tensor in state.values())
     wide = 4 * 3 if precision == "32-true" else 2 + 4 * 3  # weights and two moments; bf16 weights, and these in float32
@@ -210,7 +221,7 @@ def resume_and_count(path: str, layout: str, **strategy: Any) -> tuple[int, int,
     ],
 )
 def test_a_rank_reads_what_it_holds(source: str, target: str, zero_stage: int, tmp_path: Path) -> None:
-    run_ranks(save_and_count, 8, str(tmp_path / "a.ckpt"), source, "32-true", zero_stage=1)
+    run_ranks(save_and_count, 8, str(tmp_path / "a.ckpt"), Wide, source, "32-true", zero_stage=1)
     found = run_ranks(resume_and_count, world_size(target), str(tmp_path / "a.ckpt"), target, zero_stage=zero_stage)
     for counted, held, slices in found:
         assert 0.95 * held < counted < 1.05 * held + 2048 * slices

@@ -18,10 +18,12 @@ class Slices:
     Attributes:
         shape: of the whole tensor.
         parts: offset in the whole tensor -> view of what is there.
+        replica: other ranks hold the same elements, perhaps cut in another way, and theirs are the ones that count.
     """
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], Tensor]
+    replica: bool = False
 
 
 def whole(tensor: Tensor) -> Slices:
@@ -35,11 +37,12 @@ def shard(local: Tensor, spec: ShardSpec) -> Slices:
     return Slices(spec.global_shape, {box.global_offset: tensor[box.local_slices()] for box in spec.boxes})
 
 
-def flat_range(flat: Tensor, start: int, spec: ShardSpec) -> Slices:
+def flat_range(flat: Tensor, start: int, spec: ShardSpec, *, replica: bool = False) -> Slices:
     """Elements from `start` on of a shard's row-major flattening, as ZeRO deals them to data-parallel ranks.
 
     Args:
         flat: the elements, one-dimensional and contiguous.
+        replica: see `Slices`.
     """
     parts = {}
     taken = 0
@@ -50,7 +53,7 @@ def flat_range(flat: Tensor, start: int, spec: ShardSpec) -> Slices:
             overlap = _overlap(rectangle, box)
             if overlap is not None:
                 parts[overlap.global_offset] = view[overlap.local_slices()]
-    return Slices(spec.global_shape, parts)
+    return Slices(spec.global_shape, parts, replica)
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -95,8 +95,7 @@ class LocalState:
             elif name in dealt:
                 canonical, spec = self._parameters[name]
                 value, start = dealt[name]
-                if not offered or spec.counts_in_norm(self._mesh.index("tp"), self._mesh.index("pp")):
-                    slices[prefix + canonical] = flat_range(value, start, spec)
+                slices[prefix + canonical] = flat_range(value, start, spec, replica=self._is_replica(spec))
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
                 slices[prefix + canonical] = shard(tensor, spec)
@@ -120,15 +119,17 @@ class LocalState:
                 found[name] = (value, part.start)
         return found
 
-    def optimizer(self, shards: Iterable[OptimizerShard], *, offered: bool) -> tuple[dict[str, Slices], set[str]]:
+    def _is_replica(self, spec: ShardSpec) -> bool:
+        return not spec.counts_in_norm(self._mesh.index("tp"), self._mesh.index("pp"))
+
+    def optimizer(self, shards: Iterable[OptimizerShard]) -> tuple[dict[str, Slices], set[str]]:
         """Slices of optimizer state, by their names in the checkpoint, and the keys of states that are plain numbers.
 
         Args:
-            offered: only what this rank may write. Ranges of elements may be dealt differently where a parameter has
-                replicas, so those of the replica that counts in the gradient norm are taken.
+            shards: ranges of elements may be dealt differently where a parameter has replicas, so those of the replica that counts in
+                the gradient norm are the ones that count here too.
         """
         slices, numbers = {}, set()
-        tp, pp = self._mesh.index("tp"), self._mesh.index("pp")
         for held in shards:
             spec = self._specs[held.name]
             for key, value in held.values.items():
@@ -138,8 +139,8 @@ class LocalState:
                     slices[name] = whole(torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
                 elif value.ndim == 0 or held.start is None:
                     slices[name] = _state_slices(held.name, key, value, spec)
-                elif not offered or spec.counts_in_norm(tp, pp):
-                    slices[name] = flat_range(value, held.start, spec)
+                else:
+                    slices[name] = flat_range(value, held.start, spec, replica=self._is_replica(spec))
         return slices, numbers
 
     def generators(self) -> dict[str, Slices]:
@@ -203,7 +204,7 @@ class LocalState:
     def load_optimizer(self, folder: TensorFolder, owner: OptimizerOwner) -> None:
         """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Reads slices; no communication."""
         owner.create_optimizer_state(self._saved_state(folder, [held.name for held in owner.optimizer_shards()]))
-        slices, _ = self.optimizer(owner.optimizer_shards(), offered=False)
+        slices, _ = self.optimizer(owner.optimizer_shards())
         saved = folder.names("")
         targets = {}
         for name, part in slices.items():

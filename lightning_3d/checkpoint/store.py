@@ -326,7 +326,7 @@ def _collector(
         held |= local.weights(checkpoint.get(CURRENT_STATE, {}), offered=True, prefix=CURRENT)
         numbers: set[str] = set()
         if owner is not None:
-            state, numbers = local.optimizer(owner.optimizer_shards(to_save=True), offered=True)
+            state, numbers = local.optimizer(owner.optimizer_shards(to_save=True))
             held |= state | local.generators()
         return held, {"aliases": local.aliases, "numbers": dict.fromkeys(numbers, "")}
 

@@ -11,7 +11,7 @@ the network here is a name, a shape and a list of offsets for each tensor, and a
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -44,11 +44,12 @@ Piece = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank holds of one tensor: offsets and shapes of its slices."""
+    """What a rank holds of one tensor: offsets and shapes of its slices, and whether it is a replica (see `Slices`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    replica: bool
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TensorSave:
 
         Args:
             collect: gives this rank's slices, by name, and its notes. Slices of different ranks are either the same or do not
-                overlap.
+                overlap, but for those of replicas: they are written where another rank, which is none, has the same ones.
 
         Raises:
             CheckpointError: on all ranks, if one could not collect, or if a tensor is not covered by what the ranks hold.
@@ -181,7 +182,7 @@ class TensorSave:
 
 def _offer(slices: Slices) -> _Offer:
     parts = tuple((offset, tuple(part.shape)) for offset, part in slices.parts.items())
-    return _Offer(slices.shape, next(iter(slices.parts.values())).dtype, parts)
+    return _Offer(slices.shape, next(iter(slices.parts.values())).dtype, parts, slices.replica)
 
 
 def _kind(part: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -191,12 +192,14 @@ def _kind(part: Tensor) -> tuple[torch.Size, torch.dtype]:
 def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
     """For each rank the pieces that it writes. Those with few holders choose first, then the largest: that is even."""
     holders: dict[Piece, list[int]] = {}
+    shapes: dict[Piece, tuple[int, ...]] = {}
     size: dict[Piece, int] = {}
-    for rank, offered in enumerate(offers):
-        for name, offer in offered.items():
-            for offset, shape in offer.parts:
-                holders.setdefault((name, offset), []).append(rank)
-                size[name, offset] = prod(shape) * offer.dtype.itemsize
+    for rank, piece, shape, dtype in _pieces(offers, replicas=False):
+        holders.setdefault(piece, []).append(rank)
+        shapes[piece], size[piece] = shape, prod(shape) * dtype.itemsize
+    for rank, piece, shape, _ in _pieces(offers, replicas=True):
+        if shapes.get(piece) == shape:
+            holders[piece].append(rank)
     load = [0] * len(offers)
     dealt: list[list[Piece]] = [[] for _ in offers]
     for piece in sorted(holders, key=lambda piece: (len(holders[piece]), -size[piece])):
@@ -204,6 +207,14 @@ def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
         dealt[writer].append(piece)
         load[writer] += size[piece]
     return dealt
+
+
+def _pieces(offers: list[dict[str, _Offer]], *, replicas: bool) -> Iterator[tuple[int, Piece, tuple[int, ...], torch.dtype]]:
+    """Rank, slice, shape and type of all slices that are offered, either of replicas or of the others."""
+    for rank, offered in enumerate(offers):
+        for name, offer in offered.items():
+            for offset, shape in offer.parts if offer.replica == replicas else ():
+                yield rank, (name, offset), shape, offer.dtype
 
 
 def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
@@ -220,7 +231,7 @@ def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
             first = tensors.setdefault(name, offer)
             if (first.shape, first.dtype) != (offer.shape, offer.dtype):
                 wrong[name] = f"{name}: {first.dtype} {first.shape} and {offer.dtype} {offer.shape}"
-            chunks.setdefault(name, {}).update(offer.parts)
+            chunks.setdefault(name, {}).update(() if offer.replica else offer.parts)
     for name, parts in chunks.items():
         covered, whole = sum(map(prod, parts.values())), prod(tensors[name].shape)
         if covered != whole:
