@@ -18,6 +18,7 @@ from test_launch import is_running, wait_until
 from lightning_3d.errors import ConfigError
 from lightning_3d.job import frozen_text
 from lightning_3d.run_status import RunStatus, read_status
+from lightning_3d.sweep import engine
 from lightning_3d.sweep.engine import Began, Ended, Event, Going, Interrupted, LocalEngine, interruptible
 from lightning_3d.sweep.folder import SweepFolder
 from lightning_3d.sweep.jobs import Checked, Entry, Job, Skipped
@@ -233,6 +234,19 @@ def test_closed_engine_ends_its_jobs(tmp_path: Path) -> None:
                 break
     pid = int((entry.folder / "pid").read_text())
     assert wait_until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize(("number", "saved"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_f51_a_job_has_time_to_save_after_sigterm(number: int, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_END_SECONDS", 0.2)
+    entry = job(tmp_path, 0, "trap 'sleep 1; touch saved; exit' TERM INT; touch up; while true; do sleep 0.1; done")
+    entry.folder.mkdir()
+    events = LocalEngine().run([entry])
+    while not (entry.folder / "up").exists():
+        next(events)
+    with pytest.raises(Interrupted):
+        events.throw(Interrupted(number))
+    assert (entry.folder / "saved").exists() == saved
 
 
 class Terminal(io.StringIO):

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from lightning_3d.failures import silent_end
-from lightning_3d.launch import GRACE_SECONDS, belong_to
+from lightning_3d.launch import GRACE_SECONDS, SAVE_SECONDS, belong_to
 from lightning_3d.layout_rules import check_sizes
 from lightning_3d.sweep.jobs import Job
 
@@ -160,10 +160,11 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Pass a signal on, and kill what does not end in time. The ranks of a run die with the process that started them."""
+    """Pass a signal on, and kill what does not end in time: after SIGTERM runs save first. The ranks of a run die with the process that
+    started them."""
     for process in processes:
         _send(process, number)
-    deadline = time.monotonic() + _END_SECONDS
+    deadline = time.monotonic() + _END_SECONDS + (SAVE_SECONDS if number == signal.SIGTERM else 0.0)
     for process in processes:
         if _wait(process, max(0.0, deadline - time.monotonic())) is None:
             _send(process, signal.SIGKILL)
