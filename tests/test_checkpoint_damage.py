@@ -1,5 +1,6 @@
 """What may happen to a checkpoint on disk: kills while it is written, damage afterwards, another run. One process, no model."""
 
+import errno
 import hashlib
 import json
 import os
@@ -102,6 +103,11 @@ def test_f30_one_flipped_bit_is_found(name: str, where: float, checkpoint: Path)
     assert str(checkpoint) in refusal(checkpoint) and name in refusal(checkpoint)
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load_full_state_dict(checkpoint)
+
+
+def test_f30_without_hashes_the_reader_of_a_damaged_file_names_it(checkpoint: Path) -> None:
+    flip_bit(checkpoint / TRAINER_TENSORS, 0.1)
+    assert str(checkpoint / TRAINER_TENSORS) in refusal(checkpoint, CheckpointStore(verify=False))
 
 
 def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
@@ -307,6 +313,40 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="only complete checkpoint"):
             store.remove(tmp_path / "c")  # the other one is not whole
         assert step_of(tmp_path / "c") == 3
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "a", 1)
+    for wrong in (tmp_path / "run", tmp_path):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder with something else than a checkpoint in it"):
+            save(wrong, 2)
+    (tmp_path / "empty").mkdir()
+    assert save(tmp_path / "empty", 3) and step_of(tmp_path / "empty") == 3
+    assert step_of(tmp_path / "run" / "a") == 1 and sorted(entry.name for entry in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where the folder of a file that somebody reads is never empty."""
+    store = background(tmp_path)
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", step, store, must=False)
+    store.wait()
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        store.remove(tmp_path / "step_1")
+        for step in (3, 4):
+            assert save(tmp_path / "last", step, store)
+        assert checkpoints_in(tmp_path) == [tmp_path / "last", tmp_path / "step_2"] and step_of(tmp_path / "last") == 4
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed, and training goes on: OSError"):
+        patched.setattr(Path, "rename", refuse)
+        store.remove(tmp_path / "step_2")
+    assert save(tmp_path / "step_5", 5, store)
+    store.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_2", "step_5"], "now they are removed"
 
 
 # In the background

@@ -88,10 +88,8 @@ class LocalState:
         slices = {}
         dealt = self._dealt(state)
         for name, tensor in state.items():
-            if not isinstance(tensor, Tensor):
-                warnings.warn(
-                    f"'{name}' in the module's state is no tensor, so it is not in checkpoints.", stacklevel=2
-                )
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+                warnings.warn(f"'{name}' in the module's state is no dense tensor, so it is not in checkpoints.", stacklevel=2)
             elif name in dealt:
                 canonical, spec = self._parameters[name]
                 value, start = dealt[name]
