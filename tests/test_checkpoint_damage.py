@@ -145,6 +145,13 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert "a chain of file systems" in refusal("simplecache::s3://bucket/a.ckpt")  # type: ignore[arg-type]
 
 
+def test_f28_for_a_folder_of_checkpoints_its_newest_is_named(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save(tmp_path / "checkpoints" / f"step_{step}", step)
+    for given in (tmp_path, tmp_path / "checkpoints"):
+        assert refusal(given).endswith(f" {tmp_path}/checkpoints/step_10 is one.")
+
+
 def test_a_folder_that_may_not_be_read_is_named(checkpoint: Path) -> None:
     checkpoint.chmod(0)
     user = os.geteuid()

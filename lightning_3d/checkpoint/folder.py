@@ -32,7 +32,18 @@ from lightning_3d.checkpoint import remote
 from lightning_3d.checkpoint.agreement import StorageError, reason
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
 from lightning_3d.checkpoint.plain import Packer, unpack
-from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, how_to_convert, manifests_in, recover, recover_all
+from lightning_3d.checkpoint_names import (
+    MANIFEST,
+    REMOVED,
+    REPLACED,
+    SAVING,
+    aside,
+    checkpoints_in,
+    how_to_convert,
+    manifests_in,
+    recover,
+    recover_all,
+)
 from lightning_3d.errors import CheckpointError, did_you_mean, listed
 from lightning_3d.remote_path import Place, RemotePath
 
@@ -242,7 +253,9 @@ def _require_folder(path: Place) -> None:
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
         kind = "a folder that was never finished, or something else" if path.is_dir() else "a file"
-        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{how_to_convert(path)}")
+        inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
+        hint = f" {inside[0]} is one." if inside else how_to_convert(path)
+        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}")
 
 
 def _require_sizes(folder: Place, files: Files, advice: str) -> None:
