@@ -66,6 +66,20 @@ class TiedModel(LanguageModel):
         self.batches += 1
 
 
+class ScaledModel(TiedModel):
+    """With a trained number: a parameter of shape ()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 class SaveAtStart(pl.Callback):
     """Writes what was restored, before the first step."""
 
@@ -100,12 +114,13 @@ def fit(
     resume: str | None = None,
     at_start: str | None = None,
     at_end: str | None = None,
+    model: type[TiedModel] = TiedModel,
     **more: Any,
 ) -> list[float]:
     """The loss of every step of a fit, and of one validation after it."""
     values = StepValues()
     trainer, rows = make_trainer(layout, epochs, [values] + ([SaveAtStart(at_start)] if at_start else []), **more)
-    module = TiedModel()
+    module = model()
     trainer.fit(module, datamodule=rows, ckpt_path=resume)
     if at_end:
         trainer.save_checkpoint(at_end)
@@ -198,6 +213,17 @@ def test_bf16_resumes_with_its_master_weights(zero: int, other: int, tmp_path: P
     run_fit("dp2", 2, resume=first, at_start=wide)  # parameters in float32 are the master weights
     name = "model.norm.weight"
     assert torch.equal(load_full_state_dict(wide)[f"model.{name}"], tensors[f"optimizer.state.model.{name}.master"])
+
+
+def test_a_parameter_that_is_one_number_resumes_as_well(tmp_path: Path) -> None:
+    first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
+    run_fit("tp1", 1, at_end=str(first), model=ScaledModel, precision="bf16-true")
+    tensors = all_tensors(first)
+    states = {key: tensors[f"optimizer.state.scale.{key}"] for key in ("step", "exp_avg", "exp_avg_sq", "master")}
+    assert states["step"] == STEPS_PER_EPOCH and all(value.shape == () and value != 0 for value in states.values())
+    assert states["master"].bfloat16() == tensors["model.scale"] != states["master"], "the master weight has more digits"
+    run_fit("tp1", 2, resume=str(first), at_start=str(again), model=ScaledModel, precision="bf16-true")
+    assert_equal(all_tensors(again), tensors)
 
 
 def test_one_process_loads_the_whole_model(saved: dict[str, Path], tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def test_what_lies_otherwise_in_memory_is_copied_by_blocks(monkeypatch: pytest.M
     assert torch.frombuffer(held, dtype=torch.float32).eq(7).all(), "what lies in order is no copy"
 
 
+def test_views_with_a_sign_of_their_own_are_written_as_they_read() -> None:
+    numbers = torch.arange(12, dtype=torch.float32).view(torch.complex64).reshape(2, 3)
+    for view in (numbers.conj(), numbers.conj().imag, numbers.mH):
+        assert same(torch.load(io.BytesIO(archived(view)), weights_only=True), view.clone().resolve_conj().resolve_neg())
+
+
 @pytest.mark.full
 def test_more_than_four_gigabytes(tmp_path: Path) -> None:
     tensor = torch.zeros(2**32 + 11, dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """What may happen to a checkpoint on disk: kills while it is written, damage afterwards, another run. One process, no model."""
 
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from lightning_3d.checkpoint.store import BackgroundSave
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.checkpoint_names import checkpoints_in
 from lightning_3d.errors import CheckpointError
+from lightning_3d.training.record import same_run
 
 SHARD = "__0_0.distcp"
 
@@ -104,6 +106,11 @@ def test_f30_one_flipped_bit_is_found(name: str, where: float, checkpoint: Path)
         load_full_state_dict(checkpoint)
 
 
+def test_f30_without_hashes_the_reader_of_a_damaged_file_names_it(checkpoint: Path) -> None:
+    flip_bit(checkpoint / TRAINER_TENSORS, 0.1)
+    assert str(checkpoint / TRAINER_TENSORS) in refusal(checkpoint, CheckpointStore(verify=False))
+
+
 def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 1.0)
     assert CheckpointStore(verify=False).load(checkpoint)["note"].tolist() != [1.0, 1.0, 1.0]
@@ -137,6 +144,13 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert "pip install dropboxdrivefs" in refusal("dropbox://bucket/a.ckpt")  # type: ignore[arg-type]
     assert 'knows no "nothing://"' in refusal("nothing://bucket/a.ckpt")  # type: ignore[arg-type]
     assert "a chain of file systems" in refusal("simplecache::s3://bucket/a.ckpt")  # type: ignore[arg-type]
+
+
+def test_f28_for_a_folder_of_checkpoints_its_newest_is_named(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save(tmp_path / "checkpoints" / f"step_{step}", step)
+    for given in (tmp_path, tmp_path / "checkpoints"):
+        assert refusal(given).endswith(f" {tmp_path}/checkpoints/step_10 is one.")
 
 
 def test_a_folder_that_may_not_be_read_is_named(checkpoint: Path) -> None:
@@ -185,6 +199,15 @@ def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest
     assert not Path("executed").exists()
     pickle.loads(shard[at:])
     assert Path("executed").exists(), "it would have run"
+
+
+def test_f29_weights_and_biases_goes_on_where_the_checkpoint_can_be_read(tmp_path: Path) -> None:
+    checkpoint = {"global_step": 1, "epoch": 0, "state_dict": tensors(1), "wandb_run_id": "abc"}
+    CheckpointStore(asynchronous=False).save(tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"})  # type: ignore[arg-type]
+    loggers = {"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger"}, "csv": {"_target_": "CSVLogger"}}
+    assert same_run(loggers, str(tmp_path / "a")) == {**loggers, "wandb": {**loggers["wandb"], "id": "abc", "resume": "allow"}}
+    (tmp_path / "a" / SHARD).unlink()
+    assert same_run(loggers, str(tmp_path / "a")) == loggers, "what is loaded instead is the loader's choice"
 
 
 def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
@@ -307,6 +330,40 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="only complete checkpoint"):
             store.remove(tmp_path / "c")  # the other one is not whole
         assert step_of(tmp_path / "c") == 3
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "a", 1)
+    for wrong in (tmp_path / "run", tmp_path):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder with something else than a checkpoint in it"):
+            save(wrong, 2)
+    (tmp_path / "empty").mkdir()
+    assert save(tmp_path / "empty", 3) and step_of(tmp_path / "empty") == 3
+    assert step_of(tmp_path / "run" / "a") == 1 and sorted(entry.name for entry in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where the folder of a file that somebody reads is never empty."""
+    store = background(tmp_path)
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", step, store, must=False)
+    store.wait()
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        store.remove(tmp_path / "step_1")
+        for step in (3, 4):
+            assert save(tmp_path / "last", step, store)
+        assert checkpoints_in(tmp_path) == [tmp_path / "last", tmp_path / "step_2"] and step_of(tmp_path / "last") == 4
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed, and training goes on: OSError"):
+        patched.setattr(Path, "rename", refuse)
+        store.remove(tmp_path / "step_2")
+    assert save(tmp_path / "step_5", 5, store)
+    store.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_2", "step_5"], "now they are removed"
 
 
 # In the background

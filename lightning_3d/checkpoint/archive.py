@@ -52,7 +52,7 @@ def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 def elements(part: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor's elements in order. Views of its memory, where that is the host's and has them in this order."""
-    part = part.detach()
+    part = part.detach().resolve_conj().resolve_neg()
     in_place = part.device.type == "cpu" and part.is_contiguous()
     if in_place or part.nbytes <= _BLOCK_BYTES:
         contents = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -22,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as from_safetensors
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
@@ -30,7 +32,18 @@ from lightning_3d.checkpoint import remote
 from lightning_3d.checkpoint.agreement import StorageError, reason
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
 from lightning_3d.checkpoint.plain import Packer, unpack
-from lightning_3d.checkpoint_names import MANIFEST, REMOVED, REPLACED, SAVING, aside, how_to_convert, manifests_in, recover, recover_all
+from lightning_3d.checkpoint_names import (
+    MANIFEST,
+    REMOVED,
+    REPLACED,
+    SAVING,
+    aside,
+    checkpoints_in,
+    how_to_convert,
+    manifests_in,
+    recover,
+    recover_all,
+)
 from lightning_3d.errors import CheckpointError, did_you_mean, listed
 from lightning_3d.remote_path import Place, RemotePath
 
@@ -39,6 +52,8 @@ FORMAT, VERSION = "lightning_3d", 1
 _OWN_HASH = "sha256"
 
 Files = dict[str, FileSum]
+
+log = logging.getLogger(__name__)
 
 
 # Writing. One rank calls these functions.
@@ -52,6 +67,9 @@ def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) 
 
     Returns:
         The folder, and the hashes of its files.
+
+    Raises:
+        CheckpointError: at `path` is a folder with something else in it, which the checkpoint would replace.
     """
     folder = remote.begin(path) if isinstance(path, RemotePath) else _make_folder(path, alone=alone)
     packer = Packer()
@@ -71,7 +89,9 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
         recover_all(path.parent)
         for purpose in (SAVING, REPLACED, REMOVED):
             for left in path.parent.glob(f".*.{purpose}"):
-                _delete(left)
+                _clear(left)
+    if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).is_file() and any(path.iterdir()):
+        raise CheckpointError(f"{path} is a folder with something else than a checkpoint in it. Save under a name in it, or another one.")
     folder = aside(path, SAVING)
     _delete(folder)
     folder.mkdir(parents=True)
@@ -100,8 +120,8 @@ def commit(folder: Place, path: Place, about: Mapping[str, Any], files: Files) -
         path.rename(aside(path, REPLACED))
         folder.rename(path)
     flush(path.parent)
-    _delete(folder)
-    _delete(aside(path, REPLACED))
+    _clear(folder)
+    _clear(aside(path, REPLACED))
 
 
 def abandon(path: Place) -> None:
@@ -122,7 +142,7 @@ def remove(path: Place) -> None:
         hidden = aside(path, REMOVED)
         _delete(hidden)
         path.rename(hidden)
-        _delete(hidden)
+        _clear(hidden)
 
 
 def require_writable(path: Place) -> None:
@@ -212,7 +232,10 @@ def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, An
     tensors = {}
     if (inside / TRAINER_TENSORS).exists():
         file = inside / TRAINER_TENSORS
-        tensors = from_safetensors(file.read_bytes()) if isinstance(file, RemotePath) else load_file(file)
+        try:
+            tensors = from_safetensors(file.read_bytes()) if isinstance(file, RemotePath) else load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
     return unpack(_read_json(inside / TRAINER), tensors)
 
 
@@ -230,7 +253,9 @@ def _require_folder(path: Place) -> None:
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
         kind = "a folder that was never finished, or something else" if path.is_dir() else "a file"
-        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{how_to_convert(path)}")
+        inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
+        hint = f" {inside[0]} is one." if inside else how_to_convert(path)
+        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}")
 
 
 def _require_sizes(folder: Place, files: Files, advice: str) -> None:
@@ -255,6 +280,14 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _own_hash(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _clear(path: Path) -> None:
+    """Remove what counts no more. Where that is not possible now (NFS keeps a file that somebody reads), a later save does."""
+    try:
+        _delete(path)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
 
 
 def _delete(path: Path) -> None:

@@ -88,10 +88,8 @@ class LocalState:
         slices = {}
         dealt = self._dealt(state)
         for name, tensor in state.items():
-            if not isinstance(tensor, Tensor):
-                warnings.warn(
-                    f"'{name}' in the module's state is no tensor, so it is not in checkpoints.", stacklevel=2
-                )
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+                warnings.warn(f"'{name}' in the module's state is no dense tensor, so it is not in checkpoints.", stacklevel=2)
             elif name in dealt:
                 canonical, spec = self._parameters[name]
                 value, start = dealt[name]
@@ -205,19 +203,21 @@ class LocalState:
         """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Reads slices; no communication."""
         owner.create_optimizer_state(self._saved_state(folder, [held.name for held in owner.optimizer_shards()]))
         slices, _ = self.optimizer(owner.optimizer_shards())
-        saved = folder.names("")
+        saved, per_element = folder.names(""), _per_element(folder)
         targets = {}
         for name, part in slices.items():
             parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
             if key == MASTER and name not in saved:
                 # what the master weights of a run without any are
                 name = CURRENT + parameter if CURRENT + parameter in saved else MODEL + parameter
-            if name in saved and part.shape:
+            if name in saved and (part.shape or key in per_element):
                 targets[name] = part
         folder.read_into(targets)
 
     def _saved_state(self, folder: TensorFolder, names: Iterable[str]) -> dict[str, dict[str, Tensor | float]]:
-        """Saved states of some parameters: numbers and tensors of shape () as they were, others as meta tensors."""
+        """Saved states of some parameters: those of the whole parameter (a step count) as they were, those of its elements as meta
+        tensors."""
+        per_element = _per_element(folder)
         saved: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in folder.names(OPTIMIZER).items():
             parameter, _, key = name.rpartition(".")
@@ -228,9 +228,10 @@ class LocalState:
             canonical = self._specs[name].tied_to or name
             for key, shape in saved.get(canonical, {}).items():
                 full_name = f"{OPTIMIZER}{canonical}.{key}"
-                tensor = torch.empty(shape, dtype=folder.dtype(full_name), device="meta" if shape else "cpu")
+                is_count = not shape and key not in per_element
+                tensor = torch.empty(shape, dtype=folder.dtype(full_name), device="cpu" if is_count else "meta")
                 state.setdefault(name, {})[key] = tensor
-                if not shape:
+                if is_count:
                     scalars[full_name] = tensor
         folder.read_into({name: whole(tensor) for name, tensor in scalars.items()})
         for values in state.values():
@@ -238,6 +239,11 @@ class LocalState:
             for key in values.keys() & folder.notes.get("numbers", {}).keys():
                 values[key] = values[key].item()  # type: ignore[union-attr]
         return state
+
+
+def _per_element(folder: TensorFolder) -> set[str]:
+    """Keys of states with a value for each element, which those of other parameters tell where a parameter has the shape ()."""
+    return {MASTER} | {name.rpartition(".")[2] for name, shape in folder.names(OPTIMIZER).items() if shape}
 
 
 def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices:

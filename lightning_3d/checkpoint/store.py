@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint import folder
-from lightning_3d.checkpoint.agreement import StorageError, StorageHangs, on_rank_zero, through_rank_zero
+from lightning_3d.checkpoint.agreement import StorageError, StorageHangs, on_rank_zero, reason, through_rank_zero
 from lightning_3d.checkpoint.background import BackgroundSave, in_time
 from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
 from lightning_3d.checkpoint.lock import FolderLock, Lease, hold
@@ -261,8 +261,14 @@ class CheckpointStore:
     def _remove_postponed(self, saved: Place) -> None:
         if _leads():
             for path in self._postponed - {saved}:
-                folder.remove(path)
+                self._remove(path)
             self._postponed.clear()
+
+    def _remove(self, path: Place) -> None:
+        try:
+            folder.remove(path)
+        except OSError as error:
+            self._say(f"The checkpoint {path} could not be removed, and training goes on: {reason(error)}")
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, if there is another good one beside it; otherwise after the next save. One rank calls it."""
@@ -275,7 +281,7 @@ class CheckpointStore:
             if self._pending is None:
                 self._say(f"{where} is the only complete checkpoint in its folder: it is kept until another one is written.")
         else:
-            folder.remove(where)
+            self._remove(where)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Lightning's dict, without tensors: `load_weights` and others read those.

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_3d.checkpoint import archive, staging
-from lightning_3d.checkpoint.agreement import through_rank_zero
+from lightning_3d.checkpoint.agreement import StorageError, reason, through_rank_zero
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.errors import CheckpointError, listed
@@ -74,6 +74,7 @@ class TensorSave:
         self._own: dict[Piece, Tensor] = {}
         self._metadata: Metadata | None = None
         self._copied: list[torch.cuda.Event] = []
+        self._failed: StorageError | None = None
 
     def plan(self, collect: Callable[[], tuple[Mapping[str, Slices], Notes]]) -> None:
         """Agree on who writes what. What several ranks hold is left to the one of them that has the least to write.
@@ -112,9 +113,13 @@ class TensorSave:
         Args:
             buffers: those of the save before, which are used again, and of this one.
         """
-        if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:
-            buffers.clear()
-            buffers.update(staging.like(self._own))
+        try:
+            if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:
+                buffers.clear()
+                buffers.update(staging.like(self._own))
+        except (OSError, MemoryError, RuntimeError) as error:  # of this rank alone: `write` tells the others
+            self._failed = StorageError(f"There is no memory on the host for copies of what is saved: {reason(error)}")
+            return
         devices = {part.device for part in self._own.values() if part.is_cuda}
         self._own = {piece: buffers[piece].copy_(part.detach(), non_blocking=part.is_cuda) for piece, part in self._own.items()}
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -126,7 +131,13 @@ class TensorSave:
         return sum(prod(e.size) * e.properties.dtype.itemsize for e in contents if isinstance(e, TensorStorageMetadata))
 
     def write(self, folder: Place) -> Written | None:
-        """Write this rank's slices into one file; None if it has none."""
+        """Write this rank's slices into one file; None if it has none.
+
+        Raises:
+            StorageError: the disk refuses, or there was no memory for copies.
+        """
+        if self._failed is not None:
+            raise self._failed
         if not self._own:
             return None
         for copied in self._copied:

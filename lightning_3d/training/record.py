@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
+from lightning_3d.errors import CheckpointError
 from lightning_3d.remote_path import place
 
 CONFIG, RUN_ID = "config", "wandb_run_id"
@@ -30,15 +31,16 @@ class RunRecord(pl.Callback):
 def same_run(loggers: Mapping[str, Any], resume: str | None) -> dict[str, Any]:
     """The group `logger`, of which Weights & Biases goes on with the run that wrote the checkpoint, unless another id is given.
 
-    Raises:
-        CheckpointError: there is no complete checkpoint.
+    A checkpoint that cannot be read is refused where it is loaded, or replaced by another one there.
     """
     entries = dict(loggers)
     names = [name for name, entry in entries.items() if entry and str(entry.get("_target_")).endswith("WandbLogger")]
     if resume is None or not names:
         return entries
-    manifest = read_manifest(place(resume))
-    run_id = read_trainer_state(place(resume), manifest).get(RUN_ID)
+    try:
+        run_id = read_trainer_state(place(resume), read_manifest(place(resume))).get(RUN_ID)
+    except CheckpointError:
+        return entries
     for name in names:
         if run_id is not None and not entries[name].get("id") and not entries[name].get("version"):
             entries[name] = {**entries[name], "id": run_id, "resume": "allow"}

@@ -297,8 +297,8 @@ class DataParallelBackend(ABC):
         """Make the optimizer's state as it would be after some steps, for a checkpoint to be read into. Local.
 
         Args:
-            state: by parameter name and key: numbers and tensors of shape (), which are taken over, and tensors of
-                other shapes (on meta), for which zeros of this rank's shape are made.
+            state: by parameter name and key: numbers and tensors of shape () that belong to the whole parameter, which are taken
+                over, and tensors with a value for each element (on meta), for which zeros of this rank's shape are made.
         """
 
     def teardown(self) -> None:
@@ -428,7 +428,7 @@ def new_state(
     """
     if not isinstance(template, Tensor):
         return template
-    if template.ndim == 0 and len(whole) > 0:
+    if not template.is_meta:
         return template.to(like.device if group.get("capturable") or group.get("fused") else "cpu")
     shape = like.shape if tuple(template.shape) == tuple(whole) else template.shape
     dtype = like.dtype if template.is_floating_point() else template.dtype
