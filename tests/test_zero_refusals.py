@@ -13,7 +13,7 @@ from torch import nn
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
-from lightning_3d.sharding import cut_along
+from lightning_3d.sharding import cut_along, replicated
 from lightning_3d.zero import make_backend
 from lightning_3d.zero_options import ZeroOptions
 
@@ -49,6 +49,22 @@ def refusal(stage: int, precision: str, dtype: torch.dtype, optimizer: str) -> s
 )
 def test_refusals(stage: int, precision: str, dtype: torch.dtype, optimizer: str, words: str) -> None:
     assert words in run_ranks(refusal, 1, stage, precision, dtype, optimizer)[0]
+
+
+def refusal_of_shape(stage: int, shape: tuple[int, ...]) -> str:
+    module = nn.Linear(4, 4, bias=False)
+    module.scale = nn.Parameter(torch.ones(shape))
+    specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
+    backend = make_backend(ZeroOptions(stage, "step"), Mesh(Layout.parse("tp1")), specs)
+    with pytest.raises(ConfigError) as refused:
+        backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3)], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_cannot_be_cut(stage: int, shape: tuple[int, ...]) -> None:
+    assert f"without an element: scale {shape}. Give a single number the shape (1,)" in run_ranks(refusal_of_shape, 1, stage, shape)[0]
 
 
 SCRIPT = """

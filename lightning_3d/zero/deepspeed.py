@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_3d import deepspeed_compat
 from lightning_3d.deepspeed_compat import EXPERTS
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.sharding import OptimizerShard
 from lightning_3d.zero.base import (
     WHOLE_TENSOR_OPTIMIZERS,
@@ -96,6 +96,12 @@ class DeepSpeedBackend(DataParallelBackend):
         if name == "Adagrad":
             raise ConfigError(
                 "DeepSpeed replaces Adagrad by a copy that schedulers do not reach. Use zero_stage=0, or RMSprop."
+            )
+        whole = [f"{e.spec.name} {tuple(e.parameter.shape)}" for e in self._trained if not (e.parameter.ndim and e.parameter.numel())]
+        if whole:
+            raise ConfigError(
+                f"zero_stage={self._zero.stage} cannot cut parameters without a dimension or without an element: {listed(whole)}. Give a"
+                " single number the shape (1,), freeze it, or use zero_stage=0."
             )
         dtypes = {entry.parameter.dtype for entry in self._trained}
         if torch.float64 in dtypes:
