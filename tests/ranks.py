@@ -1,8 +1,8 @@
 """One warm pool of rank processes for a whole test session.
 
 ``run_ranks(fn, world_size, *args, **kwargs)`` runs a module-level function on ``world_size`` ranks that form a gloo
-process group, and returns their results in rank order. A fork server imports torch, Transformers, Lightning and
-DeepSpeed once; ranks are forked from it, so eight of them start in about a second, and they stay from one test to
+process group, and returns their results in rank order. A fork server imports torch, Transformers, Lightning, DeepSpeed
+and what most tests need of this project once; ranks are forked from it, so eight of them start in about a second, and they stay from one test to
 the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
 
 After a failure or a time-out all ranks are killed, because those that are left may wait in a collective for ever;
@@ -50,6 +50,8 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch",
     "deepspeed",
+    "lightning_3d.strategy",
+    "parity",
 )
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -264,8 +266,9 @@ def run_ranks(
 @contextlib.contextmanager
 def server_environment() -> Iterator[None]:
     """The fork server takes its environment and its standard streams from its first start."""
-    before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
-    os.environ.update(SERVER_ENVIRONMENT)
+    variables = SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it finds what this process finds
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     # only what is installed: the server skips a module that it cannot find, but a parent of it must exist
     names = [name for name in PRELOAD if importlib.util.find_spec(name.partition(".")[0]) is not None]
     multiprocessing.set_forkserver_preload(names)

@@ -157,7 +157,7 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("tp2_pp2_dp2", {}),
     ("pp2_dp2", {"schedule": "Interleaved1F1B", "zero_stage": 1}),
 ]
-IN_DEFAULT = (("zero1", "tp2_dp2"), ("zero0", "pp2_dp2"))  # test_checkpoint_matrix.py has other pairs
+IN_DEFAULT = (("zero1", "tp2_dp2"),)  # test_checkpoint_matrix.py has other pairs
 
 
 def pairs() -> list[Any]:
@@ -188,7 +188,7 @@ def test_resuming_on_the_same_layout_is_exact(saved: dict[str, Path], uninterrup
     assert run_fit("tp2_pp2_dp2", 2, resume=str(saved["zero0"])) == uninterrupted[STEPS_PER_EPOCH:]
 
 
-@pytest.mark.parametrize(("zero", "other"), by_default([(0, 1), (1, 3), (3, 0)], 1, 2))
+@pytest.mark.parametrize(("zero", "other"), by_default([(0, 1), (1, 3), (3, 0)], 1))
 def test_bf16_resumes_with_its_master_weights(zero: int, other: int, tmp_path: Path) -> None:
     first, again, wide = (str(tmp_path / f"{name}.ckpt") for name in ("first", "again", "wide"))
     run_fit("pp2_dp2", 1, at_end=first, zero_stage=zero, precision="bf16-true")

@@ -44,7 +44,7 @@ def results(folder: Path) -> dict[str, Result]:
     lines = [
         ["train", *overrides, f"hydra.{'sweep' if name == 'sweep' else 'run'}.dir={folder / name}"] for name, overrides in LINES.items()
     ]
-    return dict(zip(LINES, run_commands(lines, timeout=500), strict=True))
+    return dict(zip(LINES, run_commands(lines, timeout=500, warm=True), strict=True))
 
 
 pytestmark = pytest.mark.timeout(600)

@@ -275,7 +275,8 @@ LINES = {
 
 @pytest.mark.timeout(600)
 def test_command_lines() -> None:
-    results = dict(zip(LINES, run_commands(list(LINES.values())), strict=True))
+    *refused, _ = LINES
+    results = dict(zip(refused, run_commands([LINES[name] for name in refused]), strict=True))
     assert results["help"].code == 0 and "--timeline FILE" in results["help"].output
     refusals = {
         "layout": "Tensor parallelism deals",
@@ -290,7 +291,7 @@ def test_command_lines() -> None:
         assert (result.code, result.torch, result.left) == (2, False, []), result.output
         assert result.output.startswith("lightning_3d: ") and words in result.output
         assert result.output.count("\n") == 1
-    tiny = results["tiny"]
+    [tiny] = run_commands([LINES["tiny"]], warm=True)
     assert tiny.code == 0, tiny.output
     assert tiny.left == ["dry.json", "dry.svg"], "nothing else is written"
     assert "The model has 3,033,856 parameters." in tiny.output

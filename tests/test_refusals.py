@@ -1,7 +1,7 @@
 """Bad input ends with exit code 2 and one message, before anything is started, and leaves nothing behind.
 
 Every case is a command line; all run in two processes (see command_line.py): what the configuration alone shows, where
-torch must not be imported, and what data or model show, where ranks are started.
+torch must not be imported, and what data or model show, where ranks are started, from a process that has torch already.
 """
 
 import json
@@ -321,7 +321,7 @@ def from_ranks(token_files: Path) -> dict[str, Result]:
     for overrides, _ in STARTED.values():
         # Overrides of a case come last, so that they win.
         lines.append(["train", *SHARED, *(override.replace("{}", str(token_files)) for override in overrides)])
-    return dict(zip(STARTED, run_commands(lines, timeout=400), strict=True))
+    return dict(zip(STARTED, run_commands(lines, timeout=400, warm=True), strict=True))
 
 
 @pytest.mark.timeout(600)

@@ -140,7 +140,6 @@ def test_the_reference_learns_and_stops_early(expected: Outcome) -> None:
         ],
         1,
         2,
-        4,
     ),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",
 )
