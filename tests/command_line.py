@@ -1,7 +1,8 @@
 """Runs command lines of lightning-3d in one process, one after the other, and says how each ended.
 
 A fresh interpreter costs a second, and importing torch and its friends five to nine; so one process runs many command lines, in
-the way a sweep does, and where it does not matter when torch is imported that process is a warm one. What each prints is captured at the file descriptors, so that the output of ranks is in it.
+the way a sweep does, and where it does not matter when torch is imported, that process is a warm one. What each prints is captured at
+the file descriptors, so that the output of ranks is in it.
 """
 
 import json

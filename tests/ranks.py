@@ -2,8 +2,8 @@
 
 ``run_ranks(fn, world_size, *args, **kwargs)`` runs a module-level function on ``world_size`` ranks that form a gloo
 process group, and returns their results in rank order. A fork server imports torch, Transformers, Lightning, DeepSpeed
-and what most tests need of this project once; ranks are forked from it, so eight of them start in about a second, and they stay from one test to
-the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
+and what most tests need of this project once; ranks are forked from it, so eight of them start in about a second, and
+they stay from one test to the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
 
 After a failure or a time-out all ranks are killed, because those that are left may wait in a collective for ever;
 the next call forks new ones.
