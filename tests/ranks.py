@@ -50,8 +50,7 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch",
     "deepspeed",
-    "lightning_3d.strategy",
-    "parity",
+    "preloaded",
 )
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
