@@ -230,7 +230,7 @@ def test_the_manifest_says_what_it_is(saved: dict[str, Path]) -> None:
 
 def keep_best(folder: str) -> dict[str, Any]:
     callback = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
-    trainer, rows = make_trainer("tp2_pp2", 4, [callback])
+    trainer, rows = make_trainer("tp2", 4, [callback])
     module = TiedModel()
     module.learning_rate = 0.1  # so that the loss does not fall in every epoch
     trainer.fit(module, datamodule=rows)
@@ -241,7 +241,7 @@ def keep_best(folder: str) -> dict[str, Any]:
 
 
 def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
-    outcomes = run_ranks(keep_best, 4, str(tmp_path))
+    outcomes = run_ranks(keep_best, 2, str(tmp_path))
     outcome = outcomes[0]
     assert all(other == outcome for other in outcomes)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*outcome["scores"], "last.ckpt"])

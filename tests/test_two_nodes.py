@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import environment
+from command_line import environment, run_commands
 from test_cli import QUICK
 
 LAYOUT = ["parallelism=tp2_dp2", "parallelism.micro_batch_size=2", "cluster=local_cpu", *QUICK[2:]]
@@ -94,8 +94,8 @@ def losses(folder: Path) -> list[float]:
 def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of the same layout, whose ranks this machine starts."""
     folder = tmp_path_factory.mktemp("one")
-    command = [sys.executable, "-m", "lightning_3d", "train", *LAYOUT, "trainer.max_steps=4"]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True, timeout=300)
+    [done] = run_commands([["train", *LAYOUT, "trainer.max_steps=4", f"hydra.run.dir={folder}/outputs/one/run"]], timeout=300, warm=True)
+    assert done.code == 0, done.output
     return losses(folder)
 
 
