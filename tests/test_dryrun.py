@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +13,7 @@ from command_line import run_commands
 from memory import LiveBytes
 from parity import Cell, Data, Module, Rows, quiet_trainer, strategy_arguments
 from ranks import run_ranks
-from reference import data
+from reference import Recipe, data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.pipeline.schedule import training_order
@@ -32,6 +32,10 @@ class Deep(Cell):
     @property
     def layers(self) -> int:
         return LAYERS
+
+    @property
+    def recipe(self) -> Recipe:
+        return replace(super().recipe, steps=STEP + 1)
 
 
 CELLS = {
