@@ -39,6 +39,7 @@ class Deep(Cell):
 
 
 CELLS = {
+    "few ranks": Deep("llama", pp=2, dp=2, zero=3),
     "zero 0": Deep("llama", tp=2, pp=2, dp=2, zero=0),
     "zero 3": Deep("llama", tp=2, pp=2, dp=2, zero=3),
     "interleaved": Deep("llama", tp=2, pp=2, dp=2, zero=1, schedule="Interleaved1F1B"),
@@ -196,7 +197,7 @@ def called(report: Any) -> Counter[tuple[str, tuple[int, ...], int]]:
     return Counter({(call.name, call.ranks, call.bytes): count for call, count in report.usage.collectives.items()})
 
 
-@pytest.mark.parametrize("case", [case if case == "zero 3" else pytest.param(case, marks=pytest.mark.full) for case in CELLS])
+@pytest.mark.parametrize("case", [case if case == "few ranks" else pytest.param(case, marks=pytest.mark.full) for case in CELLS])
 def test_is_what_a_real_run_does(case: str) -> None:
     assert_same(CELLS[case])
 

@@ -35,7 +35,7 @@ PAIRED = {  # by default, with these schedules; the others differ in what test_z
     "zero3": ("GPipe", "ZBVZeroBubble"),
     "zero3 by block, eager": ("LoopedBFS",),
 }
-LARGE = [("tp2_pp2_dp2", "1F1B", "zero3 by block, eager"), ("pp4_dp2", "1F1B", "zero3"), ("tp2_dp4", "1F1B", "zero2 eager")]
+LARGE = [("tp2_pp2_dp2", "1F1B", "zero3 by block, eager"), ("pp4_dp2", "1F1B", "zero3")]
 Factors = tuple[str, str, str]
 
 
