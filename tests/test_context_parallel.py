@@ -145,7 +145,7 @@ def test_every_family_with_documents_and_padding(batches: str, model: str, layou
 
 @pytest.mark.parametrize(
     ("layout", "sequence_parallel"),
-    by_default([("tp2_cp2", False), ("tp2_cp2", True), ("tp2_pp2_cp2", False), ("tp2_pp2_cp2", True), ("tp4_cp2", True)], 0),
+    by_default([("tp2_cp2", False), ("tp2_cp2", True), ("tp2_pp2_cp2", False), ("tp2_pp2_cp2", True), ("tp4_cp2", True)]),
 )
 def test_with_sequence_parallelism_and_without(layout: str, sequence_parallel: bool) -> None:
     parity.assert_same_training("llama", layout, dtype="float64", sequence_parallel=sequence_parallel)
