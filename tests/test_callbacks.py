@@ -441,7 +441,7 @@ def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> 
 @pytest.mark.parametrize(
     ("layout", "options", "tuned"),
     [
-        ("pp2", {"zero_stage": 1}, False),
+        pytest.param("pp2", {"zero_stage": 1}, False, marks=full),
         ("dp2", {"zero_stage": 3}, True),
         pytest.param("pp2", {"zero_stage": 1}, True, marks=full),
         pytest.param("dp2", {"zero_stage": 3}, False, marks=full),
