@@ -1,7 +1,8 @@
-"""Runs command lines of lightning-3d in one fresh process, one after the other, and says how each ended.
+"""Runs command lines of lightning-3d in one process, one after the other, and says how each ended.
 
-A fresh interpreter costs a second, and importing torch and its friends five; so one process runs many command lines, in
-the way a sweep does. What each prints is captured at the file descriptors, so that the output of ranks is in it.
+A fresh interpreter costs a second, and importing torch and its friends five to nine; so one process runs many command lines, in
+the way a sweep does, and where it does not matter when torch is imported, that process is a warm one. What each prints is captured at
+the file descriptors, so that the output of ranks is in it.
 """
 
 import json
@@ -41,8 +42,17 @@ def environment(**more: str) -> dict[str, str]:
     return mine | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | more
 
 
-def run_commands(lines: list[list[str]], timeout: float = 240) -> list[Result]:
-    """Run `lightning-3d ARGUMENTS` for each list of arguments, each in an empty working directory."""
+def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = False) -> list[Result]:
+    """Run `lightning-3d ARGUMENTS` for each list of arguments, each in an empty working directory.
+
+    Args:
+        timeout: seconds for all.
+        warm: in a process that has imported torch and its friends already, see `starts.in_fresh_process`.
+    """
+    if warm:
+        from starts import in_fresh_process
+
+        return in_fresh_process(_run_warm, lines, timeout=timeout)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
         command = [sys.executable, __file__, str(answers), json.dumps(lines)]
@@ -58,6 +68,11 @@ def _main() -> None:
     answers, lines = Path(sys.argv[1]), json.loads(sys.argv[2])
     results = [asdict(_run(arguments)) for arguments in lines]
     answers.write_text(json.dumps(results))
+
+
+def _run_warm(lines: list[list[str]]) -> list[Result]:
+    os.environ.update(environment())
+    return [_run(arguments) for arguments in lines]
 
 
 def _run(arguments: list[str]) -> Result:

@@ -11,9 +11,9 @@ from ranks import POOL, run_ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Runs of 8 steps by default, of 20 in the long sweeps: ranks inherit it."""
+    """Runs of 4 steps by default, of 20 in the long sweeps: ranks inherit it."""
     if config.option.markexpr == "not full and not faults":
-        os.environ.setdefault("PARITY_STEPS", "8")
+        os.environ.setdefault("PARITY_STEPS", "4")
 
 
 @pytest.fixture(scope="session")

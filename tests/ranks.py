@@ -1,9 +1,9 @@
 """One warm pool of rank processes for a whole test session.
 
 ``run_ranks(fn, world_size, *args, **kwargs)`` runs a module-level function on ``world_size`` ranks that form a gloo
-process group, and returns their results in rank order. A fork server imports torch, Transformers, Lightning and
-DeepSpeed once; ranks are forked from it, so eight of them start in about a second, and they stay from one test to
-the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
+process group, and returns their results in rank order. A fork server imports torch, Transformers, Lightning, DeepSpeed
+and what most tests need of this project once; ranks are forked from it, so eight of them start in about a second, and
+they stay from one test to the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
 
 After a failure or a time-out all ranks are killed, because those that are left may wait in a collective for ever;
 the next call forks new ones.
@@ -50,6 +50,7 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch",
     "deepspeed",
+    "preloaded",
 )
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -60,7 +61,8 @@ SERVER_ENVIRONMENT = {
     # Every new connection to a store looks up the name of its address. Where no name server answers that takes 5 s.
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
-PATIENCE_SECONDS = 3.0  # after the first failure, how long the other ranks may take to report theirs
+OTHERS_SECONDS = 1.0  # after the first failure, which is what is raised, how long the other ranks may take to report theirs
+STACKS_SECONDS = 3.0  # after a time-out, how long they may take to write where they are
 LOG_TAIL_BYTES = 4000
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -168,7 +170,7 @@ class RankPool:
                 if not answers[rank].ok:
                     failed.append(rank)
             if len(failed) == 1:
-                deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
         if failed:
             raise self._failure(failed, answers, world_size)
         if len(answers) < world_size:
@@ -191,14 +193,14 @@ class RankPool:
             error.add_note(f"ranks {ranks} of {world_size} raised:\n{text}{self._log_tail(ranks[0])}")
         missing = [rank for rank in range(world_size) if rank not in answers]
         if missing:
-            error.add_note(f"ranks {missing} had not finished {PATIENCE_SECONDS:.0f} s after the first failure")
+            error.add_note(f"ranks {missing} had not finished {OTHERS_SECONDS:.0f} s after the first failure")
         return error
 
     def _timeout(self, timeout: float, answers: dict[int, Answer], world_size: int) -> RankTimeout:
         missing = [rank for rank in range(world_size) if rank not in answers]
         error = RankTimeout(f"ranks {missing} of {world_size} have not finished after {timeout:g} s")
         stacks = [self._require_folder() / f"rank_{rank}.log.stack" for rank in missing]  # the ranks write them, see _answer
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + STACKS_SECONDS
         while not all(stack.stat().st_size for stack in stacks) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.1)  # from the first line to the last
@@ -264,8 +266,9 @@ def run_ranks(
 @contextlib.contextmanager
 def server_environment() -> Iterator[None]:
     """The fork server takes its environment and its standard streams from its first start."""
-    before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
-    os.environ.update(SERVER_ENVIRONMENT)
+    variables = SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it finds what this process finds
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     # only what is installed: the server skips a module that it cannot find, but a parent of it must exist
     names = [name for name in PRELOAD if importlib.util.find_spec(name.partition(".")[0]) is not None]
     multiprocessing.set_forkserver_preload(names)

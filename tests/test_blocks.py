@@ -189,7 +189,7 @@ def dropped_run(**strategy: Any) -> Part:
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute": "full"},
+        pytest.param({"recompute": "full"}, marks=pytest.mark.full),
         pytest.param({"recompute": "selective"}, marks=pytest.mark.full),
         {"recompute": "selective", "recompute_keep": ["mm", "native_dropout"]},
     ],
@@ -307,6 +307,7 @@ COMPILED: list[dict[str, Any]] = [
     {"layout": "dp2", "recompute": "selective", "recompute_keep": ["mm"]},
     {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
     {"layout": "tp2_pp2", "zero_stage": 3, "recompute": "full"},
+    {"layout": "tp2_pp2", "zero_stage": 1},
     {"layout": "tp2_pp2", "sequence_parallel": False},
     {"layout": "pp2_dp2", "zero_stage": 3, "offload_activations": True},
     {"layout": "dp2", "zero_stage": 2},
@@ -316,7 +317,7 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "options",
-    [{"layout": "tp2_pp2", "zero_stage": 1}, *(pytest.param(options, marks=pytest.mark.full) for options in COMPILED)],
+    [{"layout": "tp2", "zero_stage": 1}, *(pytest.param(options, marks=pytest.mark.full) for options in COMPILED)],
     ids=_name,
 )
 def test_compiled_blocks(options: dict[str, Any]) -> None:

@@ -265,7 +265,7 @@ def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> t
     return losses, part_of(trainer, module)
 
 
-@pytest.mark.parametrize("two_trainers", [False, True], ids=["one trainer", "two trainers"])
+@pytest.mark.parametrize("two_trainers", by_default([False, True], 0), ids=["one trainer", "two trainers"])
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -303,7 +303,7 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "value"), [("value", 1e-3), ("norm", 0.05)])
+@pytest.mark.parametrize(("algorithm", "value"), by_default([("value", 1e-3), ("norm", 0.05)], 0))
 @pytest.mark.parametrize(("layout", "options"), by_default(CLIPPED, 1), ids=str)
 def test_gradients_are_clipped_as_on_one_process(layout: str, options: dict, algorithm: str, value: float) -> None:
     expected, other = alone(clipped, algorithm, value), alone(clipped, algorithm, 100.0)
@@ -398,7 +398,7 @@ def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list
     return getattr(shown, "totals", []), sum(parameter.numel() for parameter in module.parameters()), ""
 
 
-@pytest.mark.parametrize("example", [False, True], ids=["no example", "example"])
+@pytest.mark.parametrize("example", by_default([False, True], 1), ids=["no example", "example"])
 @pytest.mark.parametrize(("layout", "options"), by_default([("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], 0), ids=str)
 def test_a_summary_shows_the_part_of_rank_0(layout: str, options: dict, example: bool) -> None:
     """With an example it calls the model, on all ranks; with a pipeline it does not."""
@@ -441,7 +441,7 @@ def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> 
 @pytest.mark.parametrize(
     ("layout", "options", "tuned"),
     [
-        ("pp2", {"zero_stage": 1}, False),
+        pytest.param("pp2", {"zero_stage": 1}, False, marks=full),
         ("dp2", {"zero_stage": 3}, True),
         pytest.param("pp2", {"zero_stage": 1}, True, marks=full),
         pytest.param("dp2", {"zero_stage": 3}, False, marks=full),

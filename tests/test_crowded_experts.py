@@ -55,7 +55,6 @@ def train_crowded(recipe: Recipe, **strategy: Any) -> parity.Part:
             ("tp4_ep8_dp2", 1, "1F1B"),
             ("tp2_ep2_pp2_dp2", 3, "1F1B"),
         ],
-        0,
         1,
     ),
 )

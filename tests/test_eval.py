@@ -91,7 +91,7 @@ def test_evaluation_equals_one_process(model: str, strategy: dict) -> None:
             torch.testing.assert_close(batch["logits"], logits[rows], rtol=1e-5, atol=1e-6)
 
 
-@every_layout
+@pytest.mark.parametrize("strategy", by_default(LAYOUTS, 1, 6), ids=lambda strategy: "-".join(map(str, strategy.values())))
 def test_prediction_covers_every_row_once(strategy: dict) -> None:
     recipe = Recipe()
     found = run_ranks(predicted_ids, _world_size(strategy), recipe, **strategy)

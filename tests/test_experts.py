@@ -37,7 +37,7 @@ NO_TENSOR_PLAN = ("gpt_oss",)
     [
         ("qwen3_moe", "pp2_dp2", "ZBVZeroBubble"),
         ("deepseek_v3", "tp2_dp2", "1F1B"),
-        ("mixtral", "ep4_dp4", "1F1B"),
+        pytest.param("mixtral", "ep4_dp4", "1F1B", marks=pytest.mark.full),
         ("qwen2_moe", "tp2_ep2", "1F1B"),
         pytest.param("qwen2_moe", "tp4_ep2_pp2", "1F1B", marks=pytest.mark.full),
         pytest.param("deepseek_v3", "tp2_ep4_pp2_dp2", "ZBVZeroBubble", marks=pytest.mark.full),

@@ -94,7 +94,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(
     ("trained", "layout", "schedule", "mode", "model"),
-    by_default(CHOSEN, 0, 3, 4, 7, 9, 11),
+    by_default(CHOSEN, 4, 7, 9),
     ids=lambda word: str(word).replace(" ", "_"),
 )
 def test_parts(trained: str, layout: str, schedule: str, mode: str, model: str) -> None:
@@ -140,13 +140,13 @@ def random_case(seed: int) -> tuple[tuple[str, ...], str, str, str, str]:
     return chosen or (names[-1],), layout, schedule, mode, model
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_random_parts(seed: int) -> None:
     check(*random_case(seed))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(2, 30))
+@pytest.mark.parametrize("seed", range(1, 30))
 def test_more_random_parts(seed: int) -> None:
     check(*random_case(seed))
 

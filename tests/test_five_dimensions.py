@@ -27,7 +27,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "options"), by_default(CASES, 0, 1), ids=str)
+@pytest.mark.parametrize(("model", "layout", "options"), by_default(CASES, 1), ids=str)
 def test_options_change_nothing(model: str, layout: str, options: dict[str, Any]) -> None:
     assert_same_training(model, layout, **options)
 

@@ -186,7 +186,7 @@ def first_loss(prepare: Callable[[nn.Module], None]) -> float:
 
 
 LAYOUTS = [
-    ("pp2_dp2", {"zero_stage": 2, "schedule": "ZBVZeroBubble"}),
+    pytest.param("pp2_dp2", {"zero_stage": 2, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.full),
     ("tp2_dp2", {"zero_stage": 3}),
     pytest.param("tp1", {}, marks=pytest.mark.full),
     pytest.param("tp2_pp2_dp2", {"zero_stage": 1}, marks=pytest.mark.full),

@@ -55,7 +55,7 @@ def results(folder: Path) -> dict[str, Result]:
         "failing": ["run", str(failing)],
         "no_data": ["run", str(no_data)],
     }
-    return dict(zip(lines, run_commands(list(lines.values()), timeout=500), strict=True))
+    return dict(zip(lines, run_commands(list(lines.values()), timeout=500, warm=True), strict=True))
 
 
 def test_prepared_folder_is_trained_in_like_the_composed_run(results: dict[str, Result], folder: Path) -> None:

@@ -75,7 +75,7 @@ def names(values: Any) -> str | None:
     return "all-linear" if values is EVERYWHERE else "queries" if values is QUERIES else None
 
 
-@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 0, 5), ids=names)
+@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 5), ids=names)
 def test_layouts(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model)
 
@@ -120,9 +120,9 @@ def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, m
 @pytest.mark.parametrize(
     ("lora", "layout"),
     [
-        (QUERIES, "tp2_pp2"),
+        pytest.param(QUERIES, "tp2_pp2", marks=pytest.mark.full),
         (QUERIES | {"use_dora": True}, "pp2_dp2"),
-        (QUERIES | {"init_lora_weights": "olora"}, "tp2"),
+        pytest.param(QUERIES | {"init_lora_weights": "olora"}, "tp2", marks=pytest.mark.full),
         (QUERIES | {"lora_bias": True}, "pp2"),
         (QUERIES | {"modules_to_save": ["k_proj", "embed_tokens"], "target_parameters": ["mlp.down_proj.weight"]}, "pp2_dp2"),
     ],
@@ -157,7 +157,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("lora", "layout", "in_memory", "message"), REFUSED)
+@pytest.mark.parametrize(("lora", "layout", "in_memory", "message"), by_default(REFUSED, 0, 1, 4))
 def test_what_is_refused_by_name(lora: dict[str, Any], layout: str, in_memory: bool, message: str) -> None:
     recipe = recipe_of(Cell(), lora, 1, in_memory)
     with pytest.raises(Lightning3DError, match=message):
@@ -223,7 +223,7 @@ def test_dropout_of_adapters_is_the_same_on_all_ranks_that_hold_their_input() ->
     columns = EVERYWHERE | {"target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"]}
     losses = {}
     for layout, ranks, rate in (("tp2", 2, 0.5), ("tp4", 4, 0.5), ("tp2_pp2", 4, 0.5), ("tp2", 2, 0.0)):
-        recipe = recipe_of(Cell(), columns | {"lora_dropout": rate}, steps=4)
+        recipe = recipe_of(Cell(), columns | {"lora_dropout": rate}, steps=2)
         parts = run_ranks(dropout_on_rank, ranks, recipe, layout)
         assert parity.assemble(parts)[1] == 0.0, "replicas drift"
         losses[layout, rate] = torch.tensor(parts[0].losses)
@@ -231,7 +231,7 @@ def test_dropout_of_adapters_is_the_same_on_all_ranks_that_hold_their_input() ->
     assert torch.allclose(losses["tp4", 0.5], first, rtol=1e-5, atol=0)
     assert torch.allclose(losses["tp2_pp2", 0.5], first, rtol=1e-5, atol=0)
     assert not torch.allclose(losses["tp2", 0.0], first, rtol=1e-3, atol=0)
-    everywhere = recipe_of(Cell(), EVERYWHERE | {"lora_dropout": 0.5}, steps=4)
+    everywhere = recipe_of(Cell(), EVERYWHERE | {"lora_dropout": 0.5}, steps=2)
     assert parity.assemble(run_ranks(dropout_on_rank, 2, everywhere, "tp2"))[1] == 0.0
 
 
@@ -320,7 +320,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "layout", "message"), CHANGES, ids=lambda value: str(value)[:16])
+@pytest.mark.parametrize(("change", "layout", "message"), by_default(CHANGES, 0, 2), ids=lambda value: str(value)[:16])
 def test_changes_after_a_fit_are_refused_by_name(change: str, layout: str, message: str) -> None:
     recipe = recipe_of(Cell(), QUERIES, 2, in_memory=True)
     with pytest.raises(Lightning3DError, match=message):

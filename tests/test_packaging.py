@@ -13,6 +13,7 @@ import pytest
 from command_line import REPOSITORY, environment
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from sweeps import by_default
 
 import lightning_3d
 from lightning_3d.config_files import conf_folder
@@ -145,15 +146,17 @@ def losses(output: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+/loss) (\d+\.\d+)", output.splitlines()[-1])}
 
 
-THREE_D = ["+parallelism@trainer.strategy=tp2_pp2", "trainer.devices=4", "trainer.strategy.zero_stage=0"]  # no DeepSpeed to import
+NO_DEEPSPEED = "trainer.strategy.zero_stage=0"  # so that it need not be imported
 QUICK = ["trainer.max_steps=4", "data.split=[256,32,32]", "data.shuffle=false"]
 
 
 @pytest.mark.timeout(900)
-def test_two_lines_train_another_project_in_three_dimensions(installed: Path, template: Path) -> None:
+@pytest.mark.parametrize(("layout", "devices"), by_default([("pp2", 2), ("tp2_pp2", 4)], 0))
+def test_two_lines_train_another_project_in_other_dimensions(layout: str, devices: int, installed: Path, template: Path) -> None:
     """And the losses are those of the project as it was."""
     train = [str(installed / "python"), "src/train.py", *QUICK]
-    one, three = outside(train, template), outside([*train, *THREE_D], template)
+    two_lines = [f"+parallelism@trainer.strategy={layout}", f"trainer.devices={devices}", NO_DEEPSPEED]
+    one, three = outside(train, template), outside([*train, *two_lines], template)
     assert (one.returncode, three.returncode) == (0, 0), one.stderr + three.stderr
     assert losses(one.stdout).keys() == {"train/loss", "val/loss"}
     assert losses(three.stdout) == pytest.approx(losses(one.stdout), rel=1e-5)

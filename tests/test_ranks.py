@@ -120,7 +120,9 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
             f"""
             import sys
             sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from ranks import POOL, run_ranks
+            import ranks
+            ranks.PRELOAD = ("torch",)
+            from ranks import run_ranks
             from test_ranks import all_ranks_sum, hangs_on
             if __name__ == "__main__":
                 print(*[result[1] for result in run_ranks(all_ranks_sum, 2, 1.0)], flush=True)

@@ -1,7 +1,7 @@
 """Bad input ends with exit code 2 and one message, before anything is started, and leaves nothing behind.
 
-Every case is a command line; all run in two processes (see command_line.py): what the configuration alone shows, where
-torch must not be imported, and what data or model show, where ranks are started.
+Every case is a command line; they run in a few processes (see command_line.py): what the configuration alone shows, where
+torch must not be imported, and what data or model show, where ranks are started, from a process that has torch already.
 """
 
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -144,7 +145,10 @@ def from_configuration() -> dict[str, Result]:
     lines = [
         ["train", *overrides] if name != "command" else ["trian"] for name, (overrides, _) in CONFIGURATION.items()
     ]
-    return dict(zip(CONFIGURATION, run_commands(lines), strict=True))
+    half = len(lines) // 2
+    with ThreadPoolExecutor(2) as pool:  # on two cores
+        first, second = pool.map(run_commands, (lines[:half], lines[half:]))
+    return dict(zip(CONFIGURATION, first + second, strict=True))
 
 
 def assert_refused(result: Result, says: list[str]) -> None:
@@ -212,7 +216,7 @@ def slurm_rank(rank: int, world_size: int) -> dict[str, str]:
     return {name: str(number) for name, number in numbers.items()} | {"SLURM_JOB_NAME": "train"}
 
 
-@pytest.mark.parametrize("launcher", [torchrun_rank, slurm_rank])
+@pytest.mark.parametrize("launcher", [torchrun_rank, pytest.param(slurm_rank, marks=pytest.mark.full)])
 def test_f01_world_size(launcher, tmp_path: Path) -> None:
     ended = run_outside(tmp_path, ["parallelism=tp2_pp2"], [launcher(rank, 3) for rank in range(3)])
     assert [code for code, _ in ended] == [2, 2, 2]
@@ -224,6 +228,7 @@ def test_f01_world_size(launcher, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_world_size_is_looked_at_first(tmp_path: Path) -> None:
     """A command line with two mistakes: the number of ranks comes before the number of heads."""
     ended = run_outside(tmp_path, ["parallelism=tp3"], [torchrun_rank(rank, 2) for rank in range(2)])
@@ -321,7 +326,7 @@ def from_ranks(token_files: Path) -> dict[str, Result]:
     for overrides, _ in STARTED.values():
         # Overrides of a case come last, so that they win.
         lines.append(["train", *SHARED, *(override.replace("{}", str(token_files)) for override in overrides)])
-    return dict(zip(STARTED, run_commands(lines, timeout=400), strict=True))
+    return dict(zip(STARTED, run_commands(lines, timeout=400, warm=True), strict=True))
 
 
 @pytest.mark.timeout(600)

@@ -23,7 +23,7 @@ LAYOUTS = [
     {"layout": "pp2_dp2", "zero_stage": 2, "zero_reduce": "micro_batch"},
     {"layout": "pp2_dp2", "zero_stage": 3, "zero_gather": "micro_batch"},
 ]
-some_layouts = pytest.mark.parametrize("strategy", by_default(LAYOUTS, 1, 3, 6), ids=lambda strategy: "-".join(map(str, strategy.values())))
+some_layouts = pytest.mark.parametrize("strategy", by_default(LAYOUTS, 1, 6), ids=lambda strategy: "-".join(map(str, strategy.values())))
 
 
 class Batches(Dataset):
@@ -91,7 +91,7 @@ def test_lengths_differ_from_step_to_step_and_between_data_ranks(strategy: dict)
 
 @pytest.mark.parametrize(
     ("strategy", "extra"),
-    by_default([(strategy, extra) for strategy in LAYOUTS for extra in (1, 5, 10)], 0, 2, 4, 7, 9, 14, 17, 18),
+    by_default([(strategy, extra) for strategy in LAYOUTS for extra in (1, 5, 10)], 0, 4, 7, 14, 18),
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_a_short_last_batch_counts_each_row_once(strategy: dict, extra: int) -> None:
@@ -129,7 +129,7 @@ def train_own_loss(recipe: Recipe, rows: models.Batch, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(rows), OwnLoss(recipe), **strategy)
 
 
-@pytest.mark.parametrize("strategy", [{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], ids=["tp2_pp2", "pp2"])
+@pytest.mark.parametrize("strategy", by_default([{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], 0), ids=["tp2_pp2", "pp2"])
 def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
     """Without data parallelism the micro-batches are the reference's; 13 rows become 13 micro-batches of one."""
     recipe = Recipe(steps=4)

@@ -153,7 +153,7 @@ def test_optuna_is_told_the_results_and_goes_on_after_invalid_trials(tmp_path: P
     options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra/sweeper/sampler=random"]
     options.append("hydra.sweeper.sampler.seed=1")  # draws tp3, dp1, tp1
     line = ["train", "-m", *QUICK[1:], *options, "parallelism=dp1,tp3,tp1", "cluster=local_cpu", f"hydra.sweep.dir={tmp_path / 's'}"]
-    (done,) = run_commands([line], timeout=500)
+    (done,) = run_commands([line], timeout=500, warm=True)
     assert done.code == 0, done.output
     with (tmp_path / "s" / "sweep.csv").open() as file:
         rows = {row["parallelism"]: row for row in csv.DictReader(file)}

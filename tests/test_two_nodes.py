@@ -1,20 +1,22 @@
 """torchrun on two nodes: two network namespaces of this machine, joined by a cable, that see one disk."""
 
 import csv
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import environment
+from command_line import environment, run_commands
+from sweeps import by_default
 from test_cli import QUICK
 
-LAYOUT = ["parallelism=tp2_dp2", "parallelism.micro_batch_size=2", "cluster=local_cpu", *QUICK[2:]]
+FOUR = "tp2_dp2"
 PORT = 29500
 
 
@@ -66,9 +68,13 @@ def nodes() -> Iterator[list[Node]]:
             subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
 
 
-def launch(nodes: list[Node], folder: Path, *overrides: str, restarts: int = 0) -> list[tuple[int, str]]:
+def run_of(layout: str) -> list[str]:
+    return [f"parallelism={layout}", "parallelism.micro_batch_size=2", "cluster=local_cpu", *QUICK[2:], "trainer.max_steps=4"]
+
+
+def launch(nodes: list[Node], folder: Path, *overrides: str, layout: str = FOUR, restarts: int = 0) -> list[tuple[int, str]]:
     """(exit code, output) of `lightning-3d launch torchrun` on each node."""
-    command = [sys.executable, "-m", "lightning_3d", "launch", "torchrun", *LAYOUT, "cluster.nodes=2", *overrides]
+    command = [sys.executable, "-m", "lightning_3d", "launch", "torchrun", *run_of(layout), "cluster.nodes=2", *overrides]
     options = [f"launch.endpoint={nodes[0].address}:{PORT}", f"launch.restarts={restarts}"]
     processes = [node.start([*command, *options, f"launch.address={node.address}"], folder) for node in nodes]
     try:
@@ -91,23 +97,31 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
     """Losses of the same layout, whose ranks this machine starts."""
-    folder = tmp_path_factory.mktemp("one")
-    command = [sys.executable, "-m", "lightning_3d", "train", *LAYOUT, "trainer.max_steps=4"]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True, timeout=300)
-    return losses(folder)
+
+    @functools.cache
+    def run(layout: str) -> list[float]:
+        folder = tmp_path_factory.mktemp("one")
+        [done] = run_commands([["train", *run_of(layout), f"hydra.run.dir={folder}/outputs/one/run"]], timeout=300, warm=True)
+        assert done.code == 0, done.output
+        return losses(folder)
+
+    return run
 
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_two_nodes_train_as_one(nodes: list[Node], tmp_path: Path, on_one_node: list[float]) -> None:
-    results = launch(nodes, tmp_path, "trainer.max_steps=4")
+@pytest.mark.parametrize(("layout", "ranks"), by_default([("dp2", 2), (FOUR, 4)], 0))
+def test_two_nodes_train_as_one(
+    layout: str, ranks: int, nodes: list[Node], tmp_path: Path, on_one_node: Callable[[str], list[float]]
+) -> None:
+    results = launch(nodes, tmp_path, layout=layout)
     assert [code for code, _ in results] == [0, 0], results
-    assert losses(tmp_path) == pytest.approx(on_one_node, rel=1e-6)
+    assert losses(tmp_path) == pytest.approx(on_one_node(layout), rel=1e-6)
     told = "".join(output for _, output in results)
-    assert told.count("run folder: ") == 1 and told.count("4 ranks on CPU") == 1
+    assert told.count("run folder: ") == 1 and told.count(f"{ranks} ranks on CPU") == 1
 
 
 FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=3", "+callbacks.faulty.step=2"]
@@ -117,7 +131,7 @@ FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.ran
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_rank_that_fails_ends_both_nodes(nodes: list[Node], tmp_path: Path, how: str) -> None:
     started = time.monotonic()
-    results = launch(nodes, tmp_path, "trainer.max_steps=4", *FAULTY, f"+callbacks.faulty.how={how}")
+    results = launch(nodes, tmp_path, *FAULTY, f"+callbacks.faulty.how={how}")
     assert all(code == 1 for code, _ in results), results
     assert time.monotonic() - started < 300, "FailAtStep hangs for ten minutes"
     told = "".join(output for _, output in results)
@@ -128,12 +142,14 @@ def test_rank_that_fails_ends_both_nodes(nodes: list[Node], tmp_path: Path, how:
 
 @pytest.mark.full
 @pytest.mark.parametrize("every", [1, 4])
-def test_restart_goes_on_in_the_same_folder(nodes: list[Node], tmp_path: Path, on_one_node: list[float], every: int) -> None:
+def test_restart_goes_on_in_the_same_folder(
+    nodes: list[Node], tmp_path: Path, on_one_node: Callable[[str], list[float]], every: int
+) -> None:
     """From the newest checkpoint; from the beginning where there is none."""
-    saving = [f"trainer.checkpoint_every_n_steps={every}", "trainer.max_steps=4", "+callbacks.faulty.once=true"]
+    saving = [f"trainer.checkpoint_every_n_steps={every}", "+callbacks.faulty.once=true"]
     results = launch(nodes, tmp_path, *FAULTY, *saving, restarts=1)
     assert [code for code, _ in results] == [0, 0], results
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
-    assert losses(tmp_path) == pytest.approx(on_one_node, rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(on_one_node(FOUR), rel=1e-5)
     told = "".join(output for _, output in results)
     assert told.count("goes on from ") == (every == 1), told

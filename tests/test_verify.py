@@ -9,12 +9,15 @@ import pytest
 import torch
 import yaml
 from command_line import REPOSITORY, run_commands
+from starts import in_fresh_process
+from sweeps import by_default
 
 import lightning_3d
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
+from lightning_3d.verification import Difference
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -99,16 +102,21 @@ def own_batches(steps: int = 2) -> list[dict[str, torch.Tensor]]:
     return [models.plain_data(8, models.PlainModel.vocabulary, generator) for _ in range(steps)]
 
 
-def test_own_module() -> None:
+def verified(slip: float, strategy: dict[str, Any]) -> Difference:
+    return lightning_3d.verify(Own(slip), strategy, own_batches())
+
+
+@pytest.mark.parametrize("warm", by_default([True, False], 0), ids=["forked", "fresh interpreters"])
+def test_own_module(warm: bool) -> None:
     strategy = {"layout": "tp2_pp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}
-    found = lightning_3d.verify(Own(), strategy, own_batches())
+    found = in_fresh_process(verified, 0.0, strategy) if warm else verified(0.0, strategy)
     assert found.same, found
     assert found.weight > 0 and len(found.losses) == 2
 
 
 def test_what_differs_is_found() -> None:
     strategy = {"layout": "dp2", "micro_batch_size": 2}
-    found = lightning_3d.verify(Own(slip=0.01), strategy, own_batches())
+    found = in_fresh_process(verified, 0.01, strategy)
     assert not found.same
     assert 1e-3 < found.loss < 1e-2, "half of the rows weigh one percent more"
     assert "allowed" in str(found)
@@ -124,7 +132,7 @@ LINES = {
 
 
 def test_command_lines(tmp_path: Path) -> None:
-    quick = ["help", "steps", "option", "layout", "small"]
+    quick = ["help", "steps", "option", "layout"]
     results = dict(zip(quick, run_commands([LINES[name] for name in quick]), strict=True))
     assert results["help"].code == 0 and "--steps N" in results["help"].output
     for name, words in (("steps", "--steps 0"), ("option", "--json is no option of verify"), ("layout", "Tensor parallelism deals")):
@@ -132,7 +140,7 @@ def test_command_lines(tmp_path: Path) -> None:
         assert (result.code, result.torch, result.left) == (2, False, []), result.output
         assert result.output.startswith("lightning_3d: ") and words in result.output
         assert result.output.count("\n") == 1
-    small = results["small"]
+    [small] = run_commands([LINES["small"]], warm=True)
     assert small.code == 0, small.output
     assert "this layout computes the same thing: tp2_dp2" in small.output
     assert small.left == []

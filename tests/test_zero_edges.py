@@ -259,7 +259,7 @@ def fail_and_go_on(mode: str, ranks: int, same_trainer: bool) -> Tensor:
     return weights_of(module)
 
 
-@pytest.mark.parametrize("mode", ["3", "3 step"])
+@pytest.mark.parametrize("mode", by_default(["3", "3 step"], 0))
 def test_a_fit_after_one_that_failed(mode: str) -> None:
     with pytest.raises(ConfigError, match="its weights were dealt to several ranks"):
         run_ranks(fail_and_go_on, 2, mode, 2, False)

@@ -31,11 +31,11 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 PAIRED = {  # by default, with these schedules; the others differ in what test_zero.py sees
-    "zero2 eager": ("1F1B", "InterleavedZeroBubble", "DualPipeV"),
-    "zero3": ("GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"),
-    "zero3 by block, eager": ("1F1B", "LoopedBFS"),
+    "zero2 eager": ("InterleavedZeroBubble", "DualPipeV"),
+    "zero3": ("GPipe", "ZBVZeroBubble"),
+    "zero3 by block, eager": ("LoopedBFS",),
 }
-LARGE = [("tp2_pp2_dp2", "1F1B", "zero3 by block, eager"), ("pp4_dp2", "1F1B", "zero3"), ("tp2_dp4", "1F1B", "zero2 eager")]
+LARGE = [("tp2_pp2_dp2", "1F1B", "zero3 by block, eager"), ("pp4_dp2", "1F1B", "zero3")]
 Factors = tuple[str, str, str]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import environment
 from ranks import run_ranks
 from torch import nn
 
@@ -101,7 +102,32 @@ def test_deepspeed_is_silent_and_imports_no_compiler(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     root = str(Path(__file__).parents[1])
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     command = [sys.executable, "-W", "default::FutureWarning", str(script), str(tmp_path / "store")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+PRELOADED = """
+    import os, sys
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from lightning_3d.launch import can_fork
+    from lightning_3d.training.run import preload
+
+    preload({"model": {"config": {"model_type": "llama"}}, "parallelism": {"zero_stage": 1}, "cluster": {"accelerator": "cpu"}})
+    before = set(sys.modules)
+    assert can_fork()
+    sys.argv = ["script", "STORE"]
+"""
+
+
+@pytest.mark.full
+def test_what_a_first_engine_imports_is_there_before_ranks_are_forked(tmp_path: Path) -> None:
+    """The import leaves no thread behind, which would forbid the fork, and the engine of a rank adds nothing of DeepSpeed to it."""
+    lines = textwrap.dedent(SCRIPT).splitlines()
+    engine = "\n".join(line for line in lines if "not in sys.modules" not in line and "DS_ACCELERATOR" not in line)
+    after = 'new = [name for name in set(sys.modules) - before if name.startswith("deepspeed")]\nassert not new, new\n'
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PRELOADED).replace("STORE", str(tmp_path / "store")) + engine + "\n" + after)
+    done = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 
+from lightning_3d.deepspeed_compat import import_deepspeed
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.launch import outside_rank
 from lightning_3d.precision import PRECISIONS
@@ -125,13 +127,16 @@ def preload(config: Mapping[str, Any]) -> None:
     quiet()
     model_type = config["model"]["config"]["model_type"]
     names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
-    if config["parallelism"]["zero_stage"] > 0:
-        names.append("deepspeed")
+    sharded = config["parallelism"]["zero_stage"] > 0
+    if sharded:
+        names += ["deepspeed", "lightning_3d.zero.deepspeed"]
     for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:  # the rank that needs it says so
             logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
+    if sharded and "deepspeed" in sys.modules and config["cluster"]["accelerator"] == "cpu":
+        import_deepspeed(torch.device("cpu"))  # with what its first engine imports
 
 
 def quiet() -> None:
