@@ -63,8 +63,7 @@ def same_run(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, entry in entries.items():
         left_open = {"name": f"{folder.parent.name}/{folder.name}", "id": None if entry.get("version") else run_id}
         known = {key: value for key, value in left_open.items() if value is not None and not entry.get(key)}
-        known["tags"] = list(dict.fromkeys([*(entry.get("tags") or ()), *filter(None, tags)]))
-        loggers[name] = {**entry, **known}
+        loggers[name] = {**entry, **known, "tags": list(dict.fromkeys([*(entry.get("tags") or ()), *filter(None, tags)]))}
     return loggers
 
 

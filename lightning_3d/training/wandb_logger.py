@@ -42,7 +42,7 @@ def _or_without(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Lightning's logger, whose arguments it takes.
+    """Lightning's logger, whose arguments it takes, by name.
 
     Only rank 0 has a run. Its tags are the layout's, beside those given. Numbers of `MetricsCSV` are drawn over the tokens seen. When
     Weights & Biases fails during training, that is said once and the training goes on without it.
@@ -51,10 +51,10 @@ class WandbLogger(loggers.WandbLogger):
         ConfigError: wandb is not installed, or has no API key and the run is not offline; when the run begins: it does not answer.
     """
 
-    def __init__(self, *args: Any, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        if rank_zero_only.rank == 0:
+    def __init__(self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if getattr(rank_zero_only, "rank", 0) == 0:
             check_access(offline, "WandbLogger(offline=True)")
-        super().__init__(*args, offline=offline, **kwargs)
+        super().__init__(offline=offline, **kwargs)
         self.lost = False
         self._settings = dict(settings or {})
         self._drawn_over_tokens: set[str] = set()
