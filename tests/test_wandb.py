@@ -18,6 +18,7 @@ from wandb_file import WandbRun, files_of, read
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.callbacks import COLUMNS
+from lightning_3d.training.record import same_run
 from lightning_3d.utilization import full_speed
 from lightning_3d.wandb_access import check_access
 
@@ -98,6 +99,20 @@ def test_a_run_that_goes_on_is_the_same_run(results: dict[str, Result], folder: 
     seen = {row["step"]: row["tokens_seen"] for row in rows_of(folder / "eight")}
     assert {row["step"]: row["tokens_seen"] for row in rows_of(folder / "resumed")} == {step: seen[step] for step in ("3", "4")}
     assert f"{first.id} (offline)" in (folder / "eight" / "report.html").read_text()
+
+
+def test_which_run_a_job_goes_on_with(results: dict[str, Result], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of its folder, else that of its checkpoint; but a job of a sweep is a run of its own."""
+    config = yaml.safe_load((folder / "resumed" / "config.yaml").read_text()) | {"run_folder": str(tmp_path)}
+    first = only_run(folder / "eight").id
+    assert same_run(config)["wandb"]["id"] == first
+    (tmp_path / "wandb_run.json").write_text('{"id": "mine"}')
+    assert same_run(config)["wandb"]["id"] == "mine"
+    (tmp_path / "wandb_run.json").unlink()
+    monkeypatch.setenv("LIGHTNING_3D_SWEEP", "a/b")
+    assert same_run(config)["wandb"]["id"] is None
+    config["logger"]["wandb"]["id"] = "given"
+    assert same_run(config)["wandb"]["id"] == "given"
 
 
 # Refusals
