@@ -55,6 +55,8 @@ class WandbLogger(loggers.WandbLogger):
         if getattr(rank_zero_only, "rank", 0) == 0:
             check_access(offline, "WandbLogger(offline=True)")
         super().__init__(offline=offline, **kwargs)
+        if self._wandb_init["anonymous"] is None:
+            del self._wandb_init["anonymous"]  # wandb warns of it
         self.lost = False
         self._settings = dict(settings or {})
         self._drawn_over_tokens: set[str] = set()
@@ -75,6 +77,12 @@ class WandbLogger(loggers.WandbLogger):
                     " written to the disk, for `wandb sync`."
                 ) from error
             rank_zero_warn(f"Weights & Biases cannot go on with run {self._id}, which is written to the disk instead: {_reason(error)}")
+        return self._begin_offline()
+
+    def _begin_offline(self) -> Any:
+        import wandb
+
+        wandb.teardown(exit_code=1)  # its service still has the run that did not begin
         self._wandb_init["mode"] = "offline"
         return super().experiment
 
