@@ -31,7 +31,8 @@ class RunRecord(pl.Callback):
             logger.log_hyperparams(dict(self._config))
             if trainer.is_global_zero:
                 run = logger.experiment
-                told = {"id": run.id, "name": run.name, "group": run.group, "project": run.project, "url": run.url}
+                told = {"id": run.id, "name": run.name, "group": run.group, "project": run.project}
+                told["url"] = None if run.offline else run.url
                 (Path(self._config["run_folder"]) / WANDB_FILE).write_text(json.dumps(told) + "\n", encoding="utf-8")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
