@@ -209,6 +209,7 @@ print(len(said), logger.lost)
 """
 
 
+@pytest.mark.full
 def test_a_service_that_is_killed_ends_no_training(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOST, str(tmp_path)], cwd=tmp_path, env=quietly(), capture_output=True, text=True, timeout=200, check=False
@@ -270,8 +271,8 @@ def test_one_run_of_a_script(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_run_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
-    """SIGKILL to rank 0, SIGTERM to the whole run: wandb's service ends, and what it wrote can be read: of a run that was killed all but the
-    last of its blocks of 32 KiB."""
+    """SIGKILL to rank 0, SIGTERM to the whole run: wandb's service ends, and what it wrote can be read; of a run that was killed the last
+    block of 32 KiB is missing."""
     line = [*OFFLINE, *SMALL, "parallelism=dp2", "trainer.max_steps=20000", f"hydra.run.dir={tmp_path}/run"]
     command = [sys.executable, "-m", "lightning_3d", "train", *line]
     with (tmp_path / "log").open("wb") as log:
