@@ -230,6 +230,22 @@ def test_a_sweep_of_three_jobs_is_three_runs_in_one_group(tmp_path: Path) -> Non
     assert {run.config["optimizer"]["lr"] for run in runs} == {1e-3, 1e-4, 1e-5}
 
 
+@pytest.mark.full
+def test_a_job_that_torchrun_started_goes_on_with_its_run_when_it_is_started_again(tmp_path: Path) -> None:
+    line = [*OFFLINE, *SMALL, "trainer.auto_resume=true", f"hydra.run.dir={tmp_path}/run"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(REPOSITORY / "train.py")]
+    done = subprocess.run(
+        [*torchrun, *line, "parallelism=dp2"], cwd=tmp_path, env=quietly(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (again,) = run_commands([["train", *line, "parallelism=tp1", "trainer.max_steps=4"]], timeout=300)
+    assert again.code == 0, again.output
+    first, second = (read(file) for file in files_of(tmp_path))
+    assert first.id == second.id
+    assert [max(row.get("trainer/global_step", 0) for row in run.history) for run in (first, second)] == [2, 4]
+    assert logged(second, 4)["step/tokens_seen"] == 2 * logged(first, 2)["step/tokens_seen"]
+
+
 SCRIPT = """
 import sys
 from lightning.pytorch import Callback, Trainer
