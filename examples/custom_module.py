@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_3d import Lightning3DStrategy
+from lightning_3d import Layout, Lightning3DStrategy
 
 PLAN = {
     "tp": {"blocks.*.up": "colwise", "blocks.*.gate": "colwise", "blocks.*.down": "rowwise"},
@@ -82,7 +82,7 @@ def clusters(rows: int = 512) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     centres = torch.randn(5, 16, generator=generator)
     target = torch.randint(5, (rows,), generator=generator)
-    return TensorDataset(centres[target] + 0.5 * torch.randn(rows, 16, generator=generator), target)
+    return TensorDataset(centres[target] + torch.randn(rows, 16, generator=generator), target)
 
 
 def main() -> None:
@@ -103,10 +103,11 @@ def main() -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Module(), DataLoader(clusters(), batch_size=32, shuffle=True))
+    replicas = Layout.parse(options.layout).dp  # which share a batch
+    trainer.fit(Module(), DataLoader(clusters(), batch_size=64 // replicas, shuffle=True))
     if trainer.is_global_zero:
         numbers = trainer.callback_metrics
-        print(f"loss after {trainer.global_step} steps: {numbers['train_loss']:.3f}, accuracy {numbers['accuracy']:.2f}")
+        print(f"loss after {trainer.global_step} steps: {numbers['train_loss']:.4f}, accuracy {numbers['accuracy']:.2f}")
 
 
 if __name__ == "__main__":
