@@ -63,7 +63,7 @@ class Module(LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = Classifier(features=16, classes=5)
+            self.model = Classifier(features=16, classes=10)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
@@ -78,10 +78,10 @@ class Module(LightningModule):
 
 
 def clusters(rows: int = 512) -> TensorDataset:
-    """Points around five centres."""
+    """Points around ten centres."""
     generator = torch.Generator().manual_seed(1)
-    centres = torch.randn(5, 16, generator=generator)
-    target = torch.randint(5, (rows,), generator=generator)
+    centres = torch.randn(10, 16, generator=generator)
+    target = torch.randint(10, (rows,), generator=generator)
     return TensorDataset(centres[target] + torch.randn(rows, 16, generator=generator), target)
 
 
