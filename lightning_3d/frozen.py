@@ -74,7 +74,7 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
     def take(earlier: Path | None) -> RunFolder:
         return RunFolder.take(folder, config, lambda: _take(folder, path), earlier)
 
-    place = find_place(outside, take)
+    place = find_place(outside, config.get("logger"), take)
     if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return run_job(config, plan, outside, place)

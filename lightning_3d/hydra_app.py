@@ -164,7 +164,7 @@ class BeforeRun(Callback):
             plain |= {"model": dict(run_plan.model), "seed": config.seed}
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
-        self.place = find_place(self.outside, take)
+        self.place = find_place(self.outside, config.logger, take)
         with read_write(config), open_dict(config):
             config.hydra.run.dir = str(self.place.path)
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
@@ -218,7 +218,7 @@ class TrainJob:
                 print_once(plan.describe(), self.outside)
                 return 0
             path = Path(HydraConfig.get().runtime.output_dir)
-            place = self.place or find_place(self.outside, lambda earlier: RunFolder.claim(path, numbered=False))
+            place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False))
             content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)

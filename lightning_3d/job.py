@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_3d.failures import FailureReporter, LocalBoard, StoreBoard, conne
 from lightning_3d.launch import OutsideRank, can_fork, cores, launch, set_master_address
 from lightning_3d.run_folder import LOGS, RunFolder
 from lightning_3d.run_status import RunStatus
+from lightning_3d.wandb_access import require_access
 
 
 def refuse(error: Lightning3DError, outside: OutsideRank | None = None) -> int:
@@ -54,13 +55,15 @@ class Place:
     reporter: FailureReporter | None = None
 
 
-def find_place(outside: OutsideRank | None, take: Callable[[Path | None], RunFolder]) -> Place:
-    """Take the run folder. Rank 0 does so and tells the others, whose clocks would have named another.
+def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder]) -> Place:
+    """Take the run folder. Rank 0 does so and tells the others, whose clocks would have named another. It is rank 0 that logs, too.
 
     Args:
+        loggers: the group `logger`.
         take: gets the folder of the try before this one, where torchrun has started the ranks again.
     """
     if outside is None:
+        require_access(loggers)
         folder = take(None)
         return Place(folder.path, folder.resume, folder)
     set_master_address(outside)
@@ -71,6 +74,7 @@ def find_place(outside: OutsideRank | None, take: Callable[[Path | None], RunFol
     if outside.rank == 0:
         before = json.loads(board.told_before("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
+            require_access(loggers)
             taken = take(Path(before["folder"]) if "folder" in before else None)
             told = {"folder": str(taken.path), "resume": taken.resume}
         except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from lightning_3d.run_status import RunStatus, read_status
 
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
+WANDB_FILE = "wandb_run.json"
+"""What the run is called at Weights & Biases: id, name, group, project, url."""
 SAME = ("model", "data", "optimizer", "seed")
 """What tries of one run share. Layout, machines and length may change: checkpoints belong to the model."""
 
@@ -197,6 +200,15 @@ def _at_urls(path: Path) -> list[RemotePath]:
     except (OSError, yaml.YAMLError, AttributeError):
         return []
     return [folder for folder in map(place, filter(None, named)) if isinstance(folder, RemotePath)]
+
+
+def read_wandb_file(path: Path) -> dict[str, str | None]:
+    """What the run in a folder is called at Weights & Biases; nothing where it is not there."""
+    try:
+        told = json.loads((path / WANDB_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _hold(path: Path) -> None:

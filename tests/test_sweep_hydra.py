@@ -111,6 +111,7 @@ from hydra.core.hydra_config import HydraConfig
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config):
     print(config, HydraConfig.get().runtime.output_dir == os.path.dirname(os.path.realpath("/proc/self/fd/1")))
+    print("group", os.environ["WANDB_RUN_GROUP"])
     if config.x == 2:
         raise ValueError("x is two")
 
@@ -129,7 +130,8 @@ def test_other_apps_run_their_own_function_in_fresh_processes(tmp_path: Path) ->
     with (tmp_path / "s" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["x"], row["status"]) for row in rows] == [("1", "finished"), ("2", "failed")]
-    assert (Path(rows[0]["folder"]) / "job.log").read_text() == "{'x': 1, 'y': 1, 'text': 'a b, c', 'number': 0} True\n"
+    said = (Path(rows[0]["folder"]) / "job.log").read_text().splitlines()
+    assert said == ["{'x': 1, 'y': 1, 'text': 'a b, c', 'number': 0} True", f"group {tmp_path.name}/s"]
     assert yaml.safe_load((Path(rows[1]["folder"]) / ".hydra" / "overrides.yaml").read_text()) == ["x=2", "text='a b, c'"]
     again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert "job 0 finished before" in again.stdout and "[1/1] job 1" in again.stdout

@@ -16,6 +16,7 @@ from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.metrics_file import column, read_rows
 from lightning_3d.report.page import show_bytes, show_count, show_percent, show_seconds, write_page
+from lightning_3d.run_folder import read_wandb_file
 from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED, RUNNING, read_status
 from lightning_3d.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.tracing.trace import (
@@ -189,6 +190,8 @@ class _RunPage:
             if self.status.seconds is not None:
                 facts.append(("took", show_seconds(self.status.seconds)))
             facts.append(("on", self.status.host))
+        if run := read_wandb_file(self.folder):
+            facts.append(("Weights & Biases", run.get("url") or f"{run.get('id')} (offline)"))
         return facts
 
     def _failure(self, status: str) -> str:
@@ -204,11 +207,13 @@ class _RunPage:
         rows = self.rows
         loss, validation = column(rows, "loss"), column(rows, "val_loss")
         speed, length = (column(rows[1:] or rows, name) for name in ("tokens_per_second", "step_seconds"))
+        shares = column(rows[1:] or rows, "mfu")
+        mfu = f", MFU {show_percent(statistics.median(shares))}" if shares else ""
         tokens = sum(column(rows, "tokens"))
         count = f"{len(rows):,} steps, {show_count(tokens)} tokens"
         tiles = [
             ("loss", "Loss", f"{loss[-1]:.4f}" if loss else "–", f"validation {validation[-1]:.4f}" if validation else "no validation"),
-            ("speed", "Tokens/s", show_count(statistics.median(speed)) if speed else "–", "median"),
+            ("speed", "Tokens/s", show_count(statistics.median(speed)) if speed else "–", f"median{mfu}"),
             ("step", "Step", show_seconds(statistics.median(length)) if length else "–", count),
         ]
         timeline, trace = self._timeline(), self.trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lightning_3d.errors import Lightning3DError
 from lightning_3d.hydra_errors import explain, is_composition_error
 from lightning_3d.run_folder import CONFIG_FILE
 from lightning_3d.sweep.jobs import Checked, Entry, Job, Skipped
+from lightning_3d.wandb_access import SWEEP_VARIABLE
 
 Check = Callable[[DictConfig], RunPlan]
 """What a composed configuration would be as a run; raises Lightning3DError for one that cannot run."""
@@ -89,6 +91,10 @@ def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: 
         command = (*run, *_own_command(config, folder))
     chdir = folder if config.hydra.job.chdir else None
     environment = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
+    sweep = Path(str(config.hydra.sweep.dir)).absolute()
+    environment[SWEEP_VARIABLE] = f"{sweep.parent.name}/{sweep.name}"
+    if "WANDB_RUN_GROUP" not in os.environ:
+        environment.setdefault("WANDB_RUN_GROUP", environment[SWEEP_VARIABLE])
     return Job(number, overrides, folder, frozen, command, ranks, environment, chdir, _hydra_files(config))
 
 

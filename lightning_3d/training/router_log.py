@@ -16,7 +16,7 @@ COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 
 
 class RouterLog(Callback):
-    """Writes one row for each router, and hands load and losses to the loggers. Nothing for a dense model, not even a file.
+    """Writes one row for each router. Nothing for a dense model, not even a file. Loggers get load and losses from `MetricsCSV`.
 
     A resumed run goes on in the same file: rows of steps that it repeats are removed first.
 
@@ -42,15 +42,10 @@ class RouterLog(Callback):
             return
         if not self._started:
             self._begin(trainer.global_step - 1)
-        loads = routers.max_over_mean
         with self._path.open("a", newline="") as file:
-            rows = zip(routers.layers, loads, routers.dropped, routers.tokens, strict=True)
+            rows = zip(routers.layers, routers.max_over_mean, routers.dropped, routers.tokens, strict=True)
             for layer, load, dropped, tokens in rows:
                 csv.writer(file).writerow([trainer.global_step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
-        numbers = {"router/aux_loss": routers.aux_loss, "router/z_loss": routers.z_loss}
-        numbers |= {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, loads, strict=True)}
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.global_step)
 
     def _begin(self, last_step: int) -> None:
         """A file with what is kept of an earlier one."""

@@ -23,6 +23,8 @@ from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.record import RunRecord, same_run
+from lightning_3d.training.wandb_logger import WandbLogger
+from lightning_3d.utilization import full_speed
 
 
 def train(config: dict[str, Any]) -> None:
@@ -44,7 +46,14 @@ def train(config: dict[str, Any]) -> None:
     module = CausalLM(config["model"], config["optimizer"])
     data = make_data(config)
     trainer = make_trainer(config)
-    trainer.fit(module, datamodule=data, ckpt_path=config["trainer"]["resume"])
+    exit_code = 1
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=config["trainer"]["resume"])
+        exit_code = 0
+    finally:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.close(exit_code)
 
 
 def make_data(config: Mapping[str, Any]) -> LightningDataModule:
@@ -66,8 +75,8 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
 def make_trainer(config: Mapping[str, Any]) -> Trainer:
     """Lightning's Trainer for the ranks that are running already."""
     options = config["trainer"]
-    callbacks: list[Callback] = make_objects("callbacks", config["callbacks"])
-    loggers: list[Logger] = make_objects("logger", same_run(config["logger"], options["resume"]))
+    callbacks: list[Callback] = make_objects("callbacks", with_full_speed(config))
+    loggers: list[Logger] = make_objects("logger", same_run(config))
     place = outside_rank()  # ranks that this package started have torchrun's variables too
     local_size = place.local_world_size if place is not None else 1
     arguments = {
@@ -96,6 +105,15 @@ def make_trainer(config: Mapping[str, Any]) -> Trainer:
         return Trainer(**{**arguments, **options["extra"]})
     except TypeError as error:
         raise ConfigError(f"trainer.extra holds something that Lightning's Trainer does not take: {error}.") from error
+
+
+def with_full_speed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The group `callbacks`, in which `MetricsCSV` knows what the MFU is a share of."""
+    speed = full_speed(config)
+    return {
+        name: {"full_speed": speed, **entry} if entry and str(entry.get("_target_")).endswith(".MetricsCSV") else entry
+        for name, entry in config["callbacks"].items()
+    }
 
 
 def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:

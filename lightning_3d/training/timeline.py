@@ -10,12 +10,11 @@ from typing_extensions import override
 
 from lightning_3d.report import About, write_report
 from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED
-from lightning_3d.tracing.trace import MOST_RANKS, write_timeline
+from lightning_3d.tracing.trace import write_timeline
 
 
 class Timeline(Callback):
-    """Writes the latest traced step to a file that Perfetto opens, and hands the memory of each rank to the loggers, as `memory/rank_0`
-    and so on in bytes, where there are not more than 64.
+    """Writes the latest traced step to a file that Perfetto opens.
 
     Args:
         path: of the file, usually `timeline.json` in the run folder.
@@ -30,10 +29,6 @@ class Timeline(Callback):
         if trace is None or not trainer.is_global_zero:
             return
         write_timeline(self._path, trace)
-        if len(trace.ranks) <= MOST_RANKS:
-            memory = {f"memory/rank_{each.rank}": float(each.memory.total) for each in trace.ranks}
-            for logger in trainer.loggers:
-                logger.log_metrics(memory, step=trace.step)
 
 
 class RunReport(Callback):

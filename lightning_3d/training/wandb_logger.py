@@ -1,0 +1,156 @@
+"""Weights & Biases for a job of many ranks: one run, tokens seen as the x axis, and nothing that happens there ends the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
+from lightning_3d.training.callbacks import TOKENS_SEEN
+from lightning_3d.wandb_access import check_access
+
+_SETTINGS = {"quiet": True, "finish_timeout": 300.0}
+"""Nothing is printed that the run prints itself; a run that has ended waits so many seconds for what is still to be sent."""
+
+
+def _or_without(method: Callable[..., None]) -> Callable[..., None]:
+    """What fails in it is said once; after that nothing is sent any more. A run that cannot begin is the user's to repair."""
+
+    @wraps(method)
+    def guarded(self: WandbLogger, *args: Any, **kwargs: Any) -> None:
+        if self.lost:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except ConfigError:
+            raise
+        except Exception as error:
+            self.lost = True
+            rank_zero_warn(f"Weights & Biases takes nothing more of this run, which goes on without it: {_reason(error)}")
+
+    return guarded
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Lightning's logger, whose arguments it takes, by name.
+
+    Only rank 0 has a run. Its tags are the layout's, beside those given. Numbers of `MetricsCSV` are drawn over the tokens seen. When
+    Weights & Biases fails during training, that is said once and the training goes on without it.
+
+    Raises:
+        ConfigError: wandb is not installed, or has no API key and the run is not offline; when the run begins: it does not answer.
+    """
+
+    def __init__(self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            check_access(offline, "WandbLogger(offline=True)")
+        super().__init__(offline=offline, **kwargs)
+        if self._wandb_init["anonymous"] is None:
+            del self._wandb_init["anonymous"]  # wandb warns of it
+        self.lost = False
+        self._settings = dict(settings or {})
+        self._drawn_over_tokens: set[str] = set()
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is not None:
+            return self._experiment
+        self._wandb_init["settings"] = _known(_SETTINGS) | self._settings
+        try:
+            return super().experiment
+        except Exception as error:
+            if self._id is None:
+                raise ConfigError(
+                    f"Weights & Biases cannot begin a run: {_reason(error)} With logger.wandb.offline=true, or WANDB_MODE=offline, it is"
+                    " written to the disk, for `wandb sync`."
+                ) from error
+            rank_zero_warn(f"Weights & Biases cannot go on with run {self._id}, which is written to the disk instead: {_reason(error)}")
+        return self._begin_offline()
+
+    def _begin_offline(self) -> Any:
+        import wandb
+
+        wandb.teardown(exit_code=1)  # its service still has the run that did not begin
+        self._wandb_init["mode"] = "offline"
+        return super().experiment
+
+    @override
+    @rank_zero_only
+    @_or_without
+    def log_graph(self, model: pl.LightningModule, input_array: Any = None) -> None:
+        """Called by the Trainer when its strategy is known: the tags."""
+        self.experiment.tags = tuple(dict.fromkeys([*(self.experiment.tags or ()), *layout_tags(model.trainer.strategy)]))
+
+    @override
+    @rank_zero_only
+    @_or_without
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        super().log_hyperparams(*args, **kwargs)
+
+    @override
+    @rank_zero_only
+    @_or_without
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if TOKENS_SEEN in metrics:
+            self._draw_over_tokens(metrics)
+        super().log_metrics(metrics, step)
+
+    def _draw_over_tokens(self, names: Mapping[str, float]) -> None:
+        prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
+        for name in names.keys() - self._drawn_over_tokens - {TOKENS_SEEN}:
+            self.experiment.define_metric(prefix + name, step_metric=prefix + TOKENS_SEEN)
+        self._drawn_over_tokens |= names.keys()
+
+    @override
+    @_or_without
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        super().after_save_checkpoint(checkpoint_callback)
+
+    @override
+    @rank_zero_only
+    @_or_without
+    def finalize(self, status: str) -> None:
+        """After a failure the run ends here; after success it may be gone on with, by another fit or a test."""
+        super().finalize(status)
+        if status != "success":
+            self.close(1)
+
+    @_or_without
+    def close(self, exit_code: int = 0) -> None:
+        """End the run at Weights & Biases: finished with 0, else failed. Whatever is logged later goes on with it."""
+        run, self._experiment = self._experiment, None
+        if run is not None:
+            self._id = self._wandb_init["id"] = run.id
+            self._drawn_over_tokens.clear()
+            run.finish(exit_code=exit_code)
+
+
+def layout_tags(strategy: Any) -> list[str]:
+    """What a run is found by: each axis with its size, the schedule where there is a pipeline, and the ZeRO stage."""
+    layout: Layout | None = getattr(strategy, "layout", None)
+    if layout is None:
+        return []
+    return [*layout.name.split("_"), *([strategy.schedule] if layout.pp > 1 else []), f"zero{strategy.zero_stage}"]
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what this version of wandb does not have."""
+    from wandb import Settings
+
+    return {name: value for name, value in settings.items() if name in Settings.model_fields}
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

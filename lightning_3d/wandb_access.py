@@ -1,0 +1,79 @@
+"""Whether Weights & Biases can be used on this machine, asked before anything is started. Imports neither torch nor wandb."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_3d.errors import ConfigError
+
+SWEEP_VARIABLE = "LIGHTNING_3D_SWEEP"
+"""Environment variable of a sweep's jobs: what the sweep is called."""
+
+_HOST = "https://api.wandb.ai"
+_NOT_ONLINE = ("offline", "dryrun", "disabled")
+_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def wandb_entries(loggers: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """Those of the group `logger` that make a logger of Weights & Biases, Lightning's or ours."""
+    named = {str(name): entry for name, entry in (loggers or {}).items()}
+    return {name: entry for name, entry in named.items() if entry and str(entry.get("_target_")).endswith("WandbLogger")}
+
+
+def require_access(loggers: Mapping[str, Any] | None) -> None:
+    """`check_access` for a group `logger`."""
+    for name, entry in wandb_entries(loggers).items():
+        check_access(bool(entry.get("offline")), f"logger.{name}.offline=true")
+
+
+def check_access(offline: bool, otherwise: str) -> None:
+    """Refuse what wandb would ask for at a terminal, or wait for.
+
+    Args:
+        offline: the run is written to the disk only.
+        otherwise: what makes a run offline, for the message.
+
+    Raises:
+        ConfigError: the package is not installed, or a run that is to be sent has no API key.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError('Weights & Biases needs the package wandb: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
+    settings = _settings()
+    mode = os.environ.get("WANDB_MODE") or settings.get("mode") or ""
+    if offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true"):
+        return
+    url = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _HOST
+    if not (any(os.environ.get(name) for name in _KEYS) or settings.get("api_key") or _in_netrc(urlsplit(url).hostname or url)):
+        raise ConfigError(
+            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY, or run `wandb login`, or write the run to the"
+            f" disk only: {otherwise}, or WANDB_MODE=offline."
+        )
+
+
+def _settings() -> dict[str, str]:
+    """What `wandb offline` and `wandb login --host` leave: for the user, and for the working directory, which wins."""
+    home = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read([Path(home) / "settings", Path("wandb") / "settings"])
+    except configparser.Error:  # wandb says what is wrong with them
+        return {}
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _in_netrc(host: str) -> bool:
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if path.is_file() and netrc.netrc(path).authenticators(host) is not None:
+                return True
+        except (netrc.NetrcParseError, OSError):
+            return True  # wandb says what is wrong with it
+    return False
