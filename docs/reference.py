@@ -205,7 +205,8 @@ def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
         parts.append(f"### {group}={file.stem}\n\n{header(file)}")
         if like:
             changed = {key: value for key, value in values.items() if value != seen[like][key]}
-            parts.append(f"As `{group}={like}`, but " + ", ".join(f"`{group}.{key}={written(value)[1:]}" for key, value in changed.items()) + ".")
+            pairs = ", ".join(f"`{group}.{key}={written(value)[1:]}" for key, value in changed.items())
+            parts.append(f"As `{group}={like}`, but {pairs}.")
             continue
         seen[file.stem] = values
         kinds = types_of(file.stem)
@@ -292,14 +293,11 @@ def objects(group: str, option: str) -> str:
 
 def launch() -> str:
     """Options of the launchers."""
-    parts, done = [], set()
-    for name, launcher in KINDS.items():
-        if launcher.options in done:
-            continue
-        done.add(launcher.options)
-        names = [other for other, kind in KINDS.items() if kind.options is launcher.options]
-        meant = attributes(launcher.options)
-        rows = [(f"launch.{key}", type_name(hint), written(value), meant.get(key, "")) for key, hint, value in leaves(launcher.options)]
+    parts = []
+    for options in dict.fromkeys(launcher.options for launcher in KINDS.values()):
+        names = [name for name, launcher in KINDS.items() if launcher.options is options]
+        meant = attributes(options)
+        rows = [(f"launch.{key}", type_name(hint), written(value), meant.get(key, "")) for key, hint, value in leaves(options)]
         parts.append(f"### lightning-3d launch {' and '.join(names)}\n\n{table(rows)}")
     return "\n\n".join(parts)
 
