@@ -11,6 +11,7 @@ A block is fenced and names its language: `python`, `yaml`, `bash` (commands), `
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -149,8 +150,8 @@ def sandbox(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
-    for name in ("Llama-3.1-8B", "Mistral-7B-v0.1"):
-        LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=8)).save_pretrained(folder / "models" / name)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=8)).save_pretrained(folder / "models" / "Llama-3.1-8B")
+    shutil.copytree(folder / "models" / "Llama-3.1-8B", folder / "models" / "Mistral-7B-v0.1")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
