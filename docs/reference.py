@@ -160,7 +160,7 @@ def table(rows: list[Row]) -> str:
 
 def escaped(text: str) -> str:
     """Text for a cell: no bars, and angle brackets that are no tags."""
-    return re.sub(r"\bNone\b", "null", text).rstrip(".").replace("|", "\\|").replace("<", "&lt;")
+    return re.sub(r"(?<!\.)\.$", "", re.sub(r"\bNone\b", "null", text)).replace("|", "\\|").replace("<", "&lt;")
 
 
 def structured(group: str, kind: type, file: Path) -> str:
