@@ -6,8 +6,8 @@ compared with what is shown. `test_docs_run.py` runs the commands.
 
 import ast
 import builtins
+import contextlib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -210,15 +210,15 @@ def run_block(text: str, given: list[str], folder: str) -> None:
     """On each rank."""
     from documented_names import checkpoint, made
 
-    os.chdir(folder)
-    if (resumed := re.search(r'ckpt_path="([^"]+)"', text)) and not Path(resumed[1]).exists():
-        checkpoint(Path(resumed[1]))
-    scope = {"__name__": "documented", **made(given)}
-    exec(compile(text, "block", "exec"), scope)
-    if "configure_model" in scope:
-        module = SimpleNamespace(model=None)
-        scope["configure_model"](module)
-        assert module.model is not None
+    with contextlib.chdir(folder):
+        if (resumed := re.search(r'ckpt_path="([^"]+)"', text)) and not Path(resumed[1]).exists():
+            checkpoint(Path(resumed[1]))
+        scope = {"__name__": "documented", **made(given)}
+        exec(compile(text, "block", "exec"), scope)
+        if "configure_model" in scope:
+            module = SimpleNamespace(model=None)
+            scope["configure_model"](module)
+            assert module.model is not None
 
 
 QUICK = ("README.md", "docs/your_model.md", "docs/report.md")
