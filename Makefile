@@ -1,6 +1,7 @@
 # make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
 # make test       lint, types and tests
 # make test-full  the long sweeps
+# make docs       the documentation, into site/
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
 # Each makes the environment it needs in .venv first. `make train ARGS="parallelism=tp4_pp2"` passes overrides on.
 
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults lint clean-venv
+.PHONY: train test test-full test-faults lint docs clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -30,6 +31,10 @@ test-faults: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 clean-venv:
 	rm -rf $(VENV)

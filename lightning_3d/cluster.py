@@ -41,12 +41,17 @@ class ClusterConfig:
     """Group `cluster`. What is None is not known.
 
     Attributes:
+        name: in messages and reports.
+        nodes: machines of the run.
         gpus_per_node: None: as many as there are.
+        accelerator: auto (GPUs where there is one for each rank), gpu or cpu.
         gpu: what the vendor calls it.
         memory: of one GPU, in bytes.
         memory_bandwidth: of one GPU, in bytes a second.
         nvlink_gpus: how many GPUs NVLink connects, also across nodes.
-        intra_node: between the GPUs of a node. inter_node: between nodes.
+        peak_flops: operations a second of one GPU in matrix products without sparsity.
+        intra_node: between the GPUs of a node.
+        inter_node: between nodes.
     """
 
     name: str = "local"

@@ -121,7 +121,7 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
         if user_plan.get(key):
             _require_matches(given, names)
     layers, before, after = _pipeline_order(module, pp)
-    head = _find_head(module, after)
+    head = _find_head(module, before, after, ParallelPlan(tp))
     embedding = _find_embedding(module, before, head)
     patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
     experts = tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
@@ -309,14 +309,19 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
     return lists[0], tuple(order[:at]), tuple(order[at + 1 :])
 
 
-def _find_head(module: nn.Module, after: tuple[str, ...]) -> str | None:
-    """The linear layer that makes the logits: the model's own answer, else the last module after the blocks."""
+def _find_head(module: nn.Module, before: tuple[str, ...], after: tuple[str, ...], plan: ParallelPlan) -> str | None:
+    """The linear layer that makes the logits: the model's own answer, else the last module after the blocks.
+
+    Of a plain module that is one which the plan cuts, or with as many rows as an embedding before the blocks. Any other may make a
+    single number.
+    """
     if is_transformers_model(module):
         head = cast(Any, module).get_output_embeddings()
         return _name_of(module, head) if isinstance(head, nn.Linear) else None
-    if after and isinstance(module.get_submodule(after[-1]), nn.Linear):
-        return after[-1]
-    return None
+    if not after or not isinstance(module.get_submodule(after[-1]), nn.Linear):
+        return None
+    known = plan.cut_of(after[-1]) is not None or _find_embedding(module, before, after[-1]) is not None
+    return after[-1] if known else None
 
 
 def _find_embedding(module: nn.Module, before: tuple[str, ...], head: str | None) -> str | None:

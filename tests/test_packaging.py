@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from sweeps import by_default
 
 import lightning_3d
-from lightning_3d.config_files import conf_folder
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
@@ -283,14 +282,3 @@ def test_make_installs_once(checkout: Path) -> None:
         (checkout / ".venv" / stamp).touch()
     assert "install" not in make_plan(checkout, "train") + make_plan(checkout, "test")
     assert re.search(r"ruff check.*mypy.*pytest", make_plan(checkout, "test"), re.DOTALL)
-
-
-def test_readme_commands_name_what_exists() -> None:
-    """Overrides in the README's command lines are keys and options that exist."""
-    readme = (REPOSITORY / "README.md").read_text().replace('ARGS="', "").replace('"', "")
-    lines = re.findall(r"train(?:\.py)? +((?:[\w.+~]+=\S+ *)+)", readme)
-    assert lines
-    for line in lines:
-        overrides = [word for word in line.split() if not word.startswith("hydra.")]
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            compose("config", overrides=overrides)

@@ -54,6 +54,19 @@ def test_a_hand_written_plan_is_relative_to_the_model_and_finds_the_token_embedd
     assert (plan.embedding, plan.head) == ("embed.token", "head")
 
 
+def test_a_last_layer_that_makes_no_logits_stays_whole_unless_the_plan_cuts_it() -> None:
+    """That of a regression has one row, which tp ranks could not share."""
+    model = models.PlainModel(layers=2)
+    model.head = nn.Linear(32, 1)
+    tp = {name: style for name, style in models.PlainModel.plan["tp"].items() if name != "head"}
+    plan = read_plan(model, {**models.PlainModel.plan, "tp": tp})
+    assert (plan.embedding, plan.head) == (None, None)
+    specs = shard_specs(model, plan, 2, 0)
+    assert not specs["head.weight"].is_cut and specs["blocks.0.up.weight"].is_cut
+    model.head = nn.Linear(32, 6)
+    assert read_plan(model, models.PlainModel.plan).head == "head"
+
+
 def test_a_plan_can_be_an_attribute_of_a_plain_class() -> None:
     class Declared(models.PlainModel):
         _tp_plan = models.PlainModel.plan["tp"]

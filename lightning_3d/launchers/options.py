@@ -59,7 +59,10 @@ class SlurmOptions(Options):
 
     Attributes:
         python: None is the interpreter that runs the launcher.
-        cpus_per_task, memory: of each rank, of each node (as SLURM writes it: 500G; 0 is all).
+        partition, account, qos, time: as `sbatch` takes them.
+        cpus_per_task: of each rank.
+        memory: of each node, as SLURM writes it: 500G; 0 is all.
+        exclusive: whether the nodes run nothing else.
         requeue: whether a job that was preempted, or whose node failed, starts again and goes on.
         output: file of what the job prints; %j is its number.
         sbatch, srun: further options, each as `--option=value`.
@@ -86,6 +89,7 @@ class KubernetesOptions(Options):
     """`lightning-3d launch jobset` and `pytorchjob`.
 
     Attributes:
+        namespace: where the job is made; None: kubectl's own.
         image: with this package, its dependencies and torchrun; must be given.
         volumes: path in the container by name of a persistent volume claim. The run folder must lie in one.
         shm: size of /dev/shm, which NCCL and data loaders use.

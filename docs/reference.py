@@ -1,0 +1,367 @@
+"""Writes what docs/*.md say of configuration keys and recipes, from where they are defined.
+
+    python docs/reference.py
+
+rewrites each part of a page that stands between `<!-- generated: NAME -->` and `<!-- end -->`. Types are those of the structured
+configurations (`lightning_3d.config.RunConfig` and what is in it, the options of launchers) and of the data modules, defaults are those
+of the files in `conf/`, and meanings are the comments beside the keys there, or the `Attributes:` of a dataclass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+DOCS = Path(__file__).parent
+REPOSITORY = DOCS.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from lightning_3d.cluster import ClusterConfig  # noqa: E402
+from lightning_3d.config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig  # noqa: E402
+from lightning_3d.config_files import conf_folder, recipes_folder  # noqa: E402
+from lightning_3d.launchers import KINDS  # noqa: E402
+from lightning_3d.lora_options import LoraOptions  # noqa: E402
+
+BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
+Row = tuple[str, str, str, str]
+"""Key, type, default, meaning, as Markdown."""
+
+# Types of values whose default is null and for which there is no dataclass.
+NULLS = {
+    "fused": "bool",
+    "decay_steps": "int",
+    "active_parameters": "int",
+    "jobs_at_once": "int",
+    "metric": "str or list",
+    "cpus_per_task": "int",
+}
+
+
+# Meanings
+
+
+def comments(file: Path) -> dict[str, str]:
+    """What a YAML file says of each of its keys: behind the key and on the lines below, or above the key.
+
+    A key of which nothing is said has what is said of the one that it is in.
+    """
+    found: dict[str, str] = {}
+    parents: list[tuple[int, str]] = []
+    above: list[str] = []
+    last, started = "", False  # comments before the first key are about the file
+    for line in file.read_text("utf-8").splitlines():
+        comment = re.fullmatch(r"(\s*)# ?(.*)", line)
+        key = re.match(r"(\s*)(?:- )?([\w.]+):(?:\s|$)", line)
+        if comment and comment[1] and last:
+            found[last] = f"{found.get(last, '')} {comment[2].strip()}".strip()
+        elif comment and started:
+            above.append(comment[2].strip())
+        elif key:
+            started = True
+            indent = len(key[1])
+            parents = [(at, name) for at, name in parents if at < indent]
+            last = ".".join([*(name for _, name in parents), key[2]])
+            parents.append((indent, key[2]))
+            said = [*above, *re.findall(r"\s# (.*)$", line)]
+            if said:
+                found[last] = " ".join(said)
+            above = []
+    return found
+
+
+def header(file: Path) -> str:
+    """The comment at the top of a file."""
+    lines: list[str] = []
+    for line in file.read_text("utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line[1:].strip())
+    return " ".join("\n".join(lines).partition("\n\n")[0].split())
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """The `Attributes:` of a dataclass and of those that it is made of."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for entry in re.split(r"\n(?=    \w)", text):
+            names, _, meaning = " ".join(entry.split()).partition(": ")
+            for name in names.split(", ") if meaning else ():
+                found[name] = meaning
+    return found
+
+
+# Types and defaults
+
+
+def type_name(hint: Any) -> str:
+    """A type as one writes it on a command line."""
+    if get_origin(hint) in (Union, types.UnionType):
+        names = ["null" if part is type(None) else type_name(part) for part in get_args(hint)]
+        return " or ".join(name for name in names if name != "path" or "str" not in names)
+    kind = get_origin(hint) or hint
+    if kind in (list, Sequence):
+        return f"list of {type_name(get_args(hint)[0])}"
+    return {"PathLike": "path"}.get(kind.__name__, kind.__name__)
+
+
+def type_of(key: str, value: Any) -> str:
+    """The type of a value that a file has."""
+    if value is None or value == "???" or (isinstance(value, str) and value.startswith("${")):
+        known = NULLS.get(key.rpartition(".")[2], "str")
+        return known if value == "???" else f"{known} or null"
+    if isinstance(value, list):
+        return "list of " + type(value[0]).__name__ if value else "list"
+    return type(value).__name__
+
+
+def written(value: Any) -> str:
+    """A default as it would be written on a command line."""
+    if value is MISSING or value == "???":
+        return "must be given"
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+    return f"`{text.strip(chr(39))}`"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with dots, and their values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def read(file: Path) -> dict[str, Any]:
+    content = yaml.safe_load(file.read_text("utf-8"))
+    return content or {}
+
+
+# Tables
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table of keys. Each must have a meaning."""
+    for key, _, _, meaning in rows:
+        if not meaning:
+            raise SystemExit(f"{key} is explained nowhere: write a comment beside it in conf/, or an entry of Attributes in its dataclass.")
+    lines = [" | ".join((f"`{key}`", kind, default, escaped(meaning))) for key, kind, default, meaning in rows]
+    return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *(f"| {line} |" for line in lines)])
+
+
+def escaped(text: str) -> str:
+    """Text for a cell: no bars, and angle brackets that are no tags."""
+    return re.sub(r"(?<!\.)\.$", "", re.sub(r"\bNone\b", "null", text)).replace("|", "\\|").replace("<", "&lt;")
+
+
+def structured(group: str, kind: type, file: Path) -> str:
+    """Keys of a group that has a dataclass and one file."""
+    said, values, meant = comments(file), read(file), attributes(kind)
+    rows: list[Row] = []
+    for key, hint, default in leaves(kind):
+        if not key.startswith("_"):
+            value = dict(flat(values)).get(key, default)
+            rows.append((f"{group}.{key}", type_name(hint), written(value), said.get(key) or meant.get(key) or nested_meaning(kind, key)))
+    return table(rows)
+
+
+def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, type, default) of a dataclass, with those of the dataclasses in it."""
+    hints = get_type_hints(kind)
+    for option in fields(kind):
+        hint = hints[option.name]
+        if is_dataclass(hint):
+            yield from leaves(hint, f"{prefix}{option.name}.")
+        else:
+            default = option.default_factory() if callable(option.default_factory) else option.default
+            yield f"{prefix}{option.name}", hint, default
+
+
+def nested_meaning(kind: type, key: str) -> str:
+    """What the dataclass that is a field says of its own, after what is said of the field."""
+    name, _, inner = key.partition(".")
+    hint = get_type_hints(kind).get(name)
+    if not inner or not is_dataclass(hint):
+        return ""
+    return ": ".join(filter(None, (attributes(kind).get(name, "").rstrip("."), attributes(hint).get(inner, ""))))
+
+
+def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
+    """A table for each option of a group; options with the keys of one before have only what differs."""
+    parts: list[str] = []
+    seen: dict[str, dict[str, Any]] = {}
+    for file in sorted((conf_folder() / group).glob("*.yaml")):
+        values, said = dict(flat(read(file))), comments(file)
+        like = next((name for name, other in seen.items() if other.keys() == values.keys()), None)
+        parts.append(f"### {group}={file.stem}\n\n{header(file)}")
+        if like:
+            changed = {key: value for key, value in values.items() if value != seen[like][key]}
+            pairs = ", ".join(f"`{group}.{key}={written(value)[1:]}" for key, value in changed.items())
+            parts.append(f"As `{group}={like}`, but {pairs}.")
+            continue
+        seen[file.stem] = values
+        kinds = types_of(file.stem)
+        rows = [
+            (f"{group}.{key}", kinds.get(key) or type_of(key, value), written(value), said.get(key) or PLAIN.get(key, ""))
+            for key, value in values.items()
+            if key != "name" or group != "data"
+        ]
+        parts.append(table(rows))
+    return "\n\n".join(parts)
+
+
+PLAIN = {
+    "name": "the kind of optimizer",
+    "lr": "the learning rate after the warm-up",
+    "betas": "of the two moments of AdamW",
+    "eps": "of AdamW's division",
+    "weight_decay": "decoupled, of the parameters that `no_decay` does not name",
+    "momentum": "of SGD",
+    "nesterov": "momentum as Nesterov has it",
+    "scheduler.warmup_steps": "steps in which the learning rate grows linearly to `lr`",
+    "split": "the part of the data set to train on",
+    "text_column": "the column with the text",
+}
+"""What is the same in every option of a group and is not repeated in their files."""
+
+
+def types_of_data(name: str) -> dict[str, str]:
+    """Types of the arguments of a data module."""
+    from importlib import import_module
+
+    from lightning_3d.training.data import DATA_MODULES
+
+    module, kind = DATA_MODULES[name].split(":")
+    return {key: type_name(hint) for key, hint in get_type_hints(getattr(import_module(module), kind).__init__).items()}
+
+
+def model() -> str:
+    """Keys of the group `model`: those of the main job's, of a mixture's, and those that every run has."""
+    files = [conf_folder() / "config.yaml", conf_folder() / "model" / "mixtral_tiny.yaml", conf_folder() / "model" / "llama_tiny.yaml"]
+    of_run = {key.removeprefix("model."): text for key, text in comments(files[0]).items() if key.startswith("model.")}
+    said = of_run | comments(files[1]) | comments(files[2])
+    values = read(files[1]) | read(files[2])
+    lora = {f"lora.{key}": (type_name(hint), default) for key, hint, default in leaves(LoraOptions)}
+    rows: list[Row] = []
+    for key in MODEL_KEYS:
+        if key == "lora":
+            rows += [(f"model.{name}", kind, written(default), said.get(name, "")) for name, (kind, default) in lora.items()]
+        elif key == "config":
+            rows.append(("model.config", "dict", "of the option", said.get("config", "")))
+        else:
+            default = "of the option" if key in values else written(None)
+            rows.append((f"model.{key}", type_of(key, values.get(key)), default, said.get(key, "")))
+    return table(rows)
+
+
+def run_keys() -> str:
+    """Keys that are in no group."""
+    said, values = comments(conf_folder() / "config.yaml"), read(conf_folder() / "config.yaml")
+    hints = get_type_hints(RunConfig)
+    rows = [(key, type_name(hints[key]), written(values[key]), said[key]) for key in ("seed", "force", "run_folder")]
+    size = "data.global_batch_size"
+    return table([*rows, (size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"])])
+
+
+def options_of(group: str) -> str:
+    """The options of a group, and what the top of each file says."""
+    files = sorted((conf_folder() / group).glob("*.yaml"))
+    lines = [f"| `{group}={file.stem}` | {escaped(first_sentence(header(file)))} |" for file in files]
+    return "\n".join(["| option | |", "| --- | --- |", *lines])
+
+
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=[a-z)\]])\. (?=[A-Z`])", text, maxsplit=1)[0].rstrip(".")
+
+
+def objects(group: str, option: str) -> str:
+    """Loggers or callbacks of an option: their classes."""
+    file = conf_folder() / group / f"{option}.yaml"
+    said = comments(file)
+    rows = [f"| `{group}.{name}` | `{entry['_target_']}` | {escaped(said.get(name, ''))} |" for name, entry in read(file).items()]
+    return "\n".join(["| object | class | |", "| --- | --- | --- |", *rows])
+
+
+def launch() -> str:
+    """Options of the launchers."""
+    parts = []
+    for options in dict.fromkeys(launcher.options for launcher in KINDS.values()):
+        names = [name for name, launcher in KINDS.items() if launcher.options is options]
+        meant = attributes(options)
+        rows = [(f"launch.{key}", type_name(hint), written(value), meant.get(key, "")) for key, hint, value in leaves(options)]
+        parts.append(f"### lightning-3d launch {' and '.join(names)}\n\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def hydra_launcher(name: str) -> str:
+    """Keys of a launcher of sweeps."""
+    file = conf_folder() / "hydra" / "launcher" / f"{name}.yaml"
+    said = comments(file)
+    rows = [(f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, "") or f"of SLURM: `--{key}`")
+            for key, value in read(file).items() if not key.startswith("_")]  # fmt: skip
+    return f"{header(file)}\n\n{table(rows)}"
+
+
+def recipes() -> str:
+    """All recipes with the model, the layout and the cluster."""
+    lines = ["| recipe | model | cluster | layout | data | |", "| --- | --- | --- | --- | --- | --- |"]
+    for file in sorted(recipes_folder().glob("*.yaml")):
+        chosen = {str(key).removeprefix("override /"): value for entry in read(file)["defaults"] if isinstance(entry, Mapping)
+                  for key, value in entry.items()}  # fmt: skip
+        cells = (f"`{chosen.get(key, '')}`" if chosen.get(key) else "" for key in ("model", "cluster", "parallelism", "data"))
+        lines.append(f"| `{file.stem}` | {' | '.join(cells)} | {escaped(first_sentence(header(file)))} |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "run": run_keys,
+    "model": model,
+    "models": lambda: options_of("model"),
+    "data": lambda: by_option("data", types_of_data),
+    "parallelism": lambda: structured("parallelism", ParallelismConfig, conf_folder() / "parallelism" / "base.yaml"),
+    "cluster": lambda: structured("cluster", ClusterConfig, conf_folder() / "cluster" / "local.yaml"),
+    "clusters": lambda: options_of("cluster"),
+    "optimizer": lambda: by_option("optimizer", lambda name: {}),
+    "precision": lambda: structured("precision", PrecisionConfig, conf_folder() / "precision" / "auto.yaml"),
+    "precisions": lambda: options_of("precision"),
+    "trainer": lambda: structured("trainer", TrainerConfig, conf_folder() / "trainer" / "default.yaml"),
+    "loggers": lambda: options_of("logger"),
+    "callbacks": lambda: objects("callbacks", "default"),
+    "launch": launch,
+    "hydra/launcher": lambda: hydra_launcher("lightning_3d"),
+    "hydra/launcher/slurm": lambda: hydra_launcher("slurm"),
+    "recipes": recipes,
+}
+
+
+def filled(page: str) -> str:
+    """A page with what is generated in it."""
+    begin, end = re.escape(BEGIN).replace(r"\{\}", r"([\w/]+)"), re.escape(END)
+
+    def part(match: re.Match[str]) -> str:
+        return f"{BEGIN.format(match[1])}\n\n{PARTS[match[1]]()}\n\n{END}"
+
+    return re.sub(f"{begin}.*?{end}", part, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrite the pages that have generated parts."""
+    for page in sorted(DOCS.glob("*.md")):
+        before = page.read_text("utf-8")
+        after = filled(before)
+        if after != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"{page.relative_to(REPOSITORY)} rewritten")
+
+
+if __name__ == "__main__":
+    main()
