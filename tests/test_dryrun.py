@@ -16,8 +16,8 @@ from ranks import run_ranks
 from reference import data
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_3d.dryrun.timeline import as_svg, as_text, idle, place
 from lightning_3d.pipeline.schedule import training_order
-from lightning_3d.timeline import as_svg, as_text, idle, place
 
 STEP = 4  # of a real run, after those in which ranks compare their data
 
@@ -130,8 +130,8 @@ class Watch(pl.Callback):
 
 def real_rank(cell: Cell) -> Seen:
     """Train some steps as any user would, and watch one."""
-    from lightning_3d.measured import Measured, RankReport
-    from lightning_3d.metering import Meter
+    from lightning_3d.dryrun.measured import Measured, RankReport
+    from lightning_3d.dryrun.metering import Meter
     from lightning_3d.strategy import Lightning3DStrategy
 
     strategy = Lightning3DStrategy(**strategy_arguments(cell), seed=cell.recipe.seed)
@@ -160,7 +160,7 @@ def real_rank(cell: Cell) -> Seen:
 
 
 def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
-    from lightning_3d.dryrun import Job, dry_run
+    from lightning_3d.dryrun.run import Job, dry_run
     from lightning_3d.layout_rules import resolve_layout
 
     layout, schedule = resolve_layout(cell.layout, cell.schedule, cell.vp)

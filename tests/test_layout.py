@@ -231,7 +231,10 @@ def test_errors_are_the_users_to_repair():
     assert Lightning3DError.exit_code == LayoutError.exit_code == 2
 
 
-@pytest.mark.parametrize("module", ["", ".layout", ".schedules", ".layout_rules", ".balance", ".errors"])
+PURE = ["", ".layout", ".schedules", ".layout_rules", ".balance", ".errors", ".dryrun.command", ".verification.command"]
+
+
+@pytest.mark.parametrize("module", PURE)
 def test_pure_modules_import_neither_torch_nor_lightning(module: str):
     code = f"import sys, lightning_3d{module}; sys.exit(any(name in sys.modules for name in ('torch', 'lightning')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_3d.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
+from lightning_3d.dryrun.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
 from lightning_3d.pipeline.schedule import Action, Kind
 
 _MESSAGES = ("send", "recv")

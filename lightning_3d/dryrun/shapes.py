@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.metering import Meter
+from lightning_3d.dryrun.metering import Meter
 from lightning_3d.torch_compat import data_dependent_errors, fake_backend, fake_mode, is_fake
 
 NEW, FEW, MANY = 16, 4096, 2**20
