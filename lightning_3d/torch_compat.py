@@ -304,7 +304,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def as_fake(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
     """A tensor of a `fake_mode` that is said to be on a device, of one on meta; they share the storage."""
-    return _fake_tensor()(mode, tensor, device)  # type: ignore[call-arg]
+    return _fake_tensor()(mode, tensor, device)
 
 
 def device_of_fake(tensor: Tensor) -> torch.device:

@@ -103,7 +103,7 @@ def _made(part: Tensor, tensors: Sequence[Tensor]) -> _Made | None:
         return _Made(same[0], True, *shape, 0, *about)
     if places:
         source = tensors[places[0]]
-        offset = part.storage_offset() - source.storage_offset()
+        offset = int(part.storage_offset() - source.storage_offset())
         return _Made(places[0], False, *shape, offset, *about) if len(places) == 1 and part.dtype == source.dtype else None
     whole = torch.empty_strided(*shape, dtype=part.dtype, device="meta").untyped_storage().nbytes()
     return _Made(None, False, *shape, 0, *about) if storage.nbytes() == whole and not part.storage_offset() else None
