@@ -171,24 +171,20 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
     )
 
 
-def timeline_of(job: Job, reports: Sequence[RankReport], seconds: Mapping[tuple[str, int], float] | None = None) -> list[list[Bar]] | None:
-    """The actions of all pipeline ranks in time; None where not all stages were run.
-
-    Args:
-        seconds: (letter, stage) -> how long such an action takes; by default its operations, those of one that was measured.
-    """
+def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
+    """The actions of all pipeline ranks in time, as long as the operations of one that was measured; None where not all stages were run."""
     from lightning_3d.dryrun.timeline import place
+    from lightning_3d.planner.orders import training_order
 
-    if seconds is None:
-        counted: dict[tuple[str, int], float] = {}
-        for report in reports:
-            for action, flops in report.flops.items():
-                counted[action.kind.value, action.stage] = max(counted.get((action.kind.value, action.stage), 0), flops)
-        seconds = counted
-    order = job.order(job.micro_batches)
-    if any((action.kind.value, action.stage) not in seconds for actions in order for action in actions):
+    counted: dict[tuple[str, int], float] = {}
+    for report in reports:
+        for action, flops in report.flops.items():
+            what = (action.kind.value, action.stage)
+            counted[what] = max(counted.get(what, 0), flops)
+    order = training_order(job.schedule, job.layout.pp, job.layout.vp, job.micro_batches)
+    if any((letter, stage) not in counted for actions in order for stage, letter, _ in actions):
         return None
-    return place(order, lambda letter, stage: seconds[letter, stage])
+    return place(order, counted)
 
 
 def axes_of(ranks: tuple[int, ...], layout: Layout) -> str:

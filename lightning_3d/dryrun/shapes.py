@@ -170,8 +170,7 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
             objects[:] = told.objects[index][min(number, len(told.objects[index]) - 1)]
 
     def sent(*args: Any, **kwargs: Any) -> Any:
-        send(*args, **kwargs)
-        return _Sent()
+        return Sent(send(*args, **kwargs))
 
     dist.isend, dist.broadcast_object_list = sent, broadcast_objects  # type: ignore[assignment]
     try:
@@ -181,14 +180,16 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
         dist.destroy_process_group()
 
 
-class _Sent:
-    """A message that has gone when the next one is sent."""
+class Sent:
+    """A message that counts as gone when the next one is sent. When a neighbour takes it is up to how busy it is."""
 
-    _asked = False
+    def __init__(self, work: Any) -> None:
+        self._work, self._asked = work, False
 
     def is_completed(self) -> bool:
         asked, self._asked = self._asked, True
         return asked
 
     def wait(self) -> None:
-        """It has gone."""
+        """Until it has gone indeed."""
+        self._work.wait()
