@@ -171,7 +171,7 @@ def real_rank(cell: Cell) -> Seen:
 
     class WithoutCopies(Meter):
         def _is_counted(self, tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage() not in copies
+            return super()._is_counted(tensor) and tensor.untyped_storage() not in copies
 
     strategy = Lightning3DStrategy(**strategy_arguments(cell), seed=cell.recipe.seed)
     seen = Seen()
