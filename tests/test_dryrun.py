@@ -307,7 +307,7 @@ LINES = {
 
 @pytest.mark.timeout(600)
 def test_command_lines() -> None:
-    results = dict(zip(LINES, run_commands(list(LINES.values())), strict=True))
+    results = dict(zip(LINES, run_commands(list(LINES.values()), timeout=500), strict=True))
     assert results["help"].code == 0 and "--timeline FILE" in results["help"].output
     refusals = {
         "layout": "Tensor parallelism deals",

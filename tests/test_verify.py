@@ -125,7 +125,7 @@ LINES = {
 
 def test_command_lines(tmp_path: Path) -> None:
     quick = ["help", "steps", "option", "layout", "small"]
-    results = dict(zip(quick, run_commands([LINES[name] for name in quick]), strict=True))
+    results = dict(zip(quick, run_commands([LINES[name] for name in quick], timeout=500), strict=True))
     assert results["help"].code == 0 and "--steps N" in results["help"].output
     for name, words in (("steps", "--steps 0"), ("option", "--json is no option of verify"), ("layout", "Tensor parallelism deals")):
         result = results[name]
@@ -150,5 +150,5 @@ def test_command_lines(tmp_path: Path) -> None:
     ],
 )
 def test_jobs(overrides: str) -> None:
-    [result] = run_commands([["verify", *overrides.split()]])
+    [result] = run_commands([["verify", *overrides.split()]], timeout=500)
     assert result.code == 0, result.output
