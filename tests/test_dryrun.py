@@ -132,7 +132,8 @@ class Watch(pl.Callback):
 class Copies:
     """Messages travel as copies, which are not counted, and count as gone when the next one is sent, as in a dry run.
 
-    Else a message is held until the neighbour takes it, and memory is up to how busy the machine is.
+    Else a message is held until its work says that it has gone, which over gloo it does only after a wait, and over NCCL when the neighbour
+    has it.
     """
 
     def __init__(self) -> None:

@@ -181,7 +181,7 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
 
 
 class Sent:
-    """A message that counts as gone when the next one is sent. When a neighbour takes it is up to how busy it is."""
+    """A message that counts as gone when the next one is sent; in a run that is up to the neighbour."""
 
     def __init__(self, work: Any) -> None:
         self._work, self._asked = work, False
