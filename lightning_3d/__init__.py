@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_3d.layout import Layout
     from lightning_3d.pretrained import load_pretrained
     from lightning_3d.strategy import Lightning3DStrategy
-    from lightning_3d.verification import verify
+    from lightning_3d.verification.compare import verify
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _HOMES = {
     "Lightning3DStrategy": "lightning_3d.strategy",
     "initialize": "lightning_3d.initialization",
     "load_pretrained": "lightning_3d.pretrained",
-    "verify": "lightning_3d.verification",
+    "verify": "lightning_3d.verification.compare",
 }
 
 

@@ -88,14 +88,14 @@ def _launch(arguments: list[str]) -> int:
 
 def _dryrun(arguments: list[str]) -> int:
     """Run ranks of a job without values."""
-    from lightning_3d.dryrun_command import run
+    from lightning_3d.dryrun.command import run
 
     return run(arguments)
 
 
 def _verify(arguments: list[str]) -> int:
     """Compare a layout with one process, in small."""
-    from lightning_3d.verify_command import run
+    from lightning_3d.verification.command import run
 
     return run(arguments)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config import RunPlan, plan_run
 from lightning_3d.errors import ConfigError
@@ -26,3 +28,30 @@ def plain(config: DictConfig) -> dict[str, Any]:
     content = OmegaConf.to_container(task, resolve=True)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def check_anywhere(overrides: Sequence[str]) -> tuple[dict[str, Any], RunPlan]:
+    """The configuration of a job that this machine looks at and does not run, complete and found right.
+
+    Neither the job's machines nor its data need to be there.
+
+    Raises:
+        Lightning3DError: as `lightning-3d train trainer.dry=true`.
+    """
+    from lightning_3d.hydra_app import compose
+
+    config = copy.deepcopy(compose(overrides))
+    with read_write(config), open_dict(config):
+        if config.get("trainer") is not None:
+            config.trainer.dry = True
+        config.run_folder = ""  # nothing is written
+        if config.get("data") is not None and config.data.get("name") is not None:
+            _leave_out_files(config.data)
+    plan = check(config, None)
+    return plan.freeze(plain(config)), plan
+
+
+def _leave_out_files(data: Any) -> None:
+    """Of data only shapes are needed; what must be named and is not stays unnamed."""
+    for key in OmegaConf.missing_keys(data):  # with the name of the group in front
+        data[key.rpartition(".")[2]] = None

@@ -290,11 +290,34 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
+@cache
+def _fake_tensor() -> type[Tensor]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(tensor, FakeTensor)
+    return FakeTensor
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(tensor, _fake_tensor())
+
+
+def as_fake(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
+    """A tensor of a `fake_mode` that is said to be on a device, of one on meta; they share the storage."""
+    return _fake_tensor()(mode, tensor, device)
+
+
+def device_of_fake(tensor: Tensor) -> torch.device:
+    """Where a fake tensor is said to be. `.device` is an operation, which every mode sees."""
+    return tensor.fake_device  # type: ignore[attr-defined]
+
+
+def can_be_remembered(func: Any) -> bool:
+    """Whether shapes of results, and where views begin, follow from shapes of arguments, which keep theirs (`torch.Tag`, 2.11 to 2.13)."""
+    import torch
+
+    other = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func.namespace == "aten" and not other & set(func.tags) and not func._opname.startswith("as_strided")
 
 
 @cache

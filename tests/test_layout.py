@@ -5,11 +5,13 @@ import subprocess
 import sys
 from itertools import combinations
 from math import prod
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_3d
 from lightning_3d.errors import LayoutError, Lightning3DError
 from lightning_3d.layout import AXES, DEGREES, Layout, divisors, nearest_layouts
 
@@ -231,15 +233,24 @@ def test_errors_are_the_users_to_repair():
     assert Lightning3DError.exit_code == LayoutError.exit_code == 2
 
 
-@pytest.mark.parametrize("module", ["", ".layout", ".schedules", ".layout_rules", ".balance", ".errors"])
+PURE = ["", ".layout", ".schedules", ".layout_rules", ".balance", ".errors", ".dryrun.command", ".verification.command"]
+
+
+@pytest.mark.parametrize("module", PURE)
 def test_pure_modules_import_neither_torch_nor_lightning(module: str):
     code = f"import sys, lightning_3d{module}; sys.exit(any(name in sys.modules for name in ('torch', 'lightning')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_the_package_is_lazy():
-    import lightning_3d
+@pytest.mark.parametrize(("package", "importers"), [("dryrun", {"cli.py"}), ("verification", {"cli.py", "__init__.py"})])
+def test_what_lies_beside_training_is_imported_by_the_command_line_only(package: str, importers: set[str]):
+    root = Path(lightning_3d.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.relative_to(root).parts[0] != package and f"lightning_3d.{package}" in path.read_text():
+            assert str(path.relative_to(root)) in importers
 
+
+def test_the_package_is_lazy():
     assert lightning_3d.Layout is Layout
     assert {"Layout", "Lightning3DStrategy", "initialize", "__version__"} <= set(dir(lightning_3d))
     with pytest.raises(AttributeError, match="no attribute 'Layouts'"):

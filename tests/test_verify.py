@@ -16,8 +16,8 @@ import lightning_3d
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.model_spec import ModelSpec
-from lightning_3d.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 from lightning_3d.verification import Difference
+from lightning_3d.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -158,5 +158,5 @@ def test_command_lines(tmp_path: Path) -> None:
     ],
 )
 def test_jobs(overrides: str) -> None:
-    [result] = run_commands([["verify", *overrides.split()]])
+    [result] = run_commands([["verify", *overrides.split()]], timeout=500)
     assert result.code == 0, result.output

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,10 +74,7 @@ class PipelineEngine:
         device: where hidden states live.
         after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
             this rank's, counted from 0) and `last` (there are no more such actions).
-        recorder: takes the times of actions and messages.
-
-    Attributes:
-        around: a context for each action of a training step.
+        recorder: is told of actions and messages.
     """
 
     def __init__(
@@ -101,8 +97,7 @@ class PipelineEngine:
         self._state = state
         self._device = device
         self._after_backward = after_backward
-        self._recorder = recorder or Recorder()
-        self.around: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
+        self.recorder = recorder or Recorder()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
         self._boundaries: dict[Hashable, Boundary] = {}
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -141,7 +136,7 @@ class PipelineEngine:
             actions = order[self._mesh.index("pp")]
             self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
             for action in actions:
-                with self.around(action):
+                with self.recorder.action(action):
                     self._act(action, transport, step)
             if transport is not None:
                 transport.finish()
@@ -206,7 +201,7 @@ class PipelineEngine:
         """Run the user's step with `chunk` active."""
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_(True)
-        with self._state.running(chunk, received), self._recorder.span(FORWARD, chunk.stage, micro_batch):
+        with self._state.running(chunk, received), self.recorder.span(FORWARD, chunk.stage, micro_batch):
             step.enter(micro_batch)
             try:
                 output = step(micro_batch)
@@ -234,7 +229,7 @@ class PipelineEngine:
         flight = self._in_flight[chunk.stage, micro_batch]
         flight.gradient = self._receive(False, chunk, micro_batch, transport)
         kind = INPUT_GRADIENT if split else BACKWARD
-        with self._state.running(chunk, flight.received), self._recorder.span(kind, chunk.stage, micro_batch):
+        with self._state.running(chunk, flight.received), self.recorder.span(kind, chunk.stage, micro_batch):
             if not split:
                 _backward_all(flight)
             elif not chunk.is_first:
@@ -254,7 +249,7 @@ class PipelineEngine:
     def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
         """The part of the backward that only fills weight gradients. The first stage, which nobody waits for, does all of it here."""
         flight = self._in_flight[chunk.stage, micro_batch]
-        with self._state.running(chunk, flight.received), self._recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch):
+        with self._state.running(chunk, flight.received), self.recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch):
             if chunk.is_first:
                 _backward_all(flight)
             elif flight.weight_work is not None:
@@ -266,7 +261,7 @@ class PipelineEngine:
         del self._in_flight[chunk.stage, micro_batch]
         self._to_come[chunk.stage] -= 1
         place = sorted(self._chunks).index(chunk.stage)
-        with self._recorder.span(REDUCE, chunk.stage, micro_batch):
+        with self.recorder.span(REDUCE, chunk.stage, micro_batch):
             self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
 
     def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:
@@ -278,7 +273,7 @@ class PipelineEngine:
         if sender == self._mesh.index("pp"):
             return self._local.pop(message)
         assert transport is not None
-        with self._recorder.span(RECEIVE, chunk.stage, micro_batch):
+        with self.recorder.span(RECEIVE, chunk.stage, micro_batch):
             return transport.receive(message, sender)
 
     def _send(self, message: Message, tensor: Tensor, transport: Transport | None) -> None:
@@ -287,7 +282,7 @@ class PipelineEngine:
             return
         assert transport is not None
         sender = message.stage - 1 if message.forward else message.stage + 1
-        with self._recorder.span(SEND, sender, message.micro_batch):
+        with self.recorder.span(SEND, sender, message.micro_batch):
             transport.send(message, tensor)
 
 

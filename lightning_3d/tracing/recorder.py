@@ -1,9 +1,10 @@
-"""Takes the time of what a rank does, while it is told to. CUDA events on GPUs, the clock elsewhere."""
+"""Takes the time of what a rank does, while it is told to (CUDA events on GPUs, the clock elsewhere), and tells who listens."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ import torch
 from lightning_3d.tracing.trace import Event
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+Listener = Callable[[Any], AbstractContextManager[Any]]
+"""An action of a schedule (`pipeline.schedule.Action`) -> what holds it."""
 
 
 class Recorder:
@@ -33,6 +37,19 @@ class Recorder:
         self._open: list[tuple[tuple[str, int | None, int | None, int], Any, Any]] = []
         self._origin: tuple[float, Any] = (0.0, None)
         self.batch = 0
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Have every action of a training step held by a context: also its messages and its reduction are within."""
+        self._listeners.append(listener)
+
+    @contextmanager
+    def action(self, action: Any) -> Iterator[None]:
+        """Holds an action of a schedule with all that belongs to it, of which `span` times the parts."""
+        with ExitStack() as stack:
+            for listener in self._listeners:
+                stack.enter_context(listener(action))
+            yield
 
     def begin(self) -> None:
         """Forget what there is."""

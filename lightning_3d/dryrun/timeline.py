@@ -1,33 +1,17 @@
 """When each rank of a pipeline does what, drawn as text and as SVG. Imports no torch.
 
-The order of actions is the schedule's; how long one takes is a function that is given: of operations counted, of a model, of a
+The order of actions is the schedule's, played as the planner plays it; how long one takes is given: operations counted, a model, a
 measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
 
-
-class Action(Protocol):
-    """As in `pipeline.schedule`: the letters of kinds are F, B, I and W."""
-
-    @property
-    def kind(self) -> Letter: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-
-
-class Letter(Protocol):
-    """A kind of action."""
-
-    @property
-    def value(self) -> str: ...
+from lightning_3d.planner.orders import Order
+from lightning_3d.planner.timeline import StageSeconds, play
 
 
 @dataclass(frozen=True)
@@ -41,44 +25,22 @@ class Bar:
     stop: float
 
 
-def place(order: Sequence[Sequence[Action]], duration: Callable[[str, int], float]) -> list[list[Bar]]:
+def place(order: Order, duration: Mapping[tuple[str, int], float]) -> list[list[Bar]]:
     """The actions of each rank in time: each begins when the one before it on its rank, and the one that it waits for, are over.
 
     Args:
-        order: of all ranks. duration: (letter, stage) -> how long an action takes, in any unit. Messages take no time.
+        order: of all ranks. duration: (letter, stage) -> how long such an action takes, in any unit. Messages take no time.
     """
-    stages = 1 + max(action.stage for actions in order for action in actions)
-    done: dict[tuple[str, int, int], float] = {}
+    stages = [_seconds(stage, duration) for stage in range(1 + max(stage for actions in order for stage, _, _ in actions))]
     bars: list[list[Bar]] = [[] for _ in order]
-    left = sum(map(len, order))
-    while left:
-        before = left
-        for rank, actions in enumerate(order):
-            while len(bars[rank]) < len(actions):
-                action = actions[len(bars[rank])]
-                letter, stage, index = action.kind.value, action.stage, action.micro_batch
-                ready = _ready(letter, stage, index, stages, done)
-                if ready is None:
-                    break
-                start = max(ready, bars[rank][-1].stop if bars[rank] else 0.0)
-                bar = Bar(letter, stage, index, start, start + duration(letter, stage))
-                bars[rank].append(bar)
-                done["gradient" if letter in "BI" else letter, stage, index] = bar.stop
-                left -= 1
-        if left == before:
-            raise ValueError("The actions of this order wait for each other.")
+    for rank, stage, letter, index, start, stop in play(order, stages, keep=True).events:
+        bars[rank].append(Bar(letter, stage, index, start, stop))
     return bars
 
 
-def _ready(letter: str, stage: int, index: int, stages: int, done: dict[tuple[str, int, int], float]) -> float | None:
-    """When what an action waits for is over; None where that is not known yet."""
-    if letter == "W":
-        return done.get(("gradient", stage, index))
-    if letter == "F":
-        return 0.0 if stage == 0 else done.get(("F", stage - 1, index))
-    own = done.get(("F", stage, index))
-    behind = 0.0 if stage == stages - 1 else done.get(("gradient", stage + 1, index))
-    return None if own is None or behind is None else max(own, behind)
+def _seconds(stage: int, duration: Mapping[tuple[str, int], float]) -> StageSeconds:
+    weights = duration.get(("W", stage), 0.0)
+    return StageSeconds(duration["F", stage], duration.get(("B", stage), duration.get(("I", stage), 0.0) + weights), weights)
 
 
 def idle(bars: Sequence[Sequence[Bar]]) -> float:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.metering import Meter
-from lightning_3d.torch_compat import data_dependent_errors, fake_backend, fake_mode, is_fake
+from lightning_3d.dryrun.metering import Meter
+from lightning_3d.dryrun.remembered import Remembered, tensors_in
+from lightning_3d.torch_compat import data_dependent_errors, device_of_fake, fake_backend, fake_mode, is_fake
 
 NEW, FEW, MANY = 16, 4096, 2**20
 """Elements up to which tensors are real: new floating-point ones, those that are computed from real ones, and whole numbers and flags."""
@@ -28,11 +29,15 @@ class ShapeMeter(Meter):
     def __init__(self) -> None:
         super().__init__()
         self._mode = fake_mode()
+        self._remembered = Remembered(self._mode)
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A tensor without values."""
         with self._mode:
             return torch.empty(shape, dtype=dtype, device=device)
+
+    def _is_counted(self, tensor: Tensor) -> bool:
+        return is_fake(tensor) or not tensor.is_meta
 
     def materialize(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
         """Give all parameters and buffers of a module, on meta or in memory, shapes without values. Tied ones stay tied."""
@@ -56,10 +61,10 @@ class ShapeMeter(Meter):
 
     def execute(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._opname
-        if func.namespace == "prim" and name == "device":
-            return func(*args, **kwargs)
-        tensors = list(_tensors(args)) + list(_tensors(kwargs.values()))
-        fakes = sum(is_fake(tensor) for tensor in tensors)
+        if name == "device" and func.namespace == "prim":
+            return device_of_fake(args[0]) if is_fake(args[0]) else func(*args, **kwargs)
+        tensors = list(tensors_in(args)) + list(tensors_in(kwargs.values()))
+        fakes = sum(map(is_fake, tensors))
         if fakes:
             return self._on_fakes(func, name, args, kwargs, tensors, fakes)
         if any(tensor.is_meta for tensor in tensors) or func.namespace in ("c10d", "_c10d_functional"):
@@ -73,7 +78,7 @@ class ShapeMeter(Meter):
                 result = func(*args, **kwargs)
         except data_dependent_errors():
             return func(*args, **kwargs)
-        if all(_is_small(part, FEW if tensors else NEW) for part in _tensors([result])):
+        if all(_is_small(part, FEW if tensors else NEW) for part in tensors_in([result])):
             return func(*args, **kwargs)
         return result
 
@@ -89,18 +94,19 @@ class ShapeMeter(Meter):
                 with torch.no_grad():
                     args[0].fill_(1)  # what it is, nobody knows
             return args[0]
-        with self._mode:
-            if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:  # there are shapes for bf16 only (torch 2.11 to 2.13)
-                return func(*(part.bfloat16() for part in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
-            return func(*args, **kwargs)
+        key = self._remembered.key(func, args, kwargs)
+        result = self._remembered.recall(key, tensors)
+        if result is None:
+            with self._mode:
+                result = _ask(func, name, args, kwargs)
+            self._remembered.note(key, tensors, result)
+        return result
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def _ask(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:  # there are shapes for bf16 only (torch 2.11 to 2.13)
+        return func(*(part.bfloat16() for part in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _is_small(tensor: Tensor, few: int) -> bool:
@@ -164,8 +170,7 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
             objects[:] = told.objects[index][min(number, len(told.objects[index]) - 1)]
 
     def sent(*args: Any, **kwargs: Any) -> Any:
-        send(*args, **kwargs)
-        return _Sent()
+        return Sent(send(*args, **kwargs))
 
     dist.isend, dist.broadcast_object_list = sent, broadcast_objects  # type: ignore[assignment]
     try:
@@ -175,14 +180,16 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
         dist.destroy_process_group()
 
 
-class _Sent:
-    """A message that has gone when the next one is sent."""
+class Sent:
+    """A message that counts as gone when the next one is sent; in a run that is up to the neighbour."""
 
-    _asked = False
+    def __init__(self, work: Any) -> None:
+        self._work, self._asked = work, False
 
     def is_completed(self) -> bool:
         asked, self._asked = self._asked, True
         return asked
 
     def wait(self) -> None:
-        """It has gone."""
+        """Until it has gone indeed."""
+        self._work.wait()

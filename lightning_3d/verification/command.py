@@ -9,13 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_3d.composed import check_anywhere
 from lightning_3d.config import RunPlan
-from lightning_3d.dryrun_command import checked
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.guard import guarded
 from lightning_3d.job import quiet_imports
 from lightning_3d.layout import Layout
-from lightning_3d.shrink import SEQUENCE, fold, micro_batches, shrink_model
+from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
 from lightning_3d.zero_options import ZeroOptions
 
 USAGE = """\
@@ -58,7 +58,7 @@ def _read(arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def _run(steps: int, overrides: list[str]) -> int:
-    config, plan = checked(overrides)
+    config, plan = check_anywhere(overrides)
     small, left_out = fold(plan.layout)
     model = {**config["model"], "config": shrink_model(config["model"]["config"], plan.layout, small), "pretrained": None}
     arguments, dropped = strategy_arguments(config, plan, small)
@@ -81,7 +81,7 @@ def _run(steps: int, overrides: list[str]) -> int:
 
     from lightning_3d.training.module import CausalLM
     from lightning_3d.training.run import quiet
-    from lightning_3d.verification import verify
+    from lightning_3d.verification.compare import verify
 
     quiet()
     optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None}
@@ -128,5 +128,3 @@ def _batch(rows: int, vocabulary: int, generator: Any) -> dict[str, Any]:
     ids = (torch.rand((rows, SEQUENCE), generator=generator).square() * vocabulary).long()
     prompt = torch.randint(0, SEQUENCE // 2, (rows, 1), generator=generator)
     return {"input_ids": ids, "labels": torch.where(torch.arange(SEQUENCE) < prompt, -100, ids)}
-
-

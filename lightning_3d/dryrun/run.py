@@ -9,7 +9,6 @@ Assumed, as nothing has values: routers send equally many tokens to every rank; 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,15 +23,16 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
 
+from lightning_3d.dryrun.measured import Measured, RankReport
+from lightning_3d.dryrun.shapes import ShapeMeter, Told, alone
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts
 from lightning_3d.layout import Layout
-from lightning_3d.measured import Measured, RankReport
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import runs_now
 from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.pipeline.transport import AHEAD
 from lightning_3d.schedules import find_schedule, rank_of_stage
-from lightning_3d.shapes import ShapeMeter, Told, alone
+from lightning_3d.silent_trainer import silence, silent_trainer
 from lightning_3d.step import MicroBatches, cut_batch
 from lightning_3d.step.checks import most_micro_batches
 from lightning_3d.strategy import Lightning3DStrategy
@@ -308,7 +308,7 @@ def _run(job: Job, rank: int, told: Told) -> RankReport:
     report = RankReport(rank, layout.coordinates(rank))
     pipeline = layout.group_of(rank, "pp")
     told.objects.pop(pipeline.index(rank), None)
-    with alone(rank, layout.world_size, pipeline, told, gloo=not job.gpu), isolate_rng(), _quiet():
+    with alone(rank, layout.world_size, pipeline, told, gloo=not job.gpu), isolate_rng(), silence():
         strategy = job.strategy(DryStrategy)
         if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
             strategy.zero = replace(strategy.zero, reduce_scatter=True)
@@ -319,31 +319,17 @@ def _run(job: Job, rank: int, told: Told) -> RankReport:
         strategy.for_gpus = job.gpu
         strategy.micro_batches = (job.accepted()[0], report.micro_batches)
         batches = _Repeated(job.batch(job.micro_batches), STEPS)
-        trainer = pl.Trainer(
-            accelerator="cpu",
+        trainer = silent_trainer(
             devices=layout.world_size,
             strategy=strategy,
             plugins=[_Environment(rank, layout.world_size)],
-            precision=job.precision,  # type: ignore[arg-type]
+            precision=job.precision,
             max_steps=STEPS,
             gradient_clip_val=job.clip,
             callbacks=[measured.follow(strategy)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            limit_val_batches=0,
             use_distributed_sampler=False,
         )
         trainer.fit(job.module(), train_dataloaders=batches)
     if report.micro_batches < job.micro_batches:
         measured.add_micro_batches(job.micro_batches - report.micro_batches, bounded)
     return report
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -156,11 +156,13 @@ class Meter(TorchDispatchMode):
         return call
 
     def _see(self, tensor: Tensor) -> None:
-        if tensor.is_meta:
-            return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._entries:
+        if storage._cdata not in self._entries and self._is_counted(tensor):
             self._add(storage, _FRESH)
+
+    def _is_counted(self, tensor: Tensor) -> bool:
+        """Whether a tensor has memory."""
+        return not tensor.is_meta
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
         key = storage._cdata

@@ -5,7 +5,6 @@ Takes the arguments of `lightning-3d train`, and refuses what it refuses before 
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections import Counter
@@ -14,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import open_dict, read_write
-
-from lightning_3d.composed import check, plain
+from lightning_3d.composed import check_anywhere
 from lightning_3d.config import RunPlan
 from lightning_3d.errors import ConfigError
 from lightning_3d.guard import guarded
@@ -25,9 +22,9 @@ from lightning_3d.layout import Layout
 from lightning_3d.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from lightning_3d.dryrun import Job
-    from lightning_3d.measured import RankReport
-    from lightning_3d.timeline import Bar
+    from lightning_3d.dryrun.measured import RankReport
+    from lightning_3d.dryrun.run import Job
+    from lightning_3d.dryrun.timeline import Bar
 
 USAGE = """\
 lightning-3d dryrun [rank=N[,N...]] [--json FILE] [--timeline FILE.svg] [OVERRIDES]
@@ -98,35 +95,8 @@ def _ranks(value: str) -> tuple[int, ...]:
         raise ConfigError(f"rank={value} is no number of a rank, nor several with commas between them.") from None
 
 
-def checked(overrides: Sequence[str]) -> tuple[dict[str, Any], RunPlan]:
-    """The configuration of a run on any machines, complete and found right.
-
-    Raises:
-        Lightning3DError: as `lightning-3d train trainer.dry=true`.
-    """
-    from lightning_3d.hydra_app import compose
-
-    config = copy.deepcopy(compose(overrides))
-    with read_write(config), open_dict(config):
-        if config.get("trainer") is not None:
-            config.trainer.dry = True
-        config.run_folder = ""  # nothing is written
-        if config.get("data") is not None and config.data.get("name") is not None:
-            _leave_out_files(config.data)
-    plan = check(config, None)
-    return plan.freeze(plain(config)), plan
-
-
-def _leave_out_files(data: Any) -> None:
-    """Of data only shapes are needed; what must be named and is not stays unnamed."""
-    from omegaconf import OmegaConf
-
-    for key in OmegaConf.missing_keys(data):  # with the name of the group in front
-        data[key.rpartition(".")[2]] = None
-
-
 def _run(options: Options) -> int:
-    config, plan = checked(options.overrides)
+    config, plan = check_anywhere(options.overrides)
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:
@@ -137,8 +107,8 @@ def _run(options: Options) -> int:
     print(plan.describe())
 
     quiet_imports()
-    from lightning_3d.dryrun import dry_run
-    from lightning_3d.shapes import Told
+    from lightning_3d.dryrun.run import dry_run
+    from lightning_3d.dryrun.shapes import Told
 
     job, told = job_of(config, plan, whole=options.whole), Told()
     reports = []
@@ -150,8 +120,8 @@ def _run(options: Options) -> int:
     print(as_text(reports, plan, config))
     bars = timeline_of(job, reports)
     if bars is not None:
-        from lightning_3d.timeline import as_svg, idle
-        from lightning_3d.timeline import as_text as draw
+        from lightning_3d.dryrun.timeline import as_svg, idle
+        from lightning_3d.dryrun.timeline import as_text as draw
 
         print(f"\nTimeline of a step, actions as long as their operations; a rank idles {idle(bars):.1%}\n{draw(bars)}")
         if options.timeline is not None:
@@ -171,7 +141,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
     import torch
     from hydra.utils import get_class
 
-    from lightning_3d.dryrun import DryStrategy, Job
+    from lightning_3d.dryrun.run import DryStrategy, Job
     from lightning_3d.training.module import CausalLM
     from lightning_3d.training.run import quiet
 
@@ -201,24 +171,20 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
     )
 
 
-def timeline_of(job: Job, reports: Sequence[RankReport], seconds: Mapping[tuple[str, int], float] | None = None) -> list[list[Bar]] | None:
-    """The actions of all pipeline ranks in time; None where not all stages were run.
+def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
+    """The actions of all pipeline ranks in time, as long as the operations of one that was measured; None where not all stages were run."""
+    from lightning_3d.dryrun.timeline import place
+    from lightning_3d.planner.orders import training_order
 
-    Args:
-        seconds: (letter, stage) -> how long such an action takes; by default its operations, those of one that was measured.
-    """
-    from lightning_3d.timeline import place
-
-    if seconds is None:
-        counted: dict[tuple[str, int], float] = {}
-        for report in reports:
-            for action, flops in report.flops.items():
-                counted[action.kind.value, action.stage] = max(counted.get((action.kind.value, action.stage), 0), flops)
-        seconds = counted
-    order = job.order(job.micro_batches)
-    if any((action.kind.value, action.stage) not in seconds for actions in order for action in actions):
+    counted: dict[tuple[str, int], float] = {}
+    for report in reports:
+        for action, flops in report.flops.items():
+            what = (action.kind.value, action.stage)
+            counted[what] = max(counted.get(what, 0), flops)
+    order = training_order(job.schedule, job.layout.pp, job.layout.vp, job.micro_batches)
+    if any((letter, stage) not in counted for actions in order for stage, letter, _ in actions):
         return None
-    return place(order, lambda letter, stage: seconds[letter, stage])
+    return place(order, counted)
 
 
 def axes_of(ranks: tuple[int, ...], layout: Layout) -> str:
@@ -230,7 +196,7 @@ def axes_of(ranks: tuple[int, ...], layout: Layout) -> str:
 
 def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, Any]) -> str:
     """Tables for the terminal."""
-    from lightning_3d.metering import CATEGORIES
+    from lightning_3d.dryrun.metering import CATEGORIES
 
     lines = [f"\nThe model has {reports[0].whole:,} parameters.\n"]
     header = f"{'rank':>6} {'tp cp pp dp':>12} {'stages':>8} {'parameters':>14} {'memory':>10}"

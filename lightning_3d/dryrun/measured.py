@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_3d.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
+from lightning_3d.dryrun.metering import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
 from lightning_3d.pipeline.schedule import Action, Kind
 
 _MESSAGES = ("send", "recv")
@@ -58,7 +58,7 @@ class Measured:
 
         class Window(pl.Callback):
             def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-                strategy.engine.around = lambda action: measured.around(strategy, action)
+                strategy.engine.recorder.listen(lambda action: measured.around(strategy, action))
 
             def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
                 if batch_idx == measured.step:

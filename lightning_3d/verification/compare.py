@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_3d.errors import ConfigError
 from lightning_3d.initialization import initialize
 from lightning_3d.launch import can_fork, launch
+from lightning_3d.silent_trainer import silence, silent_trainer
 from lightning_3d.strategy import Lightning3DStrategy
 
 RELATIVE = {"32-true": 1e-5, "64-true": 1e-10}
@@ -183,24 +182,18 @@ class _Values(pl.Callback):
             self.losses.append(float(outputs["loss"]))
 
 
-def _trainer(run: _Run, values: _Values, **arguments: Any) -> pl.Trainer:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    return pl.Trainer(
-        accelerator="cpu",
-        precision=run.precision,  # type: ignore[arg-type]
-        max_steps=len(run.batches),
-        gradient_clip_val=run.clip,
-        callbacks=[values],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        **arguments,
-    )
+def _fit(run: _Run, module: pl.LightningModule, ranks: int, values: _Values, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
+    """Train on all batches, of which this process gets the part of one of so many data ranks."""
+    with silence():
+        trainer = silent_trainer(
+            precision=run.precision,
+            max_steps=len(run.batches),
+            gradient_clip_val=run.clip,
+            callbacks=[values, *callbacks],
+            **arguments,
+        )
+        trainer.fit(module, datamodule=_Data(run, ranks))
+    return trainer
 
 
 def _on_rank(run: _Run, folder: str) -> None:
@@ -208,8 +201,7 @@ def _on_rank(run: _Run, folder: str) -> None:
     values = _Values()
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
     assert strategy.layout is not None
-    trainer = _trainer(run, values, strategy=strategy, devices=strategy.layout.world_size)
-    trainer.fit(run.module, datamodule=_Data(run, strategy.layout.dp))
+    trainer = _fit(run, run.module, strategy.layout.dp, values, strategy=strategy, devices=strategy.layout.world_size)
     weights = {name: (parameter.detach().clone(), strategy.specs[name]) for name, parameter in run.module.named_parameters()}
     torch.save((values.losses, values.norms, weights), Path(folder) / f"rank_{trainer.global_rank}.pt")
 
@@ -235,9 +227,7 @@ def _on_one(run: _Run, folder: str) -> None:
     """Train in this process, and compare with what the ranks left."""
     values = _Values()
     module = copy.deepcopy(run.module)
-    trainer = _trainer(run, values, devices=1)
-    trainer.callbacks.append(_Whole(run.seed))  # type: ignore[attr-defined]
-    trainer.fit(module, datamodule=_Data(run, 1))
+    _fit(run, module, 1, values, _Whole(run.seed), devices=1)
     whole = dict(module.named_parameters(remove_duplicate=False))
     worst, largest = "", -1.0
     for path in sorted(Path(folder).glob("rank_*.pt")):

@@ -1,0 +1,42 @@
+"""Lightning's Trainer beside a run, for what only wants to know something: on CPU, and it says, draws and writes nothing."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+
+
+def silent_trainer(**arguments: Any) -> pl.Trainer:
+    """A Trainer without logger, checkpoints, bars and evaluation."""
+    return pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        **arguments,
+    )
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Within it nothing is announced or warned of."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
