@@ -129,6 +129,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0
     force: bool = False
+    profile: str | None = None
     run_folder: str = ""
 
 
@@ -272,7 +273,7 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         check_sizes(**{f"data.{key}": run.data.get(key)})
         if run.data.get(key) is None:
             raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
-    chosen = advice.choose(run, choose_precision(run, "gpu"))
+    chosen = advice.choose(run, choose_precision(run, "cpu" if run.cluster.accelerator == "cpu" else "gpu"))
     for key, value in chosen.items():
         setattr(parallelism, key, value)
     return chosen

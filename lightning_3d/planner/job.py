@@ -121,6 +121,11 @@ class Job:
         return self.zero == 3 and self.gather != "step"
 
     @property
+    def width(self) -> int:
+        """Bytes of a number in activations and in what is sent of them."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on one rank."""
         return self.micro_batch * self.seq / self.layout.cp

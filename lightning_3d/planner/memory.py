@@ -126,7 +126,7 @@ def kept_by_block(job: Job) -> float:
 def block_activations(job: Job) -> float:
     """Bytes of one micro-batch that a block without recomputation keeps, averaged over dense blocks and mixtures."""
     model, layout, tokens = job.model, job.layout, job.tokens
-    width = 2 if job.precision != "fp32" else 4
+    width = job.width
     shared = 4 * model.hidden * width / (layout.tp if job.sequence_parallel else 1) + job.stack.saved * model.hidden / layout.tp
     attention = (width * (2 * model.query_width + model.key_width) + 4 * model.heads) / layout.tp
     if not job.stack.flash:

@@ -77,7 +77,7 @@ def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
         return 0.0, 0.0
     size = sum(parameters_of(job, Stage(1, False, False)))
     ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
-    whole = gather(machine, ranks, 2 * size) if job.gathers_often else 0.0
+    whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
     scatter = gather(machine, ranks, job.stack.reduced_bytes * size) if job.reduces_often else 0.0
     return whole, whole + scatter
 
@@ -180,7 +180,7 @@ def _after(job: Job, machine: Machine, stages: tuple[Stage, ...], last: StageSec
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
     else:
         reduce = 0.0 if job.reduces_often else gather(machine, ranks, stack.reduced_bytes * size)
-        spread = 0.0 if job.gathers_often else gather(machine, ranks, 2 * size)
+        spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
     if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
         reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)
     if stack.overlaps_gather:
