@@ -11,9 +11,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,12 @@ from torch import Tensor
 
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.planner.architecture import Architecture
+from lightning_3d.torch_compat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.tracing.memory import SavedTensors
 from lightning_3d.training.module import transformers_config
+
+if TYPE_CHECKING:
+    from lightning_3d.profile_command import Shapes
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16_mixed": torch.bfloat16, "fp8": torch.bfloat16}
 _LONG_SECONDS = 0.5
@@ -36,26 +39,6 @@ _FEW_TOKENS = 16
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 Entry = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What is measured.
-
-    Attributes:
-        config: fields of a Transformers configuration.
-        degrees: of tensor parallelism whose products are measured.
-        micro_batch, seq: rows and tokens of a micro-batch.
-        repeats: of each operation.
-    """
-
-    config: Mapping[str, Any]
-    attention: str | None
-    precision: str
-    degrees: tuple[int, ...]
-    micro_batch: int
-    seq: int
-    repeats: int
 
 
 def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
@@ -107,7 +90,9 @@ class _Meter:
         return torch.randn(sizes, device=self.device, dtype=dtype)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Of an action, when all ranks do it: the median of some repetitions, after a first one."""
+        """Of an action, when all ranks do it: the median of some repetitions, after two others."""
+        action()
+        self._wait()
         started = time.perf_counter()
         action()
         self._wait()
@@ -180,7 +165,8 @@ def _attention(shapes: Shapes, meter: _Meter) -> list[Entry]:
         heads, width = max(1, model.heads // tp), model.query_width // model.heads
         inputs = [meter.empty(shapes.micro_batch, heads, shapes.seq, width, dtype=dtype).requires_grad_() for _ in range(3)]
         flops = 3.5 * 4.0 * shapes.micro_batch * shapes.seq * (shapes.seq / 2) * heads * width
-        found.append({"kind": "attention", "heads": heads, "width": width, "flops": flops, "seconds": meter.seconds(partial(_attend, *inputs))})
+        seconds = meter.seconds(partial(_attend, *inputs))
+        found.append({"kind": "attention", "heads": heads, "width": width, "flops": flops, "seconds": seconds})
     return found
 
 
@@ -313,9 +299,9 @@ def _kinds(size: int, group: Any, meter: _Meter) -> dict[str, Callable[[], Any]]
             dist.recv(other, ranks[rank - 1], group=group)
 
     return {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, own, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: all_gather_flat(whole, own, group).wait(),
+        "reduce_scatter": lambda: reduce_scatter_flat(own, whole, group).wait(),
+        "all_reduce": lambda: all_reduce_flat(whole, group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "send": send,
     }

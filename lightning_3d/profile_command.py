@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from lightning_3d.launch import OutsideRank, can_fork, cores, launch, set_master
 
 if TYPE_CHECKING:
     from lightning_3d.config import RunConfig
-    from lightning_3d.profile import Shapes
 
 USAGE = """\
 lightning-3d profile [--out FILE.json] [--ranks N] [--repeats N] [OVERRIDES]
@@ -34,6 +34,26 @@ to a file that `lightning-3d plan ... profile=FILE.json` and `parallelism=auto` 
   --ranks N     on this machine; all of its GPUs unless given, 2 where it has none
   --repeats N   of each operation; 10 unless given
 """
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured.
+
+    Attributes:
+        config: fields of a Transformers configuration.
+        degrees: of tensor parallelism whose products are measured.
+        micro_batch, seq: rows and tokens of a micro-batch.
+        repeats: of each operation.
+    """
+
+    config: Mapping[str, Any]
+    attention: str | None
+    precision: str
+    degrees: tuple[int, ...]
+    micro_batch: int
+    seq: int
+    repeats: int
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
@@ -125,13 +145,8 @@ def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
         degrees = tuple(tp for tp in (1, 2, 4, 8) if model.heads % tp == 0 and max(model.ffn, model.expert_ffn) % tp == 0)
     else:
         degrees = tuple(sorted({1, Layout.parse(run.parallelism.layout).tp}))
-
     precision = choose_precision(run, accelerator)
-    arguments: dict[str, Any] = {"config": run.model["config"], "attention": run.model.get("attn_implementation"), "precision": precision}
-    quiet_imports()
-    from lightning_3d.profile import Shapes
-
-    return Shapes(**arguments, degrees=degrees, micro_batch=rows, seq=seq, repeats=repeats)
+    return Shapes(run.model["config"], run.model.get("attn_implementation"), precision, degrees, rows, seq, repeats)
 
 
 def _rank(shapes: Shapes, accelerator: str, path: str) -> None:

@@ -37,7 +37,7 @@ def require_here(machine: Machine, cluster: ClusterConfig) -> None:
         raise ConfigError(
             f"--validate runs layouts on this machine, which has {here}, but the plan is for {machine.gpus} GPUs ({cluster.name}). Validate"
             f" on one machine of that kind with a cluster of its size, such as cluster={kind}_1x{max(1, there)}, or here with"
-            " cluster=local_cpu and a profile of this machine. On the whole cluster, lightning-3d train runs the arguments that a plan prints."
+            " cluster=local_cpu and a profile of this machine. On the whole cluster lightning-3d train runs what a plan prints."
         )
     if machine.nodes > 1:
         raise ConfigError(

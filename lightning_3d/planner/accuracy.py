@@ -29,11 +29,12 @@ _HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and what is predicted for it: seconds of a step, and bytes."""
+    """A run and what is predicted for it: seconds of a step, bytes, and bytes if nothing had to be given back."""
 
     run: Run
     seconds: float
     memory: float
+    roomy: float
 
     @property
     def time_error(self) -> float | None:
@@ -61,7 +62,8 @@ def _rate(run: Run, seconds: float) -> float:
 def compare(run: Run) -> Comparison:
     """Predict a measured run."""
     step = step_of(run.job, run.machine)
-    return Comparison(run, step.seconds, memory_of(run.job, queue=step.queue).total)
+    queue = step.queue(run.job.stack)
+    return Comparison(run, step.seconds, memory_of(run.job, queue=queue, room=run.room).total, memory_of(run.job, queue=queue).total)
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -84,7 +86,7 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
     found = []
     for cell, members in sorted(cells.items()):
         if len(members) > 1:
-            fitting = [one for one in members if one.memory <= one.run.machine.memory] or members
+            fitting = [one for one in members if one.roomy <= one.run.machine.memory] or members
             chosen = max(fitting, key=lambda one: one.predicted_rate)
             best = max(one.measured_rate or 0.0 for one in members)
             found.append((*cell, len(members), (chosen.measured_rate or 0.0) / best))

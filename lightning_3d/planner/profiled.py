@@ -3,8 +3,8 @@
 Each operation is taken to cost what `work` and `machine` say: operations / rate + bytes / bandwidth + a constant. The rates are found by
 least squares of relative errors with terms that are not negative (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
 
-    copy          the bandwidth of memory: the best of all sizes
-    elementwise   bytes / (memory * bandwidth), of which the constant is not used
+    copy          the bandwidth of memory: the largest
+    elementwise   bytes / (memory * bandwidth): the largest
     matmul        operations / (matmul * peak) + kernel, after its bytes are taken off
     attention     operations / (attention * peak), forward and backward together
     optimizer     parameters * optimizer_traffic / memory's rate, and host_step
@@ -76,14 +76,13 @@ class Profile:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes a second of the fastest copy."""
-        return max(one["bytes"] / one["seconds"] for one in self.of("copy"))
+        """Bytes a second of the largest copy, which no cache holds."""
+        return _rate_of_largest(self.of("copy"))
 
     @cached_property
     def memory_rate(self) -> float:
-        """Bytes a second that operations bound by memory reach."""
-        slope, _ = _fit(self.of("elementwise"), lambda one: (one["bytes"], 1.0))
-        return min(self.bandwidth, 1 / slope) if slope else self.bandwidth
+        """Bytes a second that the largest operation bound by memory reaches."""
+        return _rate_of_largest(self.of("elementwise"))
 
     @cached_property
     def products(self) -> tuple[float, float]:
@@ -258,6 +257,11 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
         context=profile.context,
         **changes,
     )
+
+
+def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:
+    largest = max(measured, key=lambda one: float(one["bytes"]))
+    return float(largest["bytes"] / largest["seconds"])
 
 
 def _layers(one: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
 from lightning_3d.planner.step import Step, least_seconds, step_of
-from lightning_3d.planner.work import work_of
+from lightning_3d.planner.work import Work, work_of
 from lightning_3d.schedules import SCHEDULES, find_schedule
 
 MOST_SIMULATED = 30
@@ -110,8 +110,11 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
                 least = step_of(scheduled, machine, pipeline="bound", work=work)
                 push(max(bound, least.seconds - least.data), scheduled)
         elif isinstance(item, Job):
+            works: dict[str, Work] = {}
             for way in fits(item, machine, fixed):
-                least = step_of(way[0], machine, pipeline="bound")
+                level = way[0].recompute
+                works[level] = works.get(level) or work_of(way[0], machine)
+                least = step_of(way[0], machine, pipeline="bound", work=works[level])
                 push(max(bound, least.seconds), way if way[0].layout.pp > 1 else Candidate(way[0], least, way[1]))
         elif isinstance(item, Candidate):
             known += [item] if item.job.layout.pp == 1 else []
