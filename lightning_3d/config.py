@@ -515,11 +515,11 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
         raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:
-        micro_batch_size = _largest_micro_batch(layout, schedule, global_batch)
+        micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
     return micro_batch_size, check_batch(layout, global_batch, micro_batch_size, schedule)
 
 
-def _largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
+def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
     """The largest micro-batch that the schedule runs with; 1 when none works, for `check_batch` to explain."""
     check_sizes(global_batch=global_batch)
     rows, info = global_batch // layout.dp, find_schedule(schedule)
