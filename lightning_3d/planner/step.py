@@ -101,13 +101,10 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
         work: of a job that differs in schedule, chunks or ZeRO stage alone, where it is known.
     """
     layout, stages, work = job.layout, stages_of(job), work or work_of(job, machine)
-    dealt = _dealt(job, machine)
-    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages)}
-    played = {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+    kinds, played = _stage_seconds(job, machine, work)
     seconds = [played[stage] for stage in stages]
     info = find_schedule(job.schedule or "1F1B")
-    v_shaped = info.v_shaped and layout.pp > 1
-    owned = _owned(layout.pp, layout.vp, v_shaped)
+    owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
     count = job.micro_batches
     whole = [one.forward + one.backward for one in seconds]
     loads = [count * sum([whole[index] for index in own]) for own in owned]
@@ -143,6 +140,22 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
         waiting=busy_gpu / max(1e-6, work.host_block * sum(stages[index].blocks for index in owned[busiest])),
         timeline=timeline,
     )
+
+
+def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
+    """Of each kind of stage for a micro-batch: (seconds of the GPU, seconds where the host starts kernels)."""
+    dealt = _dealt(job, machine)
+    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages_of(job))}
+    return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+
+
+def least_span(job: Job, machine: Machine, work: Work) -> float:
+    """Seconds that no order of the schedule's actions goes below, before gradients are reduced."""
+    _, played = _stage_seconds(job, machine, work)
+    seconds = [played[stage] for stage in stages_of(job)]
+    info, layout = find_schedule(job.schedule), job.layout
+    owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
+    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host_step
 
 
 @lru_cache(maxsize=1024)
