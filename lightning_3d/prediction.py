@@ -147,9 +147,9 @@ def stack_of(run: Any, precision: str) -> Stack:
         return replace(OURS, **changes)
     machine, profile = machine_of(run.cluster, run.profile), profile_of(run.profile)
     assert machine is not None
-    if profile.precision != precision:
+    if profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
         raise ConfigError(
-            f"profile={run.profile} was measured in {profile.precision}, but the run is in {precision}. Profile with precision={precision}."
+            f"profile={run.profile} was measured in {profile.precision}, but the run is in {precision}. Profile with precision={kind}."
         )
     return replace(stack_of_profile(profile, machine, OURS), **changes)
 

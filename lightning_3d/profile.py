@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.errors import ConfigError
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.torch_compat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
@@ -28,7 +29,7 @@ from lightning_3d.training.module import transformers_config
 if TYPE_CHECKING:
     from lightning_3d.profile_command import Shapes
 
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16_mixed": torch.bfloat16, "fp8": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 _LONG_SECONDS = 0.5
 """What takes longer is measured once."""
 _COPIED = {"cuda": (1 << 26, 1 << 29), "cpu": (1 << 22, 1 << 25)}
@@ -54,6 +55,11 @@ def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
         own += _blocks(shapes, meter)
         together = _collectives(shapes, meter)
         content = _about(device, ranks) | {"precision": shapes.precision, "operations": _middle([*own, *together])}
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"Three blocks of the model with {shapes.micro_batch} x {shapes.seq} tokens do not fit on one GPU"
+            f" ({torch.cuda.get_device_name(device)}). Profile with a smaller parallelism.micro_batch_size or data.sequence_length."
+        ) from error
     finally:
         dist.destroy_process_group()
     return content
@@ -97,8 +103,7 @@ class _Meter:
         action()
         self._wait()
         long = torch.tensor([time.perf_counter() - started > _LONG_SECONDS], dtype=torch.int32, device=self.device)
-        dist.all_reduce(long)  # ranks must do the same number of collectives
-        dist.barrier()
+        dist.all_reduce(long)  # ranks must do the same number of collectives, and begin together
         times = list(self._events(action) if self.device.type == "cuda" else self._clock(action, 1 if long else self._repeats))
         return statistics.median(times)
 
@@ -222,11 +227,9 @@ def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A configuration with so many blocks, the first ones of the model where these differ."""
     key = next(name for name in _LAYER_KEYS if name in config)
-    layers = min(layers, config[key])
-    cut = {**config, key: layers}
-    if isinstance(config.get("layer_types"), list):
-        cut["layer_types"] = config["layer_types"][:layers]
-    return cut
+    whole, layers = config[key], min(layers, config[key])
+    by_layer = {name: value[:layers] for name, value in config.items() if isinstance(value, list) and len(value) == whole}
+    return {**config, **by_layer, key: layers}
 
 
 def _build(config: Mapping[str, Any], shapes: Shapes, device: torch.device) -> torch.nn.Module:

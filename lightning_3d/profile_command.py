@@ -65,7 +65,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
     if set(arguments) & {"--help", "-h"}:
         print_once(USAGE.rstrip(), outside)
         return 0
-    return guarded(lambda: _run(arguments, outside), told=(RuntimeError,), silent=outside is not None and outside.rank > 0)
+    return guarded(lambda: _run(arguments, outside), told=(OSError,), silent=outside is not None and outside.rank > 0)
 
 
 def _read(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -146,6 +146,7 @@ def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
     else:
         degrees = tuple(sorted({1, Layout.parse(run.parallelism.layout).tp}))
     precision = choose_precision(run, accelerator)
+    precision = "bf16" if precision in ("bf16_mixed", "fp8") else precision  # what of them is not bf16 keeps its constants
     return Shapes(run.model["config"], run.model.get("attn_implementation"), precision, degrees, rows, seq, repeats)
 
 

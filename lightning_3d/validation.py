@@ -97,7 +97,7 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:
         given = [word for word in overrides if word.partition("=")[0] not in ("parallelism", "callbacks", "logger")]
         command = [sys.executable, "-m", "lightning_3d", "train", *given, *describe(one.job).split(), *own]
         done = subprocess.run(
-            command, cwd=folder, env=_environment(), check=False, capture_output=True, text=True, preexec_fn=partial(belong_to, os.getpid())
+            command, env=_environment(), check=False, capture_output=True, text=True, preexec_fn=partial(belong_to, os.getpid())
         )
         rows = read_rows(Path(folder) / "metrics.csv")
     if done.returncode or not rows:

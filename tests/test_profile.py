@@ -50,7 +50,7 @@ def answers(folder: Path) -> dict[str, Result]:
         "plan": ["plan", *TINY, f"profile={file}", "--out", str(folder), "--validate", "2", "--steps", "1"],
         "another machine": ["plan", *STATED, "cluster=h100_1x8", f"profile={file}"],
         "another GPU": ["plan", *STATED, "cluster=a100_1x8", f"profile={folder / 'h100.json'}"],
-        "another precision": ["plan", *STATED, "cluster=h100_1x8", "precision=fp8", f"profile={folder / 'h100.json'}"],
+        "another precision": ["plan", *STATED, "cluster=h100_1x8", "precision=fp32", f"profile={folder / 'h100.json'}"],
         "no profile": ["plan", *TINY, f"profile={folder / 'none.json'}"],
         "no format": ["plan", *TINY, f"profile={folder / 'other.json'}"],
         "cut off": ["plan", *TINY, f"profile={folder / 'cut.json'}"],
@@ -148,7 +148,7 @@ def test_the_best_are_run_and_compared(answers: dict[str, Result]) -> None:
     [
         ("another machine", "(cpu), but the cluster has NVIDIA H100 SXM"),
         ("another GPU", "measured on NVIDIA H100 80GB HBM3, but the cluster has NVIDIA A100"),
-        ("another precision", "was measured in bf16, but the run is in fp8"),
+        ("another precision", "was measured in bf16, but the run is in fp32"),
         ("no profile", "none.json cannot be read: No such file"),
         ("no format", "other.json is no profile"),
         ("cut off", "cut.json cannot be read: no JSON"),

@@ -56,7 +56,7 @@ class Profile:
     Attributes:
         device: `cuda` or `cpu`. name: what the system calls it.
         memory: bytes of one rank. ranks_per_node: that ran at the same time on one machine.
-        precision: of what was measured, as in `lightning_3d.precision`.
+        precision: of what was measured: fp32, fp64 or bf16.
         operations: what was measured, each with its `kind` and `seconds`.
         context: bytes of a GPU that are neither free nor the allocator's.
     """
@@ -206,8 +206,6 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
         "attention": profile.attention / stated.peak,
         "kernel": kernel,
     }
-    if profile.precision == "fp8":
-        reached["matmul8"] = rate / stated.peak8
     if profile.device == "cpu":
         reached["exposed"] = 1.0  # the cores that compute also send
     latencies: dict[str, Any] = {}
@@ -272,7 +270,7 @@ def _job(profile: Profile, one: Mapping[str, Any], stack: Stack) -> Job:
     """A measured model as a job of one rank."""
     model = Architecture.from_spec(ModelSpec.from_config(one["config"]))
     rows = one["tokens"] // one["seq"]
-    precision = {"fp32": "fp32", "fp64": "fp32", "fp8": "fp8"}.get(profile.precision, "bf16")
+    precision = "fp32" if profile.precision in ("fp32", "fp64") else "bf16"
     return Job(model, Layout(), one["seq"], rows, rows, precision=precision, stack=stack)
 
 
