@@ -273,7 +273,8 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         check_sizes(**{f"data.{key}": run.data.get(key)})
         if run.data.get(key) is None:
             raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
-    chosen = advice.choose(run, choose_precision(run, "cpu" if run.cluster.accelerator == "cpu" else "gpu"))
+    here = run.cluster.accelerator == "auto" and not visible_gpus()
+    chosen = advice.choose(run, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
     for key, value in chosen.items():
         setattr(parallelism, key, value)
     return chosen

@@ -48,6 +48,7 @@ def answers(folder: Path) -> dict[str, Result]:
     lines = {
         "profile": ["profile", *TINY, "--repeats", "2", "--ranks", "2", "--out", str(file)],
         "plan": ["plan", *TINY, f"profile={file}", "--out", str(folder), "--validate", "2", "--steps", "1"],
+        "auto": ["train", *TINY[1:], "cluster=local", "parallelism=auto", f"profile={file}", "trainer.dry=true"],
         "another machine": ["plan", *STATED, "cluster=h100_1x8", f"profile={file}"],
         "another GPU": ["plan", *STATED, "cluster=a100_1x8", f"profile={folder / 'h100.json'}"],
         "another precision": ["plan", *STATED, "cluster=h100_1x8", "precision=fp32", f"profile={folder / 'h100.json'}"],
@@ -141,6 +142,10 @@ def test_the_best_are_run_and_compared(answers: dict[str, Result]) -> None:
         assert float(row[1]) > 0 and float(row[2]) > 0
         assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.05, abs=0.01)
         assert re.fullmatch(r"[0-9.]+ [MG]B", row[5])
+
+
+def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Result]) -> None:
+    assert answers["auto"].code == 0 and ": 2 ranks on CPU" in answers["auto"].output and not answers["auto"].left
 
 
 @pytest.mark.parametrize(
