@@ -1,5 +1,5 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `plan`, `dryrun`, `verify`, `launch`,
-`export`, `import`, `inspect`, `report`.
+"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `plan`, `profile`, `dryrun`, `verify`,
+`launch`, `export`, `import`, `inspect`, `report`.
 
 Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
 """
@@ -24,6 +24,7 @@ Usage: lightning-3d COMMAND [ARGUMENTS]
   train       train a model; `lightning-3d train --help` explains the configuration
   run         train from the config.yaml of a run folder; `lightning-3d run --help`
   plan        find the fastest layouts on a cluster, without GPUs; `lightning-3d plan --help`
+  profile     measure operations on this machine, for `plan`; `lightning-3d profile --help`
   dryrun      what ranks of a job would hold, send and compute, without its hardware; `lightning-3d dryrun --help`
   verify      whether a layout computes what one process computes; `lightning-3d verify --help`
   launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
@@ -75,6 +76,13 @@ def _train(arguments: list[str], outside: OutsideRank | None) -> int:
 def _run(arguments: list[str], outside: OutsideRank | None) -> int:
     """Check and run a configuration that was composed before."""
     from lightning_3d.frozen import run
+
+    return run(arguments, outside)
+
+
+def _profile(arguments: list[str], outside: OutsideRank | None) -> int:
+    """Measure operations on this machine."""
+    from lightning_3d.profile_command import run
 
     return run(arguments, outside)
 
@@ -135,7 +143,7 @@ def _plan(arguments: list[str]) -> int:
     return run(arguments)
 
 
-_COMMANDS = {"train": _train, "run": _run}
+_COMMANDS = {"train": _train, "run": _run, "profile": _profile}
 _WITHOUT_RANKS = {
     "plan": _plan,
     "dryrun": _dryrun,

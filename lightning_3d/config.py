@@ -129,6 +129,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0
     force: bool = False
+    profile: str | None = None
     run_folder: str = ""
 
 
@@ -272,7 +273,8 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         check_sizes(**{f"data.{key}": run.data.get(key)})
         if run.data.get(key) is None:
             raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
-    chosen = advice.choose(run, choose_precision(run, "gpu"))
+    here = run.cluster.accelerator == "auto" and not visible_gpus()
+    chosen = advice.choose(run, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
     for key, value in chosen.items():
         setattr(parallelism, key, value)
     return chosen
@@ -514,11 +516,11 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
         raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:
-        micro_batch_size = _largest_micro_batch(layout, schedule, global_batch)
+        micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
     return micro_batch_size, check_batch(layout, global_batch, micro_batch_size, schedule)
 
 
-def _largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
+def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
     """The largest micro-batch that the schedule runs with; 1 when none works, for `check_batch` to explain."""
     check_sizes(global_batch=global_batch)
     rows, info = global_batch // layout.dp, find_schedule(schedule)

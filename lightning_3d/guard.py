@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -10,19 +11,26 @@ from collections.abc import Callable
 from lightning_3d.errors import Lightning3DError
 
 
-def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = ()) -> int:
+def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = (), *, silent: bool = False) -> int:
     """Run a command and return its exit code.
 
     Args:
         told: errors whose text says enough: exit code 1 without a traceback.
+        silent: another rank says what the user can repair.
     """
     try:
-        return action()
+        code = action()
+        sys.stdout.flush()  # here, where it can be told that nobody reads any more
+        return code
     except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
+        if not silent:
+            print(f"lightning_3d: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except told as error:
         print(f"lightning_3d: {error}", file=sys.stderr)
         return 1

@@ -76,6 +76,11 @@ def resolve_available(
         if vp is not None or order is not None:
             raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
         return None, find_schedule(schedule or "1F1B").name
+    if layout == "auto":
+        raise LayoutError(
+            'layout="auto" needs the planner, which must know model, cluster and batch: Lightning3DStrategy(**lightning_3d.planned(module,'
+            ' cluster="h100_4x8", sequence_length=4096, global_batch_size=256)). Or name a layout.'
+        )
     resolved, name = resolve_layout(layout, schedule, vp, order)
     check_available(resolved)
     return resolved, name

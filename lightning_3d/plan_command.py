@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.guard import guarded
 
 USAGE = """\
-lightning-3d plan [--out FOLDER] [OVERRIDES]
+lightning-3d plan [--out FOLDER] [--validate K [--steps N]] [OVERRIDES]
 
 Searches the fastest ways to train a model on a cluster, on this machine, without GPUs. Prints the best few layouts with what each loses to
 the first, and writes plan.json and plan.html.
@@ -22,7 +19,11 @@ the first, and writes plan.json and plan.html.
 
   parallelism=auto parallelism.KEY=VALUE   fixes what is not to be searched: schedule, micro_batch_size, zero_stage, recompute,
                                            sequence_parallel, order
+  profile=FILE.json                        what lightning-3d profile measured, instead of constants
   --out FOLDER                             where to write; the current folder unless given
+  --validate K                             also trains with the K best layouts for a few steps each, on this machine, and prints what was
+                                           predicted beside what was measured
+  --steps N                                steps of each of these runs; 4 unless given. The first one is left out
 
 lightning-3d plan --evaluate FILE.csv [--folds N] [--out FILE.md]
 
@@ -37,30 +38,31 @@ def run(arguments: list[str]) -> int:
     if set(arguments) & {"--help", "-h"}:
         print(USAGE, end="")
         return 0
-    try:
-        options, overrides = _options(arguments)
-        if "evaluate" in options:
-            return _evaluate(Path(options["evaluate"]), options, overrides)
-        return _plan(overrides, Path(options.get("out", ".")))
-    except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except Exception as error:
-        from lightning_3d.hydra_errors import explain, is_composition_error
-
-        if is_composition_error(error):
-            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
-            return Lightning3DError.exit_code
-        traceback.print_exc()
-        return 1
+    return guarded(lambda: _run(arguments), told=(OSError,))
 
 
-def _options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(`--name VALUE` or `--name=VALUE`, the rest)."""
-    known = ("evaluate", "folds", "out")
+def _run(arguments: Sequence[str]) -> int:
+    options, overrides = read_options(arguments, ("evaluate", "folds", "out", "validate", "steps"), "plan")
+    if "evaluate" in options:
+        return _evaluate(Path(options["evaluate"]), options, overrides)
+    return _plan(overrides, Path(options.get("out", ".")), _count(options, "validate", 0), _count(options, "steps", 4))
+
+
+def _count(options: Mapping[str, str], name: str, default: int) -> int:
+    given = options.get(name)
+    if given is None:
+        return default
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(f"--{name} is {given}; it must be a whole number of at least 1.")
+    return int(given)
+
+
+def read_options(arguments: Sequence[str], known: Sequence[str], command: str) -> tuple[dict[str, str], list[str]]:
+    """(`--name VALUE` or `--name=VALUE`, the rest).
+
+    Raises:
+        ConfigError: another name, or no value.
+    """
     found: dict[str, str] = {}
     rest: list[str] = []
     words = list(arguments)
@@ -71,7 +73,8 @@ def _options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             continue
         name, given, value = word[2:].partition("=")
         if name not in known:
-            raise ConfigError(f"{word} is no option of lightning-3d plan. Those are --evaluate, --folds and --out.")
+            names = listed(f"--{name}" for name in known)
+            raise ConfigError(f"{word} is no option of lightning-3d {command}. Those are {names}.")
         if not given:
             if not words:
                 raise ConfigError(f"--{name} needs a value.")
@@ -96,13 +99,14 @@ def _evaluate(path: Path, options: dict[str, str], overrides: Sequence[str]) -> 
     return 0
 
 
-def _plan(overrides: Sequence[str], folder: Path) -> int:
+def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
     from lightning_3d.config import check_keys, choose_precision
     from lightning_3d.hydra_app import compose
     from lightning_3d.planner.page import page
     from lightning_3d.planner.text import as_data, describe, found_table, memory_table
-    from lightning_3d.prediction import machine_of, plan
+    from lightning_3d.prediction import machine_of, plan, planned_accelerator
     from lightning_3d.pretrained_config import complete_model
+    from lightning_3d.validation import require_here, validate
 
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} to write plan.json and plan.html to.")
@@ -111,8 +115,10 @@ def _plan(overrides: Sequence[str], folder: Path) -> int:
     run.model = complete_model(run.model, dry=True)
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
         raise ConfigError("data.sequence_length and data.global_batch_size must be given, in tokens and in sequences.")
-    found = plan(run, choose_precision(run, "gpu"))
-    machine = machine_of(run.cluster)
+    machine = machine_of(run.cluster, run.profile)
+    if validated and machine is not None:
+        require_here(machine, run.cluster)
+    found = plan(run, choose_precision(run, planned_accelerator(run)), most=max(5, validated))
     assert machine is not None
     first = found.best[0]
     title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
@@ -135,4 +141,6 @@ def _plan(overrides: Sequence[str], folder: Path) -> int:
     (folder / "plan.html").write_text(page(found, machine, title), encoding="utf-8")
     counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
     print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
+    if validated:
+        return validate(overrides, found.best[:validated], steps)
     return 0

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from lightning_3d.block_options import RECOMPUTE
@@ -19,6 +21,7 @@ from lightning_3d.planner.constants import OURS, efficiency_of
 from lightning_3d.planner.job import Job, Stack
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.profiled import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Fixed, Found, search
 from lightning_3d.planner.text import gigabytes, memory_table
 
@@ -33,8 +36,48 @@ _LATENCY = 3e-6
 """Seconds of a message, where the cluster does not say."""
 
 
-def machine_of(cluster: ClusterConfig) -> Machine | None:
-    """The cluster as the planner takes it; None where it does not say what its GPUs can do."""
+def planned_accelerator(run: Any) -> str:
+    """cpu or gpu: what the planner plans for."""
+    return "cpu" if run.cluster.accelerator == "cpu" or (run.profile and profile_of(run.profile).device == "cpu") else "gpu"
+
+
+@lru_cache(maxsize=4)
+def profile_of(path: str) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        ConfigError: there is none, or it is broken.
+    """
+    return read_profile(Path(path))
+
+
+def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | None:
+    """The cluster as the planner takes it; None where neither it nor a profile says what its GPUs can do.
+
+    Raises:
+        ConfigError: a profile that cannot be read, or of another type of GPU.
+    """
+    stated = _stated(cluster)
+    if profile is None:
+        return stated
+    measured = profile_of(profile)
+    require_same_gpu(measured, cluster.gpu, cluster.accelerator)
+    if cluster.gpus_per_node and measured.device == "cpu" and cluster.gpus_per_node != measured.ranks_per_node:
+        raise ConfigError(
+            f"profile={profile} was measured with {measured.ranks_per_node} ranks that share the cores of a machine, but the cluster has"
+            f" {cluster.gpus_per_node}. Use lightning-3d profile --ranks {cluster.gpus_per_node}."
+        )
+    if stated is None and cluster.nodes > 1 and measured.link("between") is None:
+        raise ConfigError(
+            f"profile={profile} was measured on one node, and {cluster.name} does not say what lies between its {cluster.nodes} nodes."
+            " Profile two nodes with torchrun, or give cluster.inter_node.bandwidth."
+        )
+    machine = machine_of_profile(measured, stated, nodes=cluster.nodes)
+    return machine if stated is not None or not cluster.gpus_per_node else replace(machine, gpus_per_node=cluster.gpus_per_node)
+
+
+def _stated(cluster: ClusterConfig) -> Machine | None:
+    """What the cluster says; None where it does not say what its GPUs can do."""
     rates = cluster.peak_flops
     known = (cluster.gpus_per_node, cluster.memory, cluster.memory_bandwidth, rates.bf16, cluster.intra_node.bandwidth)
     if any(value is None for value in known) or (cluster.nodes > 1 and cluster.inter_node.bandwidth is None):
@@ -85,18 +128,30 @@ def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str
         recompute=recompute,
         recompute_every=parallelism.recompute_every,
         sequence_parallel=parallelism.sequence_parallel is not False,
-        stack=stack_of(run),
+        stack=stack_of(run, precision),
     )
 
 
-def stack_of(run: Any) -> Stack:
-    """This package as the run uses it."""
+def stack_of(run: Any, precision: str) -> Stack:
+    """This package as the run uses it.
+
+    Raises:
+        ConfigError: the profile was measured in another precision.
+    """
     changes: dict[str, Any] = {}
     if run.model.get("attn_implementation") == "eager":
         changes["flash"] = False
     if run.parallelism.compile:
         changes["traffic"] = 1.2  # as software whose element-wise operations are fused
-    return replace(OURS, **changes)
+    if run.profile is None:
+        return replace(OURS, **changes)
+    machine, profile = machine_of(run.cluster, run.profile), profile_of(run.profile)
+    assert machine is not None
+    if profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
+        raise ConfigError(
+            f"profile={run.profile} was measured in {profile.precision}, but the run is in {precision}. Profile with precision={kind}."
+        )
+    return replace(stack_of_profile(profile, machine, OURS), **changes)
 
 
 @dataclass(frozen=True)
@@ -127,7 +182,7 @@ class Advice:
         Raises:
             LayoutError: with a table of what needs how much, and what would fit.
         """
-        machine = machine_of(run.cluster)
+        machine = machine_of(run.cluster, run.profile)
         if machine is None or ModelSpec.from_config(run.model["config"]).shapes is None:
             return
         job = job_of(run, precision, layout, schedule, micro_batch)
@@ -142,11 +197,11 @@ def plan(run: Any, precision: str, *, most: int = 5) -> Found:
     Raises:
         ConfigError: nothing is known of the cluster's GPUs or of the model's parameters. LayoutError: nothing fits.
     """
-    machine = machine_of(run.cluster)
+    machine = machine_of(run.cluster, run.profile)
     if machine is None:
         raise ConfigError(
             f"The planner needs to know the GPUs of the cluster, but {run.cluster.name} does not say what they are. Name one by numbers,"
-            " such as cluster=h100_4x8."
+            " such as cluster=h100_4x8, or measure this machine with lightning-3d profile and give profile=profile.json."
         )
     if ModelSpec.from_config(run.model["config"]).shapes is None:
         raise ConfigError(

@@ -75,7 +75,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
     micro-batch and stage.
 
     Args:
-        layout: name such as "tp2_pp2_dp2" or a `Layout`; None is data parallelism over all ranks.
+        layout: name such as "tp2_pp2_dp2" or a `Layout`; None is data parallelism over all ranks. `lightning_3d.planned` chooses one.
         micro_batch_size: rows of a micro-batch; None is the whole batch of a rank, cut only where the schedule needs more.
         schedule: a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.

@@ -16,7 +16,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.planner import constants
-from lightning_3d.planner.accuracy import compare, evaluate, quantile
+from lightning_3d.planner.accuracy import compare, contradictions, evaluate, quantile
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.calibrate import fit
 from lightning_3d.planner.job import Job, Stack
@@ -71,6 +71,30 @@ def test_activations_of_a_gpt_block_are_the_published_ones() -> None:
     assert block_activations(job) == pytest.approx(published, rel=0.02)
     cut = replace(job, layout=Layout(tp=8), sequence_parallel=True)
     assert block_activations(cut) == pytest.approx(block_activations(job) / 8), "equation 4"
+
+
+def test_reserves_are_given_back_before_memory_is_short() -> None:
+    job = published(PUBLISHED[4]).job
+    needed = memory_of(replace(job, stack=replace(job.stack, spare_gradient_bytes=0.0, overhead=1.0)), queue=0.0)
+    roomy = memory_of(job)
+    assert needed.total < 0.9 * roomy.total
+    assert memory_of(job, room=roomy.total) == roomy
+    between = (needed.total + roomy.total) / 2
+    tight = memory_of(job, room=between)
+    assert tight.total == pytest.approx(between) and tight.weights == roomy.weights and tight.gradients < roomy.gradients
+    assert memory_of(job, room=needed.total / 2).total == pytest.approx(needed.total), "what is needed is not given back"
+
+
+def test_runs_that_contradict_each_other_are_counted() -> None:
+    """The 3.57 billion parameters of one run in the place of another's 8.86 billion: the smaller model was measured slower."""
+    large = published(PUBLISHED[4])
+    small = replace(large, model="small", seconds=20.0, job=replace(large.job, model=published(PUBLISHED[5]).job.model))
+    (row,) = contradictions([compare(large), compare(small)])
+    predicted = compare(large).seconds / compare(small).seconds
+    assert row[:4] == ["nanotron", "8", "1", "1"] and float(row[4]) == pytest.approx(17.4686 / 20, abs=0.01)
+    assert float(row[5]) == pytest.approx(predicted, abs=0.01) and predicted > 1.5 and row[6] == "50%"
+    faster = replace(small, seconds=6.0)
+    assert contradictions([compare(large), compare(faster)])[0][3] == "0"
 
 
 def test_groups_know_their_nodes() -> None:

@@ -16,7 +16,7 @@ import lightning_3d
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.model_spec import ModelSpec
-from lightning_3d.verification import Difference
+from lightning_3d.verification.compare import Difference
 from lightning_3d.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 
 pytestmark = pytest.mark.timeout(600)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
+from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.measured import Run, read_runs
 from lightning_3d.planner.memory import memory_of
 from lightning_3d.planner.step import step_of
@@ -14,6 +16,16 @@ _GIGA = 2**30
 """Measured runs print memory in GiB."""
 
 Table = list[list[str]]
+
+_CONTRADICTIONS = (
+    "## Runs that contradict each other",
+    "",
+    "Pairs of runs with tp <= 8 that differ in the model alone, of which one has at least twice the parameters and no smaller size.",
+    "It does more of everything, so it takes longer: `reversed` counts pairs that were measured the other way round. `larger / smaller`:",
+    "median ratio of their seconds. `over 2x`: share of all runs with so many GPUs that took more than twice what is predicted.",
+    "",
+)
+_PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured", "predicted", "over 2x")
 
 _TITLE = """\
 # How good the planner's predictions are
@@ -29,11 +41,12 @@ _HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and what is predicted for it: seconds of a step, and bytes."""
+    """A run and what is predicted for it: seconds of a step, bytes, and bytes if nothing had to be given back."""
 
     run: Run
     seconds: float
     memory: float
+    roomy: float
 
     @property
     def time_error(self) -> float | None:
@@ -61,7 +74,8 @@ def _rate(run: Run, seconds: float) -> float:
 def compare(run: Run) -> Comparison:
     """Predict a measured run."""
     step = step_of(run.job, run.machine)
-    return Comparison(run, step.seconds, memory_of(run.job, queue=step.queue).total)
+    queue = step.queue(run.job.stack)
+    return Comparison(run, step.seconds, memory_of(run.job, queue=queue, room=run.room).total, memory_of(run.job, queue=queue).total)
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -84,7 +98,7 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
     found = []
     for cell, members in sorted(cells.items()):
         if len(members) > 1:
-            fitting = [one for one in members if one.memory <= one.run.machine.memory] or members
+            fitting = [one for one in members if one.roomy <= one.run.machine.memory] or members
             chosen = max(fitting, key=lambda one: one.predicted_rate)
             best = max(one.measured_rate or 0.0 for one in members)
             found.append((*cell, len(members), (chosen.measured_rate or 0.0) / best))
@@ -127,14 +141,65 @@ def report(compared: Sequence[Comparison]) -> str:
         " to be fastest, divided by the best measured.",
         "",
     ]
-    found = choices(compared)
+    found, slow = choices(compared), slow_shares(compared)
     for software in dict.fromkeys(cell[0] for cell in found):
         cells = [cell for cell in found if cell[0] == software]
         scores = [cell[-1] for cell in cells]
-        lines += [f"{software}: median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(cells)} cells", ""]
+        lines += [f"{software}: {_scores(scores)}", ""]
+        usual = [cell[-1] for cell in cells if slow.get((software, cell[3]), 0.0) <= 0.5]
+        if 0 < len(usual) < len(cells):
+            lines += [f"Without numbers of GPUs at which most runs took more than twice what is predicted: {_scores(usual)}", ""]
         rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
         lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
+    pairs = contradictions(compared)
+    if pairs:
+        lines += [*_CONTRADICTIONS, *table(_PAIRS, pairs)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _scores(scores: Sequence[float]) -> str:
+    return f"median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(scores)} cells"
+
+
+def slow_shares(compared: Sequence[Comparison]) -> dict[tuple[str, int], float]:
+    """By software and number of GPUs: the share of runs with tp <= 8 that took more than twice what is predicted."""
+    slow: dict[tuple[str, int], list[bool]] = {}
+    for one in compared:
+        if one.run.seconds is not None and one.run.job.layout.tp <= 8:
+            slow.setdefault(_where(one), []).append(one.run.seconds > 2 * one.seconds)
+    return {where: sum(found) / len(found) for where, found in slow.items()}
+
+
+def _where(one: Comparison) -> tuple[str, int]:
+    return one.run.job.stack.name, one.run.job.layout.world_size
+
+
+def contradictions(compared: Sequence[Comparison]) -> Table:
+    """Pairs of runs that are alike in everything but the model, of which one is larger, by software and number of GPUs."""
+    alike: dict[tuple[object, ...], list[Comparison]] = {}
+    for one in compared:
+        job = one.run.job
+        if one.run.seconds is not None and job.layout.tp <= 8:
+            settings = job.seq, job.global_batch, job.micro_batch, job.zero, job.precision, job.recompute, job.schedule
+            alike.setdefault((job.stack.name, one.run.gpu, job.layout, *settings), []).append(one)
+    ratios: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for members in alike.values():
+        for small, large in permutations(members, 2):
+            if _larger(large.run.job.model, small.run.job.model):
+                measured = (large.run.seconds or 0.0) / (small.run.seconds or 1.0)
+                ratios.setdefault(_where(small), []).append((measured, large.seconds / small.seconds))
+    rows, slow = [], slow_shares(compared)
+    for where, pairs in sorted(ratios.items()):
+        measured_ratios, predicted_ratios = zip(*pairs, strict=True)
+        medians = [f"{quantile(values, 0.5):.2f}" for values in (measured_ratios, predicted_ratios)]
+        reversed_pairs = sum(ratio < 1 for ratio in measured_ratios)
+        rows.append([where[0], str(where[1]), str(len(pairs)), str(reversed_pairs), *medians, f"{slow[where]:.0%}"])
+    return rows
+
+
+def _larger(large: Architecture, small: Architecture) -> bool:
+    sizes = [(model.layers, model.hidden, model.ffn, model.vocab, model.heads) for model in (large, small)]
+    return large.parameters >= 2 * small.parameters and all(a >= b for a, b in zip(*sizes, strict=True))
 
 
 def table(head: Sequence[str], rows: Table) -> list[str]:

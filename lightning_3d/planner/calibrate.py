@@ -43,6 +43,8 @@ _START = {
     "queued": 30.0,
     "saved": 8.0,
     "context": 0.4e9,
+    "filled": 0.9,
+    "ahead": 1.0,
 }
 _LIMITS = {
     "matmul": (0.4, 0.92),
@@ -57,6 +59,7 @@ _LIMITS = {
     "traffic": (1.0, 6.0),
     "logit_traffic": (8.0, 80.0),
     "optimizer_traffic": (28.0, 150.0),
+    "filled": (0.7, 1.0),
 }
 _OF_GPU = ("matmul", "memory", "attention", "kernel", "link", "network", "crowding", "exposed")
 _OF_SOFTWARE = {
@@ -67,7 +70,7 @@ _OF_SOFTWARE = {
     "megatron": ("traffic", "host_step"),
     "megatron_2021": ("traffic",),
 }
-_OF_MEMORY = {"nanotron": ("spare_gradient_bytes", "logit_bytes", "kept_logit_bytes", "queued", "saved", "context")}
+_OF_MEMORY = {"nanotron": ("spare_gradient_bytes", "logit_bytes", "kept_logit_bytes", "queued", "saved", "context", "filled", "ahead")}
 _MOST = 0.5
 """Larger errors count as this: some runs met a slow machine."""
 
@@ -108,12 +111,14 @@ def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
     values |= {(software, name): _START[name] for software in sorted(softwares) for name in _OF_SOFTWARE[software]}
     values = _descend(_weighted(timed), values, _time_error, rounds)
     full = [with_values(run, values) for run in runs if run.core and run.memory and run.job.stack.name in _OF_MEMORY]
-    queues = {id(run): step_of(run.job, run.machine, pipeline="estimate").queue for run in full}
+    steps = {id(run): step_of(run.job, run.machine, pipeline="estimate") for run in full}
     kinds = sorted({run.job.stack.name for run in full})
     memory: Values = {(software, name): _START[name] for software in kinds for name in _OF_MEMORY[software]}
 
     def error(run: Run, tried: Values) -> float:
-        return log(memory_of(with_values(run, tried).job, queue=queues[id(run)]).total / 2**30 / (run.memory or 1.0))
+        tried_run = with_values(run, tried)
+        queue = steps[id(run)].queue(tried_run.job.stack)
+        return log(memory_of(tried_run.job, queue=queue, room=tried_run.room).total / 2**30 / (run.memory or 1.0))
 
     return values | _descend(_weighted(full), memory, error, rounds)
 

@@ -67,41 +67,43 @@ def published_machine(gpu: str, gpus: int, remark: str = "") -> Machine | None:
 
 _MEGATRON_ORDER = ("tp", "cp", "dp", "pp")
 
-OURS = Stack(
-    name="ours",
-    traffic=2.4,  # eager blocks of Transformers: as in nanotron
-    saved=4.0,  # norms keep their input in float32
-    gradient_bytes=4.0,  # docs/zero.md
-    spare_gradient_bytes=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
-    logit_bytes=10.0,  # 16-bit logits, their float32 copy and its gradient
-    logit_traffic=14.3,
-    host_block=3.0e-3,
-    host_collectives=1.25e-3,
-    optimizer_traffic=90.0,
-    overlaps_gather=False,
-    context=0.9e9,
-    overhead=1.05,
-)
-"""This package, without torch.compile."""
-
-NANOTRON = Stack(
-    name="nanotron",
-    order=_MEGATRON_ORDER,  # parallel/context.py
-    split="filled",  # models/base.py: blocks are given out by cumulated cost
-    overlaps_data=False,  # gradients in float32 are scattered after the last micro-batch, unless ZeRO is off (trainer.py)
-    overlaps_gather=False,
-    spare_gradient_bytes=2.5,  # 16-bit gradients live beside their float32 sums until the backward pass ends [fit: 2.5]
-    logit_bytes=4.3,  # [fit]
-    kept_logit_bytes=4.5,  # float32 logits of the last micro-batch, until the next one replaces them [fit]
-    queued=48.0,  # [fit]
-    saved=14.0,  # [fit]
-    overhead=1.02,  # [fit]
-    context=0.55e9,  # [fit]
+_EAGER = Stack(
     traffic=2.4,  # [fit]
     logit_traffic=14.3,  # [fit]
     optimizer_traffic=90.0,  # [fit]
     host_block=3.0e-3,  # [fit]
     host_collectives=1.25e-3,  # [fit]
+    overlaps_gather=False,
+)
+"""Eager blocks, as nanotron's runs show them."""
+
+OURS = replace(
+    _EAGER,
+    name="ours",
+    saved=4.0,  # norms keep their input in float32
+    gradient_bytes=4.0,  # docs/zero.md
+    spare_gradient_bytes=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
+    logit_bytes=10.0,  # 16-bit logits, their float32 copy and its gradient
+    context=0.9e9,
+    overhead=1.05,
+)
+"""This package, without torch.compile."""
+
+NANOTRON = replace(
+    _EAGER,
+    name="nanotron",
+    order=_MEGATRON_ORDER,  # parallel/context.py
+    split="filled",  # models/base.py: blocks are given out by cumulated cost
+    overlaps_data=False,  # gradients in float32 are scattered after the last micro-batch, unless ZeRO is off (trainer.py)
+    spare_gradient_bytes=2.5,  # 16-bit gradients live beside their float32 sums until the backward pass ends [fit: 2.5]
+    logit_bytes=4.3,  # [fit]
+    kept_logit_bytes=4.5,  # float32 logits of the last micro-batch, until the next one replaces them [fit]
+    queued=48.0,  # [fit]
+    filled=0.85,  # [fit]
+    ahead=1.27,  # [fit]
+    saved=14.0,  # [fit]
+    overhead=1.02,  # [fit]
+    context=0.55e9,  # [fit]
     host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
     host_network=0.32e-3,  # [fit]
     host_step=0.05,  # [fit]
@@ -114,10 +116,9 @@ MEGATRON = Stack(
     host_block=0.5e-3,
     host_step=0.045,  # [fit]
 )
-MEGATRON_2021 = Stack(
+MEGATRON_2021 = replace(
+    MEGATRON,
     name="megatron_2021",
-    order=_MEGATRON_ORDER,
-    split="equal",
     sequence_parallel=False,
     flash=False,
     overlaps_all_reduce=False,
@@ -125,16 +126,11 @@ MEGATRON_2021 = Stack(
     overlaps_gather=False,
     traffic=1.0,  # [fit]
     host_block=1.0e-3,
+    host_step=0.0,
 )
-MEGATRON_DEEPSPEED = Stack(
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021,
     name="megatron_deepspeed",
-    order=_MEGATRON_ORDER,
-    split="equal",
-    sequence_parallel=False,
-    flash=False,
-    overlaps_all_reduce=False,
-    overlaps_data=False,
-    overlaps_gather=False,
     reduced_bytes=2.0,
     optimizer_traffic=28.0,  # 4-byte gradient, weight and two moments read, three written, 2-byte weight written
     traffic=1.6,  # [fit]
@@ -152,12 +148,12 @@ FOUNDRY = Stack(
     host_block=1.0e-3,
     host_step=0.13,  # [fit]
 )
-FOUNDRY_A100 = Stack(
+FOUNDRY_A100 = replace(
+    FOUNDRY,
     name="foundry_a100",
     traffic=2.0,  # the releases of a year earlier [fit]
     attention_speed=0.55,  # [fit]
     logit_traffic=19.0,  # [fit]
-    host_block=1.0e-3,
     host_step=0.037,  # [fit]
 )
 TITAN = Stack(

@@ -37,6 +37,9 @@ class Stack:
         overhead: factor of the allocator on what is allocated. context: bytes of CUDA, of collectives' buffers and of libraries.
         queued: (batch, seq, hidden) tensors of 16 bits that wait to be freed when collectives run beside the work.
         saved: bytes that a block keeps of a token for each unit of hidden size, beyond what its backward pass needs.
+        filled: share of a GPU's memory that the allocator fills before it gives back what it has in reserve.
+        ahead: seconds of a block on the host, divided by those after which its last kernel has been started: what comes later does not
+            keep the host from running ahead.
         selective_share: of what a block keeps, with selective recomputation; None: all but half of attention's own.
     """
 
@@ -67,6 +70,8 @@ class Stack:
     context: float = 0.0
     queued: float = 0.0
     saved: float = 0.0
+    filled: float = 1.0
+    ahead: float = 1.0
     selective_share: float | None = None
 
 
@@ -119,6 +124,11 @@ class Job:
     def gathers_often(self) -> bool:
         """Whether ZeRO 3 gathers a block's parameters for its forward and again for its backward pass."""
         return self.zero == 3 and self.gather != "step"
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in activations and in what is sent of them."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def tokens(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2
 
 from lightning_3d.layout import Layout
@@ -90,6 +91,7 @@ class Group:
         return ceil(self.size / self.local)
 
 
+@lru_cache(maxsize=4096)
 def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
     """The group of rank 0 along these axes, where ranks fill nodes in their order."""
     size, stride, local = 1, 1, 1

@@ -47,6 +47,11 @@ class Run:
         return self.model, self.job.layout.world_size
 
     @property
+    def room(self) -> float:
+        """Bytes of a GPU that the software's allocator fills before it gives back what it has in reserve."""
+        return self.machine.memory * self.job.stack.filled
+
+    @property
     def core(self) -> bool:
         """Whether somebody would want it: at least 20 % of the peak where that is stated, tensor parallelism of at most 8."""
         return self.job.layout.tp <= 8 and (self.mfu is None or self.mfu >= 20)

@@ -15,7 +15,7 @@ attention instead of GPT's):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
@@ -39,13 +39,18 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.other
 
 
-def memory_of(job: Job, *, queue: float = 1.0) -> Memory:
+def memory_of(job: Job, *, queue: float = 1.0, room: float = float("inf")) -> Memory:
     """Of the rank that needs most.
 
     Args:
-        queue: share of what may wait to be freed beside collectives that does wait; 0 where the host is slower than the GPU.
+        queue: share of what may wait to be freed beside collectives that does wait; 0 where the host is slower than the GPU. With no more
+            micro-batches than stages the GPU is idle before the first backward pass, and nothing waits any more.
+        room: bytes beyond which the allocator gives back what it has in reserve before it asks for more: spare gradients, what waits, and
+            what its blocks are larger than needed.
     """
     layout = job.layout
+    if layout.pp > 1 and job.micro_batches <= layout.pp:
+        queue = 0.0
     stages = stages_of(job)
     live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
     v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
@@ -53,7 +58,12 @@ def memory_of(job: Job, *, queue: float = 1.0) -> Memory:
     for rank in range(layout.pp):
         own = stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
         ranks.add(tuple((stages[index], live[rank].get(index, 0)) for index in own))
-    return max((_rank(job, own, queue) for own in ranks), key=lambda memory: memory.total)
+    fullest, stage_counts = max(((_rank(job, one, queue), one) for one in ranks), key=lambda pair: pair[0].total)
+    if fullest.total <= room:
+        return fullest
+    lean = _rank(replace(job, stack=replace(job.stack, spare_gradient_bytes=0.0, overhead=1.0)), stage_counts, 0.0)
+    share = max(0.0, room - lean.total) / max(1.0, fullest.total - lean.total)
+    return Memory(**{name: least + share * (getattr(fullest, name) - least) for name, least in asdict(lean).items()})
 
 
 def least_memory(job: Job) -> float:
@@ -126,7 +136,7 @@ def kept_by_block(job: Job) -> float:
 def block_activations(job: Job) -> float:
     """Bytes of one micro-batch that a block without recomputation keeps, averaged over dense blocks and mixtures."""
     model, layout, tokens = job.model, job.layout, job.tokens
-    width = 2 if job.precision != "fp32" else 4
+    width = job.width
     shared = 4 * model.hidden * width / (layout.tp if job.sequence_parallel else 1) + job.stack.saved * model.hidden / layout.tp
     attention = (width * (2 * model.query_width + model.key_width) + 4 * model.heads) / layout.tp
     if not job.stack.flash:

@@ -6,8 +6,10 @@ gradients of inputs, W gradients of weights. `tests/test_planner_orders.py` comp
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import count as counting
 
 from lightning_3d.schedules import find_schedule, stages_of_rank
 
@@ -74,12 +76,8 @@ def _interleaved(rank: int, pp: int, vp: int, count: int, split: bool) -> tuple[
 
 def _numbered(stages: list[int], kind: str) -> list[Action]:
     """An action for each stage of the list, whose micro-batches are counted."""
-    seen: dict[int, int] = {}
-    actions = []
-    for stage in stages:
-        actions.append((stage, kind, seen.get(stage, 0)))
-        seen[stage] = seen.get(stage, 0) + 1
-    return actions
+    seen: dict[int, Iterator[int]] = defaultdict(counting)
+    return [(stage, kind, next(seen[stage])) for stage in stages]
 
 
 class _Counted:

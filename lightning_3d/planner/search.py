@@ -16,8 +16,8 @@ from lightning_3d.layout import Layout, divisors
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
-from lightning_3d.planner.step import Step, least_seconds, step_of
-from lightning_3d.planner.work import work_of
+from lightning_3d.planner.step import Step, least_seconds, least_span, step_of
+from lightning_3d.planner.work import Work, work_of
 from lightning_3d.schedules import SCHEDULES, find_schedule
 
 MOST_SIMULATED = 30
@@ -92,7 +92,8 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
     for shape in shapes(job, machine, fixed):
         considered += 1
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
-        lean = next((one for one in (replace(shape, recompute=level) for level in levels) if least_memory(one) <= machine.memory), None)
+        leaner = (shape if level == shape.recompute else replace(shape, recompute=level) for level in levels)
+        lean = next((one for one in leaner if least_memory(one) <= machine.memory), None)
         if lean is None:
             too_large += 1
             continue
@@ -107,11 +108,13 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
             expanded += 1
             work = work_of(item, machine)
             for scheduled in schedules(item, fixed):
-                least = step_of(scheduled, machine, pipeline="bound", work=work)
-                push(max(bound, least.seconds - least.data), scheduled)
+                push(max(bound, least_span(scheduled, machine, work)), scheduled)
         elif isinstance(item, Job):
+            works: dict[str, Work] = {}
             for way in fits(item, machine, fixed):
-                least = step_of(way[0], machine, pipeline="bound")
+                level = way[0].recompute
+                works[level] = works.get(level) or work_of(way[0], machine)
+                least = step_of(way[0], machine, pipeline="bound", work=works[level])
                 push(max(bound, least.seconds), way if way[0].layout.pp > 1 else Candidate(way[0], least, way[1]))
         elif isinstance(item, Candidate):
             known += [item] if item.job.layout.pp == 1 else []
@@ -143,9 +146,8 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
         sizes = [fixed.micro_batch] if fixed.micro_batch else [size for size in divisors(rows) if size & (size - 1) == 0 and size <= 64]
         cuts = [fixed.sequence_parallel] if fixed.sequence_parallel is not None else [True, False] if layout.tp > 1 else [True]
         orders = [fixed.order] if fixed.order else ORDERS if layout.pp > 1 and layout.dp > 1 else ORDERS[:1]
-        for size, cut, order in product(sizes, cuts, orders):
+        for placed, size, cut in product([replace(layout, order=order, vp=1) for order in orders], sizes, cuts):
             if rows % size == 0 and (not cut or job.seq % (layout.tp * layout.cp) == 0):
-                placed = replace(layout, order=order, vp=1)
                 yield replace(job, layout=placed, micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="", zero=1)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_3d.balance import split_layers
 from lightning_3d.planner.job import Job
@@ -11,8 +11,7 @@ from lightning_3d.planner.job import Job
 _HEAD_WORK = 0.95
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """Blocks of a stage, and whether it has the embedding and the output head."""
 
     blocks: int

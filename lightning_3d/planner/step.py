@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
-from lightning_3d.planner.job import Job
+from lightning_3d.planner.job import Job, Stack
 from lightning_3d.planner.machine import Machine, all_reduce, gather, group
 from lightning_3d.planner.orders import training_order
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
@@ -42,10 +45,9 @@ class Step:
     waiting: float
     timeline: Timeline | None = None
 
-    @property
-    def queue(self) -> float:
+    def queue(self, stack: Stack) -> float:
         """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster."""
-        return 1 / (1 + self.waiting**-_SHARPNESS)
+        return 1 / (1 + (self.waiting * stack.ahead) ** -_SHARPNESS)
 
 
 def _smooth_max(a: float, b: float) -> float:
@@ -77,7 +79,7 @@ def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
         return 0.0, 0.0
     size = sum(parameters_of(job, Stage(1, False, False)))
     ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
-    whole = gather(machine, ranks, 2 * size) if job.gathers_often else 0.0
+    whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
     scatter = gather(machine, ranks, job.stack.reduced_bytes * size) if job.reduces_often else 0.0
     return whole, whole + scatter
 
@@ -99,15 +101,13 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
         work: of a job that differs in schedule, chunks or ZeRO stage alone, where it is known.
     """
     layout, stages, work = job.layout, stages_of(job), work or work_of(job, machine)
-    dealt = _dealt(job, machine)
-    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages)}
-    played = {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+    kinds, played = _stage_seconds(job, machine, work)
     seconds = [played[stage] for stage in stages]
     info = find_schedule(job.schedule or "1F1B")
-    v_shaped = info.v_shaped and layout.pp > 1
-    owned = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
+    owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
     count = job.micro_batches
-    loads = [count * sum(seconds[index].forward + seconds[index].backward for index in own) for own in owned]
+    whole = [one.forward + one.backward for one in seconds]
+    loads = [count * sum([whole[index] for index in own]) for own in owned]
     timeline = None
     if layout.pp == 1:
         span = loads[0]
@@ -118,15 +118,16 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
         span = _least_span(seconds, owned, count, work.message, info.split_backward)
     else:
         idle = predicted_bubble(info, layout.pp, layout.vp, count)
-        through = sum(one.forward + one.backward for one in seconds) / layout.vp
+        through = sum(whole) / layout.vp
         span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
         span += 2 * (layout.pp - 1) * work.message
     busiest = max(range(layout.pp), key=loads.__getitem__)
     own = [kinds[stages[index]] for index in owned[busiest]]
     compute = count * sum(part.forward + part.backward for part in own)
     communication = count * sum(part.forward_communication + part.backward_communication for part in own)
-    distinct = {tuple(stages[index] for index in mine) for mine in owned}
-    data, optimizer = max((_after(job, machine, mine, played[mine[0]]) for mine in distinct), key=sum)
+    distinct = {tuple([stages[index] for index in mine]) for mine in owned}
+    held = {stage: parameters_of(job, stage) for stage in kinds}
+    data, optimizer = max([_after(job, machine, [held[stage] for stage in mine], played[mine[0]]) for mine in distinct], key=sum)
     busy_gpu = sum(sum(part.seconds()) - part.weights for part in own)
     return Step(
         seconds=span + data + optimizer + job.stack.host_step,
@@ -141,18 +142,39 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
     )
 
 
-def _least_span(seconds: list[StageSeconds], owned: list[tuple[int, ...]], count: int, message: float, split: bool) -> float:
+def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
+    """Of each kind of stage for a micro-batch: (seconds of the GPU, seconds where the host starts kernels)."""
+    dealt = _dealt(job, machine)
+    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages_of(job))}
+    return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+
+
+def least_span(job: Job, machine: Machine, work: Work) -> float:
+    """Seconds that no order of the schedule's actions goes below, before gradients are reduced."""
+    _, played = _stage_seconds(job, machine, work)
+    seconds = [played[stage] for stage in stages_of(job)]
+    info, layout = find_schedule(job.schedule), job.layout
+    owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
+    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host_step
+
+
+@lru_cache(maxsize=1024)
+def _owned(pp: int, vp: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
+    """Stages of each pipeline rank."""
+    return tuple(stages_of_rank(rank, pp, vp, v_shaped) for rank in range(pp))
+
+
+def _least_span(seconds: list[StageSeconds], owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
     """What no order of actions goes below. A rank starts when an input has come through all stages before its first one; it works for its
     load; and when its last gradient of an input is done, that one goes back through the stages before. With a split backward, gradients of
     weights may wait until then."""
     best = 0.0
+    way = list(accumulate([one.forward + message for one in seconds], initial=0.0))
+    back = list(accumulate([one.backward - (one.weights if split else 0.0) + message for one in seconds], initial=0.0))
     for own in owned:
-        before = seconds[: own[0]]
-        load = count * sum(seconds[index].forward + seconds[index].backward for index in own)
-        late = count * sum(seconds[index].weights for index in own) if split else 0.0
-        way = sum(stage.forward + message for stage in before)
-        back = sum(stage.backward - (stage.weights if split else 0.0) + message for stage in before)
-        best = max(best, way + load, way + load - late + back)
+        load = count * sum([seconds[index].forward + seconds[index].backward for index in own])
+        late = count * sum([seconds[index].weights for index in own]) if split else 0.0
+        best = max(best, way[own[0]] + load + max(0.0, back[own[0]] - late))
     return best
 
 
@@ -164,23 +186,23 @@ def _with_host(part: Part, host: float) -> StageSeconds:
     return StageSeconds(forward, backward, backward * part.weights / whole if whole else 0.0)
 
 
-def _after(job: Job, machine: Machine, stages: tuple[Stage, ...], last: StageSeconds) -> tuple[float, float]:
-    """(reduction and gathering that nothing hides, optimizer) of a rank that has these stages.
+def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last: StageSeconds) -> tuple[float, float]:
+    """(reduction and gathering that nothing hides, optimizer) of a rank whose stages have so many (parameters, routed experts' apart).
 
     An all-reduce at stage 0; else a reduce-scatter of gradients and an all-gather of weights. What overlaps hides behind the backward pass
     of the last micro-batch of the rank's first stage."""
     layout, stack = job.layout, job.stack
-    dense, routed = (sum(counts) for counts in zip(*(parameters_of(job, stage) for stage in stages), strict=True))
+    dense, routed = map(sum, zip(*held, strict=True))
     sharers = data_ranks(job)
     ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
-    stepped = job.trained * sum(count / (share if job.zero else 1) for count, share in zip((dense, routed), sharers, strict=True))
+    stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
     optimizer = stepped * stack.optimizer_traffic / machine.memory_rate
     if job.zero == 0:
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
     else:
         reduce = 0.0 if job.reduces_often else gather(machine, ranks, stack.reduced_bytes * size)
-        spread = 0.0 if job.gathers_often else gather(machine, ranks, 2 * size)
+        spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
     if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
         reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)
     if stack.overlaps_gather:

@@ -13,8 +13,8 @@ from lightning_3d.planner.architecture import Matrix
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
 
-_HALF, _WORD = 2, 4
-"""Bytes of a number in 16 and in 32 bits."""
+_WORD = 4
+"""Bytes of a number in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def work_of(job: Job, machine: Machine) -> Work:
         block=_recomputed(job, machine),
         embedding=_embedding(job, machine),
         head=_head(job, machine),
-        message=send(machine, hops, shared * job.model.hidden * _HALF) if layout.pp > 1 else 0.0,
+        message=send(machine, hops, shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
         host_block=_host(job, machine),
     )
 
@@ -91,7 +91,7 @@ def _pipeline_hops(job: Job, machine: Machine) -> bool:
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
     """Matrix products of `tokens` tokens with matrices that tensor parallelism cuts, `copies` times (experts)."""
     rate, bandwidth, kernel = machine.matmul_rate(job.precision), machine.memory_rate, machine.efficiency.kernel
-    width = 1 if job.precision == "fp8" else _WORD if job.precision == "fp32" else _HALF
+    width = 1 if job.precision == "fp8" else job.width
     forward = inputs = weights = 0.0
     for matrix in matrices:
         outputs, depth = matrix.local(job.layout.tp)
@@ -122,7 +122,7 @@ def _attention(job: Job, machine: Machine) -> Part:
         part = Part(forward=forward, backward=2 * forward)
     if layout.cp > 1:
         ring = Group(layout.cp, group(layout, ("cp",), machine.gpus_per_node).local)
-        kv = gather(machine, ring, job.tokens * layout.cp * model.key_width / layout.tp * _HALF)
+        kv = gather(machine, ring, job.tokens * layout.cp * model.key_width / layout.tp * job.width)
         part += Part(forward_communication=max(0.0, kv - part.forward), backward_communication=max(0.0, 2 * kv - part.backward))
         merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate  # results of a round join those before
         part += Part(forward=merged, backward=merged)
@@ -139,7 +139,7 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
     shared = model.hidden / (tp if job.sequence_parallel else 1)
     rotated = (model.query_width + model.key_width / 2) / tp
     gates = 3 if model.gated else 2
-    traffic = _HALF * job.tokens * job.stack.traffic * (10 * shared + 2 * rotated + gates * inner)
+    traffic = job.width * job.tokens * job.stack.traffic * (10 * shared + 2 * rotated + gates * inner)
     if job.precision == "fp8":
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
     forward = traffic / machine.memory_rate
@@ -153,7 +153,7 @@ def _tensor_parallel(job: Job, machine: Machine) -> Part:
     if layout.tp == 1:
         return Part()
     ranks = group(layout, ("tp",), machine.gpus_per_node)
-    once = gather(machine, ranks, job.tokens * job.model.hidden * _HALF)
+    once = gather(machine, ranks, job.tokens * job.model.hidden * job.width)
     exposed = machine.efficiency.exposed
     return Part(forward_communication=4 * once * exposed, backward_communication=(6 if job.sequence_parallel else 4) * once * exposed)
 
@@ -174,8 +174,8 @@ def _mixture(job: Job, machine: Machine) -> Part:
         inner = model.expert_ffn * model.top_k / layout.tp
     if model.shared_ffn:
         part += products(job, machine, model.mlp(model.shared_ffn), job.tokens)
-    moved = 4 * rows * model.hidden * _HALF / machine.memory_rate  # permutation there and back
-    exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * _HALF) if layout.ep > 1 else 0.0
+    moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
+    exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * job.width) if layout.ep > 1 else 0.0
     exchange *= machine.efficiency.exposed
     part += Part(forward=moved, backward=2 * moved, forward_communication=2 * exchange, backward_communication=2 * exchange)
     return part + _elementwise(job, machine, inner)
@@ -213,7 +213,7 @@ def _recomputed(job: Job, machine: Machine) -> Part:
 
 def _embedding(job: Job, machine: Machine) -> Part:
     """Rows are read and written; the backward pass adds to all of the gradient's."""
-    rows = 2 * _HALF * job.tokens * job.model.hidden / machine.memory_rate
+    rows = 2 * job.width * job.tokens * job.model.hidden / machine.memory_rate
     return Part(forward=rows, backward=2 * rows)
 
 
@@ -225,6 +225,6 @@ def _head(job: Job, machine: Machine) -> Part:
     part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
     if job.layout.tp > 1:
         ranks = group(job.layout, ("tp",), machine.gpus_per_node)
-        once = gather(machine, ranks, job.tokens * model.hidden * _HALF) * machine.efficiency.exposed
+        once = gather(machine, ranks, job.tokens * model.hidden * job.width) * machine.efficiency.exposed
         part += Part(forward_communication=once, backward_communication=2 * once)
     return part

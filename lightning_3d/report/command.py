@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import ConfigError
+from lightning_3d.guard import guarded
 from lightning_3d.report import write_report, write_sweep_report
 from lightning_3d.report.sweep import SWEEP_FILE
 
@@ -22,12 +22,12 @@ def run(arguments: list[str]) -> int:
         options = parser.parse_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
-    try:
+
+    def act() -> int:
         print(make(Path(options.folder)))
-    except Lightning3DError as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+        return 0
+
+    return guarded(act, told=(OSError,))
 
 
 def make(folder: Path) -> Path:

@@ -1,0 +1,70 @@
+"""`lightning_3d.planned`: the planner for a Trainer of one's own."""
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import REPOSITORY
+from transformers import LlamaConfig
+
+from lightning_3d import planned
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.layout import Layout
+from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.training.module import CausalLM
+
+CONFIG = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
+LARGE: dict[str, Any] = {"cluster": "h100_1x8", "sequence_length": 4096, "global_batch_size": 64}
+
+
+class Wrapped(torch.nn.Module):
+    """Holds what a user's module holds before its model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = LlamaConfig(**{name: value for name, value in CONFIG.items() if name != "model_type"})
+
+
+def test_a_layout_is_chosen_for_a_configuration_a_module_and_a_dict() -> None:
+    chosen = [planned(model, **LARGE, seed=3) for model in (CONFIG, Wrapped(), Wrapped().settings, CausalLM({"config": CONFIG}))]
+    assert all(one == chosen[0] for one in chosen)
+    strategy = Lightning3DStrategy(**chosen[0])
+    assert isinstance(strategy.layout, Layout) and strategy.layout.world_size == 8
+    assert strategy.micro_batch_size == chosen[0]["micro_batch_size"] and chosen[0]["seed"] == 3
+
+
+def test_what_is_given_is_not_searched() -> None:
+    chosen = planned(CONFIG, **LARGE, zero_stage=1, recompute="full", micro_batch_size=2)
+    assert (chosen["zero_stage"], chosen["recompute"], chosen["micro_batch_size"]) == (1, "full", 2)
+
+
+def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
+    small = {"layout": "dp8", "micro_batch_size": 4, "zero_stage": 1}
+    with pytest.raises(LayoutError, match=r"dp8 needs about [0-9.]+ GB on its fullest rank, but NVIDIA H100 SXM has 80.0 GB"):
+        planned(CONFIG, **LARGE, **small)
+    assert planned(CONFIG, **LARGE, **small, force=True) == small
+    assert planned(CONFIG, **{**LARGE, "cluster": "local_cpu"}, **small) == small
+    assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        (torch.nn.Linear(2, 2), {}, "Linear has none"),
+        ({**CONFIG, "model_type": "abacus"}, {}, "does not know the parameters of model_type 'abacus'"),
+        (CONFIG, {"cluster": "h100_0x8"}, "cluster.nodes"),
+        (CONFIG, {"cluster": "abacus_1x8"}, "abacus"),
+        (CONFIG, {"cluster": "local"}, "needs to know the GPUs of the cluster"),
+        (CONFIG, {"global_batch_size": 0}, "global_batch_size"),
+        (CONFIG, {"precision": "bf17"}, "bf17"),
+    ],
+)
+def test_refusals(model: Any, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=said):
+        planned(model, **{**LARGE, **changes})
+
+
+def test_auto_alone_says_what_it_needs() -> None:
+    with pytest.raises(LayoutError, match=r"Lightning3DStrategy\(\*\*lightning_3d.planned\(module"):
+        Lightning3DStrategy("auto")
