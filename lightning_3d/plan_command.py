@@ -9,6 +9,8 @@ from pathlib import Path
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.guard import guarded
 
+OPTIONS = ("evaluate", "folds", "out", "validate", "steps")
+
 USAGE = """\
 lightning-3d plan [--out FOLDER] [--validate K [--steps N]] [OVERRIDES]
 
@@ -42,7 +44,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    options, overrides = read_options(arguments, ("evaluate", "folds", "out", "validate", "steps"), "plan")
+    options, overrides = read_options(arguments, OPTIONS, "plan")
     if "evaluate" in options:
         return _evaluate(Path(options["evaluate"]), options, overrides)
     return _plan(overrides, Path(options.get("out", ".")), _count(options, "validate", 0), _count(options, "steps", 4))

@@ -20,6 +20,8 @@ from lightning_3d.launch import OutsideRank, can_fork, cores, launch, set_master
 if TYPE_CHECKING:
     from lightning_3d.config import RunConfig
 
+OPTIONS = ("out", "ranks", "repeats")
+
 USAGE = """\
 lightning-3d profile [--out FILE.json] [--ranks N] [--repeats N] [OVERRIDES]
 
@@ -71,7 +73,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 def _read(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     from lightning_3d.plan_command import read_options
 
-    options, overrides = read_options(arguments, ("out", "ranks", "repeats"), "profile")
+    options, overrides = read_options(arguments, OPTIONS, "profile")
     for name in ("ranks", "repeats"):
         if name in options and not (options[name].isdigit() and int(options[name]) > 0):
             raise ConfigError(f"--{name} is {options[name]}; it must be a whole number of at least 1.")

@@ -40,11 +40,13 @@ from documented import (
 from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
+from lightning_3d import plan_command, profile_command
 from lightning_3d.composed import check
 from lightning_3d.config_files import conf_folder
 from lightning_3d.launchers import run as launch
-from lightning_3d.plan_command import _options as plan_options
+from lightning_3d.plan_command import read_options
 
+OPTIONS = {"plan": plan_command.OPTIONS, "profile": profile_command.OPTIONS}
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 COMMANDS = [command for block in ALL for command in commands(block)]
 SHOWN = [command for command in COMMANDS if command.block.language == "console"]
@@ -123,10 +125,11 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     """Of `lightning-3d`, other than train."""
     if name == "launch":
         assert launch([*here(arguments, folder), *(() if "--dry" in arguments else ("--dry",))]) == 0
-    elif name in ("plan", "dryrun", "verify"):
-        known = {"plan": {"--out", "--evaluate", "--folds"}, "dryrun": {"--json", "--timeline", "--whole"}, "verify": {"--steps"}}
+    elif name in ("plan", "profile", "dryrun", "verify"):
+        known = {"dryrun": {"--json", "--timeline", "--whole"}, "verify": {"--steps"}}
+        known |= {command: {f"--{option}" for option in options} for command, options in OPTIONS.items()}
         assert {word.partition("=")[0] for word in arguments if word.startswith("-")} <= known[name]
-        overrides = plan_options(arguments)[1] if name == "plan" else arguments
+        overrides = read_options(arguments, OPTIONS[name], name)[1] if name in OPTIONS else arguments
         if name == "plan":  # which chooses the layout
             overrides = [*overrides, "parallelism=tp8_pp4_dp8", "parallelism.micro_batch_size=1", "force=true"]
         check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
