@@ -55,10 +55,10 @@ PYTHON = [block for block in ALL if block.language == "python"]
 
 def script(name: str) -> Any:
     """A Python file of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "docs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", REPOSITORY / "docs" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
