@@ -31,14 +31,14 @@ def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = (), *
     except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except told as error:
-        print(f"lightning_3d: {error}", file=sys.stderr)
-        return 1
     except Exception as error:
         from lightning_3d.hydra_errors import explain, is_composition_error
 
-        if is_composition_error(error):
+        if is_composition_error(error):  # some are OSErrors
             print(f"lightning_3d: {explain(error)}", file=sys.stderr)
             return Lightning3DError.exit_code
-        traceback.print_exc()
+        if isinstance(error, told):
+            print(f"lightning_3d: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1

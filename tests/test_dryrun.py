@@ -250,7 +250,7 @@ def called(report: Any) -> Counter[tuple[str, tuple[int, ...], int]]:
     return Counter({(call.name, call.ranks, call.bytes): count for call, count in report.usage.collectives.items()})
 
 
-@pytest.mark.parametrize("case", [case if case == "zero 3" else pytest.param(case, marks=pytest.mark.full) for case in CELLS])
+@pytest.mark.parametrize("case", [case if case == "few ranks" else pytest.param(case, marks=pytest.mark.full) for case in CELLS])
 def test_is_what_a_real_run_does(case: str) -> None:
     assert_same(CELLS[case])
 

@@ -32,6 +32,7 @@ def test_every_example_is_in_the_table_and_tested() -> None:
     assert {name for name in names if f'"{name}"' in tests} == names
 
 
+@pytest.mark.full
 def test_lora(tmp_path: Path) -> None:
     output = run("lora.py", tmp_path, "--layout", "tp2", "--devices", "2", "--steps", "20", "--checkpoint", "lora.ckpt")
     losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", output)}
@@ -54,6 +55,7 @@ def custom_module(folder: Path, layout: str, devices: int) -> tuple[float, float
     return float(loss), float(accuracy)
 
 
+@pytest.mark.full
 def test_custom_module(tmp_path: Path) -> None:
     loss, accuracy = custom_module(tmp_path, "tp2", 2)
     assert loss < 0.5 and accuracy > 0.8

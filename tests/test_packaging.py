@@ -13,7 +13,6 @@ import pytest
 from command_line import REPOSITORY, environment
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from sweeps import by_default
 
 import lightning_3d
 
@@ -150,7 +149,8 @@ QUICK = ["trainer.max_steps=4", "data.split=[256,32,32]", "data.shuffle=false"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("layout", "devices"), by_default([("pp2", 2), ("tp2_pp2", 4)], 0))
+@pytest.mark.parametrize(("layout", "devices"), [("pp2", 2), ("tp2_pp2", 4)])
+@pytest.mark.full
 def test_two_lines_train_another_project_in_other_dimensions(layout: str, devices: int, installed: Path, template: Path) -> None:
     """And the losses are those of the project as it was."""
     train = [str(installed / "python"), "src/train.py", *QUICK]

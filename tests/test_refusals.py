@@ -391,6 +391,7 @@ trainer.fit(Module(), DataLoader(rows, batch_size=4))
 """
 
 
+@pytest.mark.full
 def test_loss_that_is_no_scalar(tmp_path: Path) -> None:
     """In a user's own script: every rank ends with exit code 2, one of them says why."""
     with _reserved_port() as port:

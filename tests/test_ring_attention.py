@@ -149,6 +149,7 @@ def peak_on_rank(length: int) -> int:
     return live.peak
 
 
+@pytest.mark.full
 def test_memory_grows_as_sequence_over_cp() -> None:
     """As many tokens a rank, as much memory, whatever the sequence; twice as many, twice as much."""
     by_part = {(size, part): max(run_ranks(peak_on_rank, size, size * part)) for size, part in [(2, 128), (4, 128), (4, 256)]}

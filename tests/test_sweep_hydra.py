@@ -150,6 +150,7 @@ has_optuna = pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reas
 
 
 @has_optuna
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_optuna_is_told_the_results_and_goes_on_after_invalid_trials(tmp_path: Path) -> None:
     options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra/sweeper/sampler=random"]
