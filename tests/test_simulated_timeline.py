@@ -17,7 +17,7 @@ from lightning_3d.planner.timeline import StageSeconds, play
 
 UNITS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
 LETTERS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
-SECONDS = (0.04, 0.12, 0.36)
+SECONDS = (0.04, 0.12, 0.36, 1.0)
 """That a unit takes. A busy machine makes actions begin late; there the next one is tried."""
 MICRO_BATCHES = 8
 STEP = 3
