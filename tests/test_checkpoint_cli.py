@@ -56,7 +56,8 @@ def test_f51_sigterm_saves_the_last_step(tmp_path: Path) -> None:
     faulty = {"_target_": "faulty.FailAtStep", "rank": 1, "step": 3, "how": "end"}
     ending = [f"+callbacks.faulty.{key}={value}" for key, value in faulty.items()]
     line = train(tmp_path / "a", 400)
-    ended, resumed = run_commands([[*line, *ending], [*line, "trainer.auto_resume=true", "trainer.max_steps=8"]], timeout=400)
+    again = ["trainer.auto_resume=true", "trainer.max_steps=8", "trainer.val_check_interval=8"]
+    ended, resumed = run_commands([[*line, *ending], [*line, *again]], timeout=400)
     assert ended.code == 128 + signal.SIGTERM and "Traceback" not in ended.output, ended.output
     folder = tmp_path / "a" / "checkpoints"
     assert re.search(rf"goes on from {folder}/step_([3-9]).ckpt", resumed.output) and resumed.code == 0, resumed.output
