@@ -259,8 +259,7 @@ import subprocess, sys
 folder = Path("{folder}")
 if len(sys.argv) == 1:
     subprocess.run([sys.executable, __file__, "save"], check=True)
-    from lightning_3d.checkpoint import load_full_state_dict
-from lightning_3d.checkpoint.huggingface import export
+    from lightning_3d.checkpoint.huggingface import export
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     export(folder / "checkpoint", folder / "out", max_shard_size="300MB")
     print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
