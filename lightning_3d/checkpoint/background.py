@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lightning_3d.checkpoint.agreement import StorageHangs
 from lightning_3d.checkpoint.writing import TensorSave
+from lightning_3d.errors import CheckpointError
 from lightning_3d.remote_path import Place
 
 T = TypeVar("T")
@@ -74,6 +75,15 @@ class BackgroundSave(Task):
         """
         if not self.ends_within(seconds):
             raise StorageHangs(f"the checkpoint {self.path} is not written {seconds:g} s after its begin: {self._tensors.doing}")
+
+    def require_peers(self) -> None:
+        """To be called when it is over, before something that all ranks do.
+
+        Raises:
+            Exception: what this rank alone knows, that another one is gone; those that still wait for this one end when it does.
+        """
+        if self.error is not None and not isinstance(self.error, CheckpointError):
+            raise self.error
 
 
 def _give_way() -> None:

@@ -212,6 +212,8 @@ class CheckpointStore:
         pending = self._pending
         if pending is None:
             return True
+        if pending.ends_within(self._timeout):
+            pending.require_peers()
         through_rank_zero(lambda: pending.join(self._timeout), lambda parts: parts)
         self._pending = None
         return self._settle(pending, must)
