@@ -14,6 +14,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from mmap import mmap
 from zlib import crc32
 
 import torch
@@ -53,15 +54,23 @@ def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
 def elements(part: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor's elements in order. Views of its memory, where that is the host's and has them in this order."""
     part = part.detach().resolve_conj().resolve_neg()
+    if not part.nbytes:
+        return
     in_place = part.device.type == "cpu" and part.is_contiguous()
     if in_place or part.nbytes <= _BLOCK_BYTES:
-        contents = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        contents = (part if in_place else _copied(part)).reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, part.nbytes, _BLOCK_BYTES):
             yield contents[start : start + _BLOCK_BYTES]
         return
     rows = _BLOCK_BYTES * part.shape[0] // part.nbytes
     for first in range(0, part.shape[0], max(1, rows)):
         yield from elements(part[first : first + rows] if rows else part[first])
+
+
+def _copied(part: Tensor) -> Tensor:
+    """The elements in order, in pages of their own: those that an allocator gives a thread stay with it when the copy is gone."""
+    pages = mmap(-1, part.nbytes)
+    return torch.frombuffer(pages, dtype=part.dtype, count=part.numel()).view(part.shape).copy_(part)
 
 
 def elements_at(beginning: bytes) -> int:
