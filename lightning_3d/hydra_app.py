@@ -103,7 +103,8 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     register_plugins()
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     installed = Path(sys.argv[0]).name == "lightning-3d"  # a shell completes for the name of the application
-    sys.argv = [sys.argv[0] if installed else "train.py", *arguments]
+    flags_first = sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))  # Hydra takes no override behind them otherwise
+    sys.argv = [sys.argv[0] if installed else "train.py", *flags_first]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()

@@ -16,7 +16,7 @@ from test_cli import QUICK
 from test_launch import wait_until
 
 LINES: dict[str, list[str]] = {
-    "checked": ["-m", "parallelism=tp2,dp2", "trainer.dry=true"],
+    "checked": ["parallelism=tp2,dp2", "-m", "trainer.dry=true"],
     "by mode": ["hydra.mode=MULTIRUN", "parallelism=tp2,dp2", "trainer.dry=true"],
     "all wrong": ["-m", "parallelism=tp3,tp5", "hydra.sweep.dir=there/it/is"],
     "schedule": ["-m", "parallelism=pp4", "data.global_batch_size=2", "parallelism.micro_batch_size=1", "parallelism.schedule=1f1b,gpipe",
