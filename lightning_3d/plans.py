@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_3d.adapters import own
 from lightning_3d.errors import PlanError, did_you_mean
-from lightning_3d.transformers_compat import models_in
+from lightning_3d.transformers_compat import is_transformers_model, models_in
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
@@ -193,15 +193,6 @@ def tied_names(module: nn.Module) -> dict[str, str]:
         name: first.setdefault(id(parameter), name)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-
-
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether `module` is a `PreTrainedModel`, told by its interface so that Transformers need not be installed.
-
-    By that of its class: PEFT's models hand on the attributes of the model inside.
-    """
-    kind = type(module)
-    return hasattr(kind, "get_input_embeddings") and hasattr(kind, "base_model_prefix") and hasattr(module, "config")
 
 
 def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -32,7 +32,7 @@ from lightning_3d.checkpoint.store import BackgroundSave
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.checkpoint_names import checkpoints_in
 from lightning_3d.errors import CheckpointError
-from lightning_3d.training.record import _id_in
+from lightning_3d.training.record import same_run
 
 SHARD = "__0_0.distcp"
 
@@ -204,9 +204,13 @@ def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest
 def test_f29_weights_and_biases_goes_on_where_the_checkpoint_can_be_read(tmp_path: Path) -> None:
     checkpoint = {"global_step": 1, "epoch": 0, "state_dict": tensors(1), "wandb_run_id": "abc"}
     CheckpointStore(asynchronous=False).save(tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"})  # type: ignore[arg-type]
-    assert _id_in(str(tmp_path / "a")) == "abc"
+    logger = {"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger"}}
+    model = {"config": {"model_type": "llama"}}
+    run = {"logger": logger, "model": model, "precision": {"name": "fp32"}, "run_folder": str(tmp_path / "run")}
+    run["trainer"] = {"resume": str(tmp_path / "a")}
+    assert same_run(run)["wandb"]["id"] == "abc"
     (tmp_path / "a" / SHARD).unlink()
-    assert _id_in(str(tmp_path / "a")) is None, "what is loaded instead is the loader's choice"
+    assert "id" not in same_run(run)["wandb"], "what is loaded instead is the loader's choice"
 
 
 def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
