@@ -14,21 +14,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import logging
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from measure import environments, machine
 
-WARMUP = 3
 DD_BLOCK = 2**20
 
 
@@ -42,12 +38,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--folder", help="on the disk that is measured; default: the one for temporary files")
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--synchronous", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.result:
-        _fit(options)
-        return
     print(json.dumps(machine(), indent=2))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for synchronous in (False, True):
@@ -59,7 +50,8 @@ def main() -> None:
 def run(options: argparse.Namespace, folder: Path, synchronous: bool) -> list[dict[str, Any]]:
     """What each rank of a fit measured."""
     given = [f"--{name}={getattr(options, name)}" for name in ("ranks", "threads", "saves", "between", "tokens", "hidden", "layers")]
-    command = [sys.executable, __file__, *given, f"--folder={folder}", *(["--synchronous"] if synchronous else [])]
+    worker = str(Path(__file__).with_name("checkpoint_stall_worker.py"))
+    command = [sys.executable, worker, *given, f"--folder={folder}", *(["--synchronous"] if synchronous else [])]
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     ranks = []
     for rank, environment in enumerate(environments(options.ranks, options.threads)):
@@ -148,123 +140,6 @@ def hashing(files: list[Path]) -> float:
         hashlib.sha256(contents)
         seconds += time.perf_counter() - started
     return seconds
-
-
-def uncache(folder: Path) -> None:
-    """What is read next comes from the disk."""
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-# One rank
-
-
-def no_core() -> float:
-    """Seconds that this thread has waited for a core so far."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-
-
-def _fit(options: argparse.Namespace) -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    import lightning.pytorch as pl
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from lightning_3d.strategy import Lightning3DStrategy
-
-    torch.set_num_threads(options.threads)
-    sizes = {"hidden_size": options.hidden, "intermediate_size": 11 * options.hidden // 4, "num_hidden_layers": options.layers}
-    heads = {"num_attention_heads": options.hidden // 64, "num_key_value_heads": options.hidden // 64, "max_position_embeddings": 256}
-    config = LlamaConfig(**sizes, **heads, vocab_size=16 * options.hidden, use_cache=False)
-    checkpoints = Path(options.folder, "checkpoints")
-    total = WARMUP + options.saves * options.between
-
-    class Module(pl.LightningModule):
-        def configure_model(self) -> None:
-            if not hasattr(self, "model"):
-                self.model = LlamaForCausalLM(config)
-
-        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-            return self.model(input_ids=batch[0], labels=batch[0]).loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-    class Watch(pl.Callback):
-        """Times every step, and saves after some."""
-
-        def __init__(self) -> None:
-            self.steps: list[dict[str, Any]] = []
-            self.last = time.perf_counter()
-            self.waited = no_core()
-            self.call = 0.0
-            self.path: Path | None = None
-            self.written = True
-
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            done, step, waited = time.perf_counter(), trainer.global_step, no_core()
-            writing = self.path is not None and (self.call > 0 or not self.written)
-            if step > WARMUP:
-                taken = {"seconds": done - self.last, "no_core": waited - self.waited, "save_call": self.call}
-                self.steps.append({**taken, "saved": self.call > 0, "quiet": not writing})
-            self.written = self.path is not None and self.path.exists()
-            self.last, self.waited, self.call = done, waited, 0.0
-            if step >= WARMUP and step < total and (step - WARMUP) % options.between == 0:
-                self.path = checkpoints / f"{step}.ckpt"
-                trainer.save_checkpoint(self.path)
-                self.call = time.perf_counter() - done
-
-    class Timed(Lightning3DStrategy):
-        """Says how long the parts of a load took."""
-
-        seconds = {"verify": 0.0, "read": 0.0}
-
-        def load_checkpoint(self, *args: Any, **given: Any) -> Any:
-            return self._add("verify", super().load_checkpoint, *args, **given)
-
-        def load_model_state_dict(self, *args: Any, **given: Any) -> Any:
-            return self._add("read", super().load_model_state_dict, *args, **given)
-
-        def load_optimizer_state_dict(self, *args: Any, **given: Any) -> Any:
-            return self._add("read", super().load_optimizer_state_dict, *args, **given)
-
-        def _add(self, part: str, load: Any, *args: Any, **given: Any) -> Any:
-            torch.distributed.barrier()
-            started = time.perf_counter()
-            result = load(*args, **given)
-            self.seconds[part] += time.perf_counter() - started
-            return result
-
-    rows = options.tokens // 256
-    tokens = torch.randint(config.vocab_size, (total * rows * options.ranks, 256), generator=torch.Generator().manual_seed(1))
-
-    def fit(steps: int, callbacks: list[pl.Callback], path: Path | None = None, **given: Any) -> tuple[Any, Timed]:
-        strategy = Timed(f"dp{options.ranks}", micro_batch_size=1, zero_stage=int(options.ranks > 1), **given)
-        Timed.seconds = {"verify": 0.0, "read": 0.0}
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=options.ranks, strategy=strategy, max_steps=steps, callbacks=callbacks, **quiet
-        )
-        module = Module()
-        trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=rows), ckpt_path=path)
-        return module, strategy
-
-    watch = Watch()
-    module, _ = fit(total, [watch], checkpoint_asynchronous=not options.synchronous)
-    result: dict[str, Any] = {"steps": watch.steps, "state_bytes": 3 * 4 * sum(p.numel() for p in module.parameters())}
-    if options.synchronous:
-        assert watch.path is not None
-        result["load"] = {}
-        for verify in (True, False):
-            uncache(watch.path)
-            fit(total - options.between, [], watch.path, checkpoint_verify=verify)
-            parts = dict(Timed.seconds)
-            result["load"] |= parts if verify else {"read_unverified": parts["verify"] + parts["read"]}
-    Path(options.result).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
