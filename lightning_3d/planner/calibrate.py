@@ -37,11 +37,10 @@ _START = {
     "host_collectives": 1.5e-3,
     "host_tensor": 1.5e-3,
     "host_step": 0.03,
-    "spare_gradient_bytes": 2.0,
     "logit_bytes": 6.0,
     "kept_logit_bytes": 4.0,
     "queued": 30.0,
-    "saved": 8.0,
+    "overhead": 1.05,
     "context": 0.4e9,
     "filled": 0.9,
     "ahead": 1.0,
@@ -60,6 +59,7 @@ _LIMITS = {
     "logit_traffic": (8.0, 80.0),
     "optimizer_traffic": (28.0, 150.0),
     "filled": (0.7, 1.0),
+    "overhead": (1.0, 1.2),
 }
 _OF_GPU = ("matmul", "memory", "attention", "kernel", "link", "network", "crowding", "exposed")
 _OF_SOFTWARE = {
@@ -70,7 +70,7 @@ _OF_SOFTWARE = {
     "megatron": ("traffic", "host_step"),
     "megatron_2021": ("traffic",),
 }
-_OF_MEMORY = {"nanotron": ("spare_gradient_bytes", "logit_bytes", "kept_logit_bytes", "queued", "saved", "context", "filled", "ahead")}
+_OF_MEMORY = {"nanotron": ("logit_bytes", "kept_logit_bytes", "queued", "overhead", "context", "filled", "ahead")}
 _MOST = 0.5
 """Larger errors count as this: some runs met a slow machine."""
 
@@ -117,8 +117,9 @@ def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
 
     def error(run: Run, tried: Values) -> float:
         tried_run = with_values(run, tried)
-        queue = steps[id(run)].queue(tried_run.job.stack)
-        return log(memory_of(tried_run.job, queue=queue, room=tried_run.room).total / 2**30 / (run.memory or 1.0))
+        queue = steps[id(run)].queue(tried_run.job)
+        printed = memory_of(tried_run.job, queue=queue, room=tried_run.room, first=run.job.stack.prints_first)
+        return log(printed.total / 2**30 / (run.memory or 1.0))
 
     return values | _descend(_weighted(full), memory, error, rounds)
 
