@@ -31,9 +31,9 @@ _PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured",
 _POLLING = (
     "## Pipelines that sleep between messages",
     "",
-    "nanotron's pipelines with tp <= 8. A version that made a part of the sweep sleeps for 0.1 s until a message has come, twice for each",
-    "tensor (`planner/polling.py`). `sleeping`: runs whose seconds are nearer to what is predicted with that than without; each median error",
-    "is that of the prediction that is nearer.",
+    "nanotron's pipelines with tp <= 8. A version that made a part of the sweep sleeps for 0.1 s until a message has come, twice for",
+    "each tensor (`planner/polling.py`). `sleeping`: runs whose seconds are nearer to what is predicted with that than without; each",
+    "median error is that of the prediction that is nearer.",
     "",
 )
 _POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "error of all, without sleeping")

@@ -37,6 +37,7 @@ _START = {
     "host_collectives": 1.5e-3,
     "host_tensor": 1.5e-3,
     "host_step": 0.03,
+    "apart_network": 0.5,
     "logit_bytes": 6.0,
     "kept_logit_bytes": 4.0,
     "queued": 30.0,
@@ -54,6 +55,7 @@ _LIMITS = {
     "link": (0.3, 0.9),
     "network": (0.2, 0.95),
     "crowding": (1e-3, 0.5),
+    "apart_network": (0.05, 0.95),
     "exposed": (0.2, 1.0),
     "traffic": (1.0, 6.0),
     "logit_traffic": (8.0, 80.0),
@@ -68,7 +70,7 @@ _OF_SOFTWARE = {
     "foundry": ("traffic", "attention_speed", "logit_traffic", "host_step"),
     "foundry_a100": ("traffic", "attention_speed", "logit_traffic", "host_step"),
     "megatron": ("traffic", "host_step"),
-    "megatron_2021": ("traffic",),
+    "megatron_2021": ("traffic", "apart_network"),
 }
 _OF_MEMORY = {"nanotron": ("logit_bytes", "kept_logit_bytes", "queued", "overhead", "context", "filled", "ahead")}
 _MOST = 0.5

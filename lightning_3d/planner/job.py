@@ -31,6 +31,9 @@ class Stack:
         optimizer_traffic: bytes that the optimizer reads and writes for one parameter that it steps. every_traffic: that are read and
             written once a step for every parameter of a rank, whatever ZeRO shares.
         reduced_bytes: of a gradient that is sent. scatters: ZeRO scatters gradients, else it reduces all of them on every rank.
+        apart: tensors of a block that ZeRO 3 gathers and scatters one by one, before each pass that needs them and not beside it, also
+            before a recomputed one; 0: a block at a time, beside the one before. apart_network: share of the bandwidth between nodes that
+            these reach.
         hidden: share of a pass that what overlaps with it can hide behind.
         overlaps_all_reduce: at ZeRO stage 0 gradients are reduced while the last micro-batch still runs. overlaps_data: at other stages.
             overlaps_gather: parameters are gathered beside the first micro-batch.
@@ -69,6 +72,8 @@ class Stack:
     every_traffic: float = 0.0
     reduced_bytes: float = 4.0
     scatters: bool = True
+    apart: int = 0
+    apart_network: float = 0.3
     hidden: float = 0.8
     overlaps_all_reduce: bool = True
     overlaps_data: bool = True

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, all_reduce, gather, group
+from lightning_3d.planner.machine import Machine, all_reduce, gather, gather_apart, group
 from lightning_3d.planner.orders import training_order
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
@@ -62,31 +62,31 @@ def _smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _stage_part(job: Job, work: Work, stage: Stage, dealt: tuple[float, float]) -> Part:
-    """Seconds of a stage for one micro-batch. `dealt`: what ZeRO sends beside a block's (forward, backward), which computation hides."""
+def _stage_part(work: Work, stage: Stage, late: Part) -> Part:
+    """Seconds of a stage for one micro-batch. `late`: what each block waits for besides."""
     part = work.block * stage.blocks
     if stage.embedding:
         part += work.embedding
     if stage.head:
         part += work.head
-    if any(dealt):
-        forward = work.block.forward + work.block.forward_communication
-        backward = work.block.backward + work.block.backward_communication
-        late = Part(forward_communication=max(0.0, dealt[0] - forward), backward_communication=max(0.0, dealt[1] - backward))
-        part += late * stage.blocks
-    return part
+    return part + late * stage.blocks
 
 
-def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
-    """Seconds beside the (forward, backward) of a block in which ZeRO 3 gathers parameters, and stages 2 and 3 scatter gradients, where
-    they do so for every micro-batch."""
+def _late(job: Job, machine: Machine, block: Part) -> Part:
+    """What a block waits for where ZeRO 3 gathers parameters, and stages 2 and 3 scatter gradients, for every micro-batch: what its
+    computation does not hide."""
     if not job.gathers_often and not job.reduces_often:
-        return 0.0, 0.0
-    size = sum(parameters_of(job, Stage(1, False, False)))
+        return Part()
+    stack, size = job.stack, sum(parameters_of(job, Stage(1, False, False)))
     ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
+    if stack.apart and job.gathers_often:
+        once = gather_apart(machine, ranks, job.width * size, stack.apart, stack.apart_network)
+        again = 1 + (job.recompute == "full") + job.reduces_often
+        return Part(forward_communication=once, backward_communication=again * once)
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
-    scatter = gather(machine, ranks, job.stack.reduced_bytes * size) if job.reduces_often else 0.0
-    return whole, whole + scatter
+    scatter = gather(machine, ranks, stack.reduced_bytes * size) if job.reduces_often else 0.0
+    forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
+    return Part(forward_communication=max(0.0, whole - forward), backward_communication=max(0.0, whole + scatter - backward))
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
@@ -149,8 +149,8 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
 
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
     """Of each kind of stage for a micro-batch: (seconds of the GPU, seconds where the host starts kernels)."""
-    dealt = _dealt(job, machine)
-    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages_of(job))}
+    late = _late(job, machine, work.block)
+    kinds = {stage: _stage_part(work, stage, late) for stage in set(stages_of(job))}
     return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
 
 
