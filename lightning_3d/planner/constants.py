@@ -15,7 +15,7 @@ from lightning_3d.planner.machine import Efficiency, Machine
 EFFICIENCIES = {
     # [fit] on nanotron's sweep, llm-foundry, Megatron Core (NeMo) and torchtitan, 80 GB and 96 GB
     "h100": Efficiency(
-        matmul=0.70, matmul8=0.86, memory=0.60, attention=0.45, kernel=3.4e-6, link=0.73, network=0.50, crowding=0.06, exposed=0.60
+        matmul=0.70, matmul8=0.86, memory=0.60, attention=0.45, kernel=3.4e-6, link=0.73, network=0.70, crowding=0.10, exposed=0.60
     ),
     # [fit] on llm-foundry, vTrain's runs of Megatron-DeepSpeed and Megatron-LM of 2021
     "a100": Efficiency(
@@ -80,7 +80,10 @@ _EAGER = Stack(
 OURS = replace(
     _EAGER,
     name="ours",
-    saved=4.0,  # norms keep their input in float32
+    # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in
+    # float32 and its normalized copy, the MLP its gate before and after the activation
+    saved=8.0,
+    saved_inner=2.0,
     gradient_bytes=4.0,  # docs/zero.md
     spare_gradient_bytes=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
     logit_bytes=10.0,  # 16-bit logits, their float32 copy and its gradient
