@@ -67,10 +67,11 @@ def memory_of(job: Job, *, queue: float = 1.0, room: float = float("inf"), first
     for rank in range(1 if first else layout.pp):
         own = stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
         ranks.add(tuple((stages[index], live[rank].get(index, 0)) for index in own))
-    fullest, stage_counts = max(((_rank(job, one, queue), one) for one in ranks), key=lambda pair: pair[0].total)
+    blocks = _blocks(job)
+    fullest, stage_counts = max(((_rank(job, one, queue, blocks), one) for one in ranks), key=lambda pair: pair[0].total)
     if fullest.total <= room:
         return fullest
-    lean = _rank(replace(job, stack=replace(job.stack, **_NOTHING_SPARE)), stage_counts, 0.0)
+    lean = _rank(replace(job, stack=replace(job.stack, **_NOTHING_SPARE)), stage_counts, 0.0, blocks)
     share = max(0.0, room - lean.total) / max(1.0, fullest.total - lean.total)
     return Memory(**{name: least + share * (getattr(fullest, name) - least) for name, least in asdict(lean).items()})
 
@@ -90,7 +91,7 @@ def least_memory(job: Job) -> float:
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else job
     share = Stage(job.model.layers // layout.pp, False, False)
-    memory = _rank(lean, ((share, min(job.micro_batches, layout.pp)),), queue=0.0)
+    memory = _rank(lean, ((share, min(job.micro_batches, layout.pp)),), 0.0, _blocks(lean))
     return memory.total - lean.stack.spare_gradient_bytes * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
 
 
@@ -107,7 +108,12 @@ def _enough(job: Job) -> int:
     return count
 
 
-def _rank(job: Job, own: tuple[tuple[Stage, int], ...], queue: float) -> Memory:
+def _blocks(job: Job) -> tuple[float, float]:
+    """Bytes of a micro-batch that a block (keeps, computes anew while its backward pass runs)."""
+    return kept_by_block(job), block_activations(job) if job.recompute != "none" else 0.0
+
+
+def _rank(job: Job, own: tuple[tuple[Stage, int], ...], queue: float, blocks: tuple[float, float]) -> Memory:
     """A rank that has some stages, each with so many micro-batches in flight."""
     model, stack = job.model, job.stack
     stages = [stage for stage, _ in own]
@@ -124,13 +130,12 @@ def _rank(job: Job, own: tuple[tuple[Stage, int], ...], queue: float) -> Memory:
     elif job.zero == 3:  # two blocks, and what is beside the blocks, are whole at a time
         block = sum(parameters_of(job, Stage(1, False, False)))
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
-    kept = sum(count * stage.blocks for stage, count in own) * kept_by_block(job)
-    again = block_activations(job) if job.recompute != "none" else 0.0
+    kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
     head = sum(1 for stage in stages if stage.head)
     logits = head * job.tokens * model.vocab / job.layout.tp
     loss = logits * (stack.logit_bytes + (stack.kept_logit_bytes if job.micro_batches > 1 else 0.0))
     waiting = queue * stack.queued * 2 * job.tokens * model.hidden * (job.layout.tp > 1)
-    activations = kept + again
+    activations = kept + blocks[1]
     if stack.bucket_bytes or stack.gathered_copies or stack.largest_gradient:
         gradients += _beside(job, sum(map(sum, counts)), any(stage.embedding for stage in stages), bool(head))
     other = (stack.overhead - 1) * (activations + loss) + waiting + stack.context
