@@ -41,8 +41,6 @@ _START = {
     "logit_bytes": 6.0,
     "kept_logit_bytes": 4.0,
     "queued": 30.0,
-    "overhead": 1.05,
-    "context": 0.4e9,
     "filled": 0.9,
     "ahead": 1.0,
 }
@@ -61,7 +59,6 @@ _LIMITS = {
     "logit_traffic": (8.0, 80.0),
     "optimizer_traffic": (28.0, 150.0),
     "filled": (0.7, 1.0),
-    "overhead": (1.0, 1.2),
 }
 _OF_GPU = ("matmul", "memory", "attention", "kernel", "link", "network", "crowding", "exposed")
 _OF_SOFTWARE = {
@@ -72,7 +69,7 @@ _OF_SOFTWARE = {
     "megatron": ("traffic", "host_step"),
     "megatron_2021": ("traffic", "apart_network"),
 }
-_OF_MEMORY = {"nanotron": ("logit_bytes", "kept_logit_bytes", "queued", "overhead", "context", "filled", "ahead")}
+_OF_MEMORY = {"nanotron": ("logit_bytes", "kept_logit_bytes", "queued", "filled", "ahead")}
 _MOST = 0.5
 """Larger errors count as this: some runs met a slow machine."""
 
