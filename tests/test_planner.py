@@ -177,6 +177,16 @@ def published(line: str) -> Run:
     return run
 
 
+def test_zero_3_of_2021_loses_to_pipelines_as_published() -> None:
+    """Narayanan et al., table 2: 174.6 billion parameters on 384, 768 and 1536 GPUs, ZeRO 3 beside tp8_pp12."""
+    sizes = "Narayanan,Table 2,GPT-174.6B,174.6,96,12288,49152,96,96,51200,0,,,2048,1536"
+    for gpus, batch, alone, cut in [(384, 4, 81.579, 76.78), (768, 2, 66.746, 39.421), (1536, 1, 66.746, 20.829)]:
+        zero = published(f"{sizes},{batch},{gpus},A100-80GB,1,1,1,{gpus},1,1,ZeRO-3,fp16,full,,,,{alone},,")
+        pipeline = published(f"{sizes},1,{gpus},A100-80GB,8,12,1,{gpus // 96},1,1,none,fp16,full,1F1B,,,{cut},,")
+        assert compare(zero).time_error == pytest.approx(0, abs=0.15) and compare(pipeline).time_error == pytest.approx(0, abs=0.15)
+        assert compare(zero).seconds > compare(pipeline).seconds
+
+
 @pytest.mark.parametrize("line", PUBLISHED, ids=lambda line: "-".join(line.split(",")[0:3:2]))
 def test_published_runs_are_predicted(line: str) -> None:
     compared = compare(published(line))
