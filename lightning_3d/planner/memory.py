@@ -102,6 +102,8 @@ def _enough(job: Job) -> int:
         return min(count, 2)
     if info.name in ("GPipe", "LoopedBFS"):
         return count
+    if count % layout.pp == 0:  # two rounds are as many as are ever on the way
+        return min(count, 2 * layout.pp)
     for fewer in range(4 * layout.pp * layout.vp, count, layout.pp):
         if info.accepts(layout.pp, layout.vp, fewer):
             return fewer
