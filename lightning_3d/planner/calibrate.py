@@ -38,8 +38,6 @@ _START = {
     "host_tensor": 1.5e-3,
     "host_step": 0.03,
     "apart_network": 0.5,
-    "logit_bytes": 6.0,
-    "kept_logit_bytes": 4.0,
     "queued": 30.0,
     "filled": 0.9,
     "ahead": 1.0,
@@ -69,7 +67,7 @@ _OF_SOFTWARE = {
     "megatron": ("traffic", "host_step"),
     "megatron_2021": ("traffic", "apart_network"),
 }
-_OF_MEMORY = {"nanotron": ("logit_bytes", "kept_logit_bytes", "queued", "filled", "ahead")}
+_OF_MEMORY = {"nanotron": ("queued", "filled", "ahead")}
 _MOST = 0.5
 """Larger errors count as this: some runs met a slow machine."""
 
