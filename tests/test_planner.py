@@ -23,7 +23,9 @@ from lightning_3d.planner.job import Job, Stack
 from lightning_3d.planner.machine import Machine, group
 from lightning_3d.planner.measured import COLUMNS, Run, read_runs, run_of
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
+from lightning_3d.planner.polling import polled_seconds, polling
 from lightning_3d.planner.search import Candidate, Fixed, fits, schedules, search, shapes
+from lightning_3d.planner.stages import Stage, parameters_of
 from lightning_3d.planner.step import least_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
@@ -74,8 +76,9 @@ def test_activations_of_a_gpt_block_are_the_published_ones() -> None:
 
 
 def test_reserves_are_given_back_before_memory_is_short() -> None:
-    job = published(PUBLISHED[4]).job
-    needed = memory_of(replace(job, stack=replace(job.stack, spare_gradient_bytes=0.0, overhead=1.0)), queue=0.0)
+    job = replace(published(PUBLISHED[4]).job, stack=replace(constants.NANOTRON, spare_gradient_bytes=3.0))
+    bare = replace(job.stack, spare_gradient_bytes=0.0, gathered_copies=0, largest_gradient=False, overhead=1.0)
+    needed = memory_of(replace(job, stack=bare), queue=0.0)
     roomy = memory_of(job)
     assert needed.total < 0.9 * roomy.total
     assert memory_of(job, room=roomy.total) == roomy
@@ -83,6 +86,51 @@ def test_reserves_are_given_back_before_memory_is_short() -> None:
     tight = memory_of(job, room=between)
     assert tight.total == pytest.approx(between) and tight.weights == roomy.weights and tight.gradients < roomy.gradients
     assert memory_of(job, room=needed.total / 2).total == pytest.approx(needed.total), "what is needed is not given back"
+
+
+def test_an_eager_block_keeps_what_its_tensors_are() -> None:
+    """Counted in nanotron's models/llama.py, tensor by tensor, in bytes of a token."""
+    hidden, inner, heads = 2048, 8192, 32
+    norms = 2 * 2 * hidden + 2 * 2 * hidden  # inputs and outputs of two norms
+    attention = 2 * 3 * hidden + 2 * 2 * hidden + 2 * hidden + 4 * heads  # q, k, v in one; k and v again, rotated; output; log-sum-exp
+    mlp = 2 * 2 * inner + 2 * inner + 2 * inner  # gate and up in one; the gate's activation; the product
+    model = Architecture.plain(layers=4, hidden=hidden, heads=heads, kv_heads=heads, vocab=1000, ffn=inner, gated=True, tied=True)
+    job = Job(model, Layout(), 4096, 1, 1, stack=constants.NANOTRON)
+    assert block_activations(job) == 4096 * (norms + attention + mlp)
+
+
+def test_copies_that_fit_in_no_block_come_on_top() -> None:
+    """ZeRO-1 of nanotron joins parameters for each rank, and these once more. What fits in the logits' block is not counted."""
+    model = gpt(layers=8, hidden=1024, heads=8, vocab=1024)
+    stack = Stack(gathered_copies=2)
+
+    def copies(tokens: int, ranks: int) -> float:
+        job = Job(model, Layout(dp=ranks), tokens, ranks, 1, zero=1, stack=stack)
+        none = replace(job, stack=replace(stack, gathered_copies=0))
+        return memory_of(job).total - memory_of(none).total
+
+    held = sum(parameters_of(Job(model, Layout(), 1, 1, 1), Stage(8, True, True)))
+    largest = 2 * 4 * 1024  # of a token: 16-bit inputs of the MLP's second product; float32 logits are half of it
+    assert largest * 512 < 2 * held / 2 and copies(512, 2) == pytest.approx(2 * 2 * held), "neither a rank's share nor all of them"
+    assert 2 * held / 64 < largest * 512 < 2 * held and copies(512, 64) == pytest.approx(2 * held), "shares do"
+    assert 2 * held < largest * 65536 and copies(65536, 64) == 0.0
+    assert copies(512, 1) == 0.0, "nothing is gathered"
+
+
+def test_memory_of_the_first_rank() -> None:
+    """With one micro-batch in flight the logits make the last of four equal stages the fullest."""
+    job = replace(published(PUBLISHED[4]).job, global_batch=4, micro_batch=2, stack=replace(constants.NANOTRON, split="equal"))
+    assert memory_of(job, first=True).loss == 0.0 < memory_of(job).loss
+    assert memory_of(job, first=True).total < memory_of(job).total
+
+
+def test_pipelines_that_sleep_between_messages() -> None:
+    run = published(SLEEPING)
+    assert run.seconds is not None
+    assert compare(run).seconds < run.seconds / 10
+    assert polled_seconds(run) == pytest.approx(run.seconds, rel=0.10)
+    (row,) = polling([compare(run), compare(published(PUBLISHED[4]))])[1:]
+    assert row[:3] == ["512", "1", "1"]
 
 
 def test_runs_that_contradict_each_other_are_counted() -> None:
@@ -119,11 +167,24 @@ PUBLISHED = [
     "Ultra-Scale,,80B,80,80,8192,28672,64,64,131072,1,,,4096,256,1,256,H100-80GB SXM,4,16,1,4,1,1,ZeRO-1,bf16,,1F1B,30.75,,6.8988,64.21,",
 ]
 
+# A run of the same on 512 GPUs, with the version that sleeps
+SLEEPING = "Ultra-Scale,,8.86B,8.86,32,4096,14336,32,32,131072,1,,,4096,256,1,512,H100-80GB SXM,8,16,1,4,1,1,ZeRO-1,bf16,,1F1B,,,84.7331,,"
+
 
 def published(line: str) -> Run:
     run = run_of(dict(zip(COLUMNS, line.split(","), strict=True)))
     assert run is not None
     return run
+
+
+def test_zero_3_of_2021_loses_to_pipelines_as_published() -> None:
+    """Narayanan et al., table 2: 174.6 billion parameters on 384, 768 and 1536 GPUs, ZeRO 3 beside tp8_pp12."""
+    sizes = "Narayanan,Table 2,GPT-174.6B,174.6,96,12288,49152,96,96,51200,0,,,2048,1536"
+    for gpus, batch, alone, cut in [(384, 4, 81.579, 76.78), (768, 2, 66.746, 39.421), (1536, 1, 66.746, 20.829)]:
+        zero = published(f"{sizes},{batch},{gpus},A100-80GB,1,1,1,{gpus},1,1,ZeRO-3,fp16,full,,,,{alone},,")
+        pipeline = published(f"{sizes},1,{gpus},A100-80GB,8,12,1,{gpus // 96},1,1,none,fp16,full,1F1B,,,{cut},,")
+        assert compare(zero).time_error == pytest.approx(0, abs=0.15) and compare(pipeline).time_error == pytest.approx(0, abs=0.15)
+        assert compare(zero).seconds > compare(pipeline).seconds
 
 
 @pytest.mark.parametrize("line", PUBLISHED, ids=lambda line: "-".join(line.split(",")[0:3:2]))

@@ -1,6 +1,7 @@
 """The planner's lists of actions are the ones that torch's schedules run, and played they take as long as the published formulas say."""
 
 from fractions import Fraction
+from itertools import product
 
 import pytest
 
@@ -75,3 +76,11 @@ def test_activations_in_flight() -> None:
     assert [live[rank] for rank, live in enumerate(in_flight("1F1B", 4, 1, 16))] == [4, 3, 2, 1]
     assert [live[rank] for rank, live in enumerate(in_flight("GPipe", 4, 1, 16))] == [16] * 4
     assert {sum(live.values()) for live in in_flight("ZBVZeroBubble", 4, 2, 16)} == {8}
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS")])
+def test_two_rounds_are_as_many_as_are_ever_on_the_way(schedule: str) -> None:
+    """What the planner's memory takes for any number of whole rounds."""
+    info = SCHEDULES[schedule]
+    for pp, vp in product((2, 3, 4, 8), chunks(info)):
+        assert in_flight(info.name, pp, vp, 2 * pp) == in_flight(info.name, pp, vp, 6 * pp)

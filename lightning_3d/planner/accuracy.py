@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.measured import Run, read_runs
 from lightning_3d.planner.memory import memory_of
+from lightning_3d.planner.polling import polling
 from lightning_3d.planner.step import step_of
 
 _GIGA = 2**30
@@ -27,6 +28,16 @@ _CONTRADICTIONS = (
 )
 _PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured", "predicted", "over 2x")
 
+_POLLING = (
+    "## Pipelines that sleep between messages",
+    "",
+    "nanotron's pipelines with tp <= 8. A version that made a part of the sweep sleeps for 0.1 s until a message has come, twice for",
+    "each tensor (`planner/polling.py`). `sleeping`: runs whose seconds are nearer to what is predicted with that than without; each",
+    "median error is that of the prediction that is nearer.",
+    "",
+)
+_POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "error of all, without sleeping")
+
 _TITLE = """\
 # How good the planner's predictions are
 
@@ -41,7 +52,8 @@ _HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and what is predicted for it: seconds of a step, bytes, and bytes if nothing had to be given back."""
+    """A run and what is predicted for it: seconds of a step; bytes of the rank that the software prints; and of the fullest rank, if
+    nothing had to be given back."""
 
     run: Run
     seconds: float
@@ -74,8 +86,9 @@ def _rate(run: Run, seconds: float) -> float:
 def compare(run: Run) -> Comparison:
     """Predict a measured run."""
     step = step_of(run.job, run.machine)
-    queue = step.queue(run.job.stack)
-    return Comparison(run, step.seconds, memory_of(run.job, queue=queue, room=run.room).total, memory_of(run.job, queue=queue).total)
+    queue = step.queue(run.job)
+    printed = memory_of(run.job, queue=queue, room=run.room, first=run.job.stack.prints_first)
+    return Comparison(run, step.seconds, printed.total, memory_of(run.job, queue=queue).total)
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -151,9 +164,11 @@ def report(compared: Sequence[Comparison]) -> str:
             lines += [f"Without numbers of GPUs at which most runs took more than twice what is predicted: {_scores(usual)}", ""]
         rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
         lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
-    pairs = contradictions(compared)
+    pairs, pipelines = contradictions(compared), polling(compared)
     if pairs:
-        lines += [*_CONTRADICTIONS, *table(_PAIRS, pairs)]
+        lines += [*_CONTRADICTIONS, *table(_PAIRS, pairs), ""]
+    if pipelines:
+        lines += [*_POLLING, *table(_POLLED, pipelines)]
     return "\n".join(lines).rstrip() + "\n"
 
 

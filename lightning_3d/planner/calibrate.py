@@ -37,12 +37,8 @@ _START = {
     "host_collectives": 1.5e-3,
     "host_tensor": 1.5e-3,
     "host_step": 0.03,
-    "spare_gradient_bytes": 2.0,
-    "logit_bytes": 6.0,
-    "kept_logit_bytes": 4.0,
+    "apart_network": 0.5,
     "queued": 30.0,
-    "saved": 8.0,
-    "context": 0.4e9,
     "filled": 0.9,
     "ahead": 1.0,
 }
@@ -55,6 +51,7 @@ _LIMITS = {
     "link": (0.3, 0.9),
     "network": (0.2, 0.95),
     "crowding": (1e-3, 0.5),
+    "apart_network": (0.05, 0.95),
     "exposed": (0.2, 1.0),
     "traffic": (1.0, 6.0),
     "logit_traffic": (8.0, 80.0),
@@ -68,9 +65,9 @@ _OF_SOFTWARE = {
     "foundry": ("traffic", "attention_speed", "logit_traffic", "host_step"),
     "foundry_a100": ("traffic", "attention_speed", "logit_traffic", "host_step"),
     "megatron": ("traffic", "host_step"),
-    "megatron_2021": ("traffic",),
+    "megatron_2021": ("traffic", "apart_network"),
 }
-_OF_MEMORY = {"nanotron": ("spare_gradient_bytes", "logit_bytes", "kept_logit_bytes", "queued", "saved", "context", "filled", "ahead")}
+_OF_MEMORY = {"nanotron": ("queued", "filled", "ahead")}
 _MOST = 0.5
 """Larger errors count as this: some runs met a slow machine."""
 
@@ -117,8 +114,9 @@ def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
 
     def error(run: Run, tried: Values) -> float:
         tried_run = with_values(run, tried)
-        queue = steps[id(run)].queue(tried_run.job.stack)
-        return log(memory_of(tried_run.job, queue=queue, room=tried_run.room).total / 2**30 / (run.memory or 1.0))
+        queue = steps[id(run)].queue(tried_run.job)
+        printed = memory_of(tried_run.job, queue=queue, room=tried_run.room, first=run.job.stack.prints_first)
+        return log(printed.total / 2**30 / (run.memory or 1.0))
 
     return values | _descend(_weighted(full), memory, error, rounds)
 

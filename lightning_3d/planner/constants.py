@@ -15,7 +15,7 @@ from lightning_3d.planner.machine import Efficiency, Machine
 EFFICIENCIES = {
     # [fit] on nanotron's sweep, llm-foundry, Megatron Core (NeMo) and torchtitan, 80 GB and 96 GB
     "h100": Efficiency(
-        matmul=0.70, matmul8=0.86, memory=0.60, attention=0.45, kernel=3.4e-6, link=0.73, network=0.50, crowding=0.06, exposed=0.60
+        matmul=0.70, matmul8=0.86, memory=0.60, attention=0.45, kernel=3.4e-6, link=0.73, network=0.70, crowding=0.10, exposed=0.60
     ),
     # [fit] on llm-foundry, vTrain's runs of Megatron-DeepSpeed and Megatron-LM of 2021
     "a100": Efficiency(
@@ -80,7 +80,10 @@ _EAGER = Stack(
 OURS = replace(
     _EAGER,
     name="ours",
-    saved=4.0,  # norms keep their input in float32
+    # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in
+    # float32 and its normalized copy, the MLP its gate before and after the activation
+    saved=8.0,
+    saved_inner=2.0,
     gradient_bytes=4.0,  # docs/zero.md
     spare_gradient_bytes=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
     logit_bytes=10.0,  # 16-bit logits, their float32 copy and its gradient
@@ -94,16 +97,21 @@ NANOTRON = replace(
     name="nanotron",
     order=_MEGATRON_ORDER,  # parallel/context.py
     split="filled",  # models/base.py: blocks are given out by cumulated cost
-    overlaps_data=False,  # gradients in float32 are scattered after the last micro-batch, unless ZeRO is off (trainer.py)
-    spare_gradient_bytes=2.5,  # 16-bit gradients live beside their float32 sums until the backward pass ends [fit: 2.5]
-    logit_bytes=4.3,  # [fit]
-    kept_logit_bytes=4.5,  # float32 logits of the last micro-batch, until the next one replaces them [fit]
-    queued=48.0,  # [fit]
+    overlaps_data=False,  # gradients in float32 are reduced after the last micro-batch, unless ZeRO is off (trainer.py)
+    scatters=False,  # trainer.py, sync_gradients_across_dp
+    every_traffic=16.0,  # float32 gradients are read for their norm, scaled, and set to zero
+    bucket_bytes=2.0,  # of DistributedDataParallel, which is used where ZeRO is off (trainer.py)
+    gathered_copies=2,  # tensors are joined for each rank (distributed.py, all_gather_coalesced), and torch joins these once more
+    largest_gradient=True,  # 16-bit gradients live until the backward pass ends (optim/gradient_accumulator.py)
+    saved_keys=2.0,  # queries stay in one tensor with keys and values, of which rotation takes a copy (models/llama.py)
+    saved_inner=2.0,  # the gate is kept before and after its activation (models/llama.py)
+    prints_first=True,  # helpers.py, log_throughput: the reserved memory of rank 0, whose peak was reset after the last pass
+    logit_bytes=6.0,  # 16-bit logits and their float32 copy; runs show 5.2 to 7.4
+    kept_logit_bytes=4.0,  # float32 logits of the last micro-batch, until the next one replaces them; runs show 3.8 to 5.2
+    queued=54.0,  # [fit]
     filled=0.85,  # [fit]
-    ahead=1.27,  # [fit]
-    saved=14.0,  # [fit]
-    overhead=1.02,  # [fit]
-    context=0.55e9,  # [fit]
+    ahead=1.16,  # [fit]
+    overhead=1.05,  # as ours; CUDA's own memory is not part of what is printed
     host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
     host_network=0.32e-3,  # [fit]
     host_step=0.05,  # [fit]
@@ -124,6 +132,8 @@ MEGATRON_2021 = replace(
     overlaps_all_reduce=False,
     overlaps_data=False,
     overlaps_gather=False,
+    apart=12,  # DeepSpeed's ZeRO 3 of 2021, without model parallelism: four products and two norms, each with a weight and a bias
+    apart_network=0.28,  # [fit]
     traffic=1.0,  # [fit]
     host_block=1.0e-3,
     host_step=0.0,

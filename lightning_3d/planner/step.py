@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from lightning_3d.planner.job import Job, Stack
-from lightning_3d.planner.machine import Machine, all_reduce, gather, group
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine, all_reduce, gather, gather_apart, group
 from lightning_3d.planner.orders import training_order
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
@@ -17,6 +17,9 @@ from lightning_3d.schedules import find_schedule, predicted_bubble, stages_of_ra
 
 _SHARPNESS = 6
 """How sharply a maximum of two rates is taken where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
+
+_AHEAD_SHARPNESS = 10
+"""How sharply a host that is faster than the GPU runs ahead of it: its lead grows until its queue of kernels is full."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,11 @@ class Step:
     waiting: float
     timeline: Timeline | None = None
 
-    def queue(self, stack: Stack) -> float:
-        """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster."""
-        return 1 / (1 + (self.waiting * stack.ahead) ** -_SHARPNESS)
+    def queue(self, job: Job) -> float:
+        """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster. In a pipeline the first rank
+        starts pp - 1 forward passes before it waits for a gradient, and pp - 2 of them find the GPU with one to do."""
+        started = (job.layout.pp - 2) / (job.layout.pp - 1) if job.layout.pp > 2 else 0.0
+        return max(started, 1 / (1 + (self.waiting * job.stack.ahead) ** -_AHEAD_SHARPNESS))
 
 
 def _smooth_max(a: float, b: float) -> float:
@@ -57,31 +62,31 @@ def _smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _stage_part(job: Job, work: Work, stage: Stage, dealt: tuple[float, float]) -> Part:
-    """Seconds of a stage for one micro-batch. `dealt`: what ZeRO sends beside a block's (forward, backward), which computation hides."""
+def _stage_part(work: Work, stage: Stage, late: Part) -> Part:
+    """Seconds of a stage for one micro-batch. `late`: what each block waits for besides."""
     part = work.block * stage.blocks
     if stage.embedding:
         part += work.embedding
     if stage.head:
         part += work.head
-    if any(dealt):
-        forward = work.block.forward + work.block.forward_communication
-        backward = work.block.backward + work.block.backward_communication
-        late = Part(forward_communication=max(0.0, dealt[0] - forward), backward_communication=max(0.0, dealt[1] - backward))
-        part += late * stage.blocks
-    return part
+    return part + late * stage.blocks
 
 
-def _dealt(job: Job, machine: Machine) -> tuple[float, float]:
-    """Seconds beside the (forward, backward) of a block in which ZeRO 3 gathers parameters, and stages 2 and 3 scatter gradients, where
-    they do so for every micro-batch."""
+def _late(job: Job, machine: Machine, block: Part) -> Part:
+    """What a block waits for where ZeRO 3 gathers parameters, and stages 2 and 3 scatter gradients, for every micro-batch: what its
+    computation does not hide."""
     if not job.gathers_often and not job.reduces_often:
-        return 0.0, 0.0
-    size = sum(parameters_of(job, Stage(1, False, False)))
+        return Part()
+    stack, size = job.stack, sum(parameters_of(job, Stage(1, False, False)))
     ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
+    if stack.apart and job.gathers_often:
+        once = gather_apart(machine, ranks, job.width * size, stack.apart, stack.apart_network)
+        again = 1 + (job.recompute == "full") + job.reduces_often
+        return Part(forward_communication=once, backward_communication=again * once)
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
-    scatter = gather(machine, ranks, job.stack.reduced_bytes * size) if job.reduces_often else 0.0
-    return whole, whole + scatter
+    scatter = gather(machine, ranks, stack.reduced_bytes * size) if job.reduces_often else 0.0
+    forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
+    return Part(forward_communication=max(0.0, whole - forward), backward_communication=max(0.0, whole + scatter - backward))
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
@@ -144,9 +149,16 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
 
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
     """Of each kind of stage for a micro-batch: (seconds of the GPU, seconds where the host starts kernels)."""
-    dealt = _dealt(job, machine)
-    kinds = {stage: _stage_part(job, work, stage, dealt) for stage in set(stages_of(job))}
+    late = _late(job, machine, work.block)
+    kinds = {stage: _stage_part(work, stage, late) for stage in set(stages_of(job))}
     return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+
+
+def stage_seconds(job: Job, machine: Machine) -> tuple[list[StageSeconds], Work]:
+    """(Seconds of every stage for a micro-batch, all work)."""
+    work = work_of(job, machine)
+    _, played = _stage_seconds(job, machine, work)
+    return [played[stage] for stage in stages_of(job)], work
 
 
 def least_span(job: Job, machine: Machine, work: Work) -> float:
@@ -189,19 +201,20 @@ def _with_host(part: Part, host: float) -> StageSeconds:
 def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last: StageSeconds) -> tuple[float, float]:
     """(reduction and gathering that nothing hides, optimizer) of a rank whose stages have so many (parameters, routed experts' apart).
 
-    An all-reduce at stage 0; else a reduce-scatter of gradients and an all-gather of weights. What overlaps hides behind the backward pass
-    of the last micro-batch of the rank's first stage."""
+    An all-reduce at stage 0; else a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. What overlaps hides behind
+    the backward pass of the last micro-batch of the rank's first stage."""
     layout, stack = job.layout, job.stack
     dense, routed = map(sum, zip(*held, strict=True))
     sharers = data_ranks(job)
     ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
-    optimizer = stepped * stack.optimizer_traffic / machine.memory_rate
+    optimizer = (stepped * stack.optimizer_traffic + job.trained * (dense + routed) * stack.every_traffic) / machine.memory_rate
     if job.zero == 0:
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
     else:
-        reduce = 0.0 if job.reduces_often else gather(machine, ranks, stack.reduced_bytes * size)
+        whole = 1 if stack.scatters else 2
+        reduce = 0.0 if job.reduces_often else whole * gather(machine, ranks, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
     if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
         reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)

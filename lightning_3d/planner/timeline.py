@@ -49,19 +49,22 @@ class Timeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
-def play(order: Order, stages: Sequence[StageSeconds], message: float = 0.0, *, keep: bool = False) -> Timeline:
+def play(
+    order: Order, stages: Sequence[StageSeconds], message: float = 0.0, *, back: float | None = None, keep: bool = False
+) -> Timeline:
     """Play an order: an action starts when its rank is free and what it needs has arrived from the neighbouring stage.
 
     Args:
         order: actions of each rank.
         stages: seconds of each stage.
-        message: seconds that a tensor takes from stage to stage of different ranks.
+        message: seconds that a tensor takes from stage to stage of different ranks. back: the same for gradients, where it is not equal.
         keep: note the events.
 
     Raises:
         ValueError: an order in which ranks wait for each other.
     """
     last = len(stages) - 1
+    late = message if back is None else back
     owner = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     ready: dict[tuple[int, str, int], float] = {}
     position, clock, busy = [0] * len(order), [0.0] * len(order), [0.0] * len(order)
@@ -84,7 +87,7 @@ def play(order: Order, stages: Sequence[StageSeconds], message: float = 0.0, *, 
                 if arrived is None:
                     waiting[needed] = rank
                     break
-                start = max(now, arrived + (message if owner[needed[0]] != rank else 0.0))
+                start = max(now, arrived + (0.0 if owner[needed[0]] == rank else message if kind == "F" else late))
             seconds = stages[stage].of(kind)
             now = start + seconds
             busy[rank] += seconds

@@ -31,10 +31,22 @@ class Part:
     backward_communication: float = 0.0
 
     def __add__(self, other: Part) -> Part:
-        return Part(*(a + b for a, b in zip(self.seconds(), other.seconds(), strict=True)))
+        return Part(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weights + other.weights,
+            self.forward_communication + other.forward_communication,
+            self.backward_communication + other.backward_communication,
+        )
 
     def __mul__(self, times: float) -> Part:
-        return Part(*(times * value for value in self.seconds()))
+        return Part(
+            times * self.forward,
+            times * self.backward,
+            times * self.weights,
+            times * self.forward_communication,
+            times * self.backward_communication,
+        )
 
     def seconds(self) -> tuple[float, ...]:
         return self.forward, self.backward, self.weights, self.forward_communication, self.backward_communication
