@@ -22,3 +22,20 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_of(getattr(value, field.name))
+
+
+def rows_of(value: Any, rows: slice | Tensor) -> Any:
+    """These rows, in dimension 0, of every tensor, in a container of the same type. What is no tensor stays."""
+    if isinstance(value, Tensor):
+        return value[rows]
+    if isinstance(value, Mapping):
+        items = {key: rows_of(item, rows) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(rows_of(item, rows) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(rows_of(item, rows) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: rows_of(getattr(value, field.name), rows) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value

@@ -28,6 +28,10 @@ def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = (), *
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning's Trainer ends the process with 1 then
+            return 128 + signal.SIGINT
+        raise
     except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,19 @@ def silent_trainer(**arguments: Any) -> pl.Trainer:
         limit_val_batches=0,
         **arguments,
     )
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A data loader of batches that are there. Lightning takes a list for several loaders."""
+
+    batches: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = Fals
     if warm:
         from starts import in_fresh_process
 
-        return in_fresh_process(_run_warm, lines, timeout=timeout)
+        return in_fresh_process(run_here, lines, timeout=timeout)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
         command = [sys.executable, __file__, str(answers), json.dumps(lines)]
@@ -70,7 +70,8 @@ def _main() -> None:
     answers.write_text(json.dumps(results))
 
 
-def _run_warm(lines: list[list[str]]) -> list[Result]:
+def run_here(lines: list[list[str]]) -> list[Result]:
+    """In this process, whose environment it changes."""
     os.environ.update(environment())
     return [_run(arguments) for arguments in lines]
 

@@ -1,7 +1,7 @@
 """Counts the bytes of all tensors that are alive while a block of code runs, by watching what every operation returns."""
 
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,16 +12,12 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Watches storages from their first appearance in an operation until they are freed.
 
-    Args:
-        left_out: storages that are not counted.
-
     Attributes:
         peak: the largest number of bytes that were alive at an operation, since `reset`.
     """
 
-    def __init__(self, left_out: Container[torch.UntypedStorage] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._left_out = left_out
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
 
@@ -40,8 +36,6 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
-                if storage in self._left_out:
-                    continue
                 known = self._storages.get(id(storage))
                 if known is None or known() is not storage:  # a freed storage's id may be used again
                     self._storages[id(storage)] = weakref.ref(storage)

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from lightning_3d.errors import LayoutError
 from lightning_3d.failures import Failure, FailureReporter, LocalBoard, StoreBoard, exit_code_of, is_lost_peer
+from lightning_3d.guard import guarded
 from lightning_3d.launch import _reserved_port
 
 WORLD = 3
@@ -108,6 +109,18 @@ def test_exit_codes() -> None:
     errors: list[tuple[BaseException, int]] = [(LayoutError("x"), 2), (ValueError(), 1), (KeyboardInterrupt(), 130)]
     errors += [(SystemExit(3), 3), (SystemExit(None), 0), (SystemExit("words"), 1)]
     assert [exit_code_of(error) for error, _ in errors] == [code for _, code in errors]
+
+
+def test_an_interrupt_that_the_trainer_makes_an_exit_of_is_one() -> None:
+    def interrupted() -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    assert guarded(interrupted) == 130
+    with pytest.raises(SystemExit):
+        guarded(lambda: sys.exit(3))
 
 
 def test_lost_peers_are_recognized_through_what_they_caused() -> None:

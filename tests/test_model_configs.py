@@ -241,7 +241,7 @@ def test_impossible_sizes_are_refused(changes: dict[str, Any], message: str) -> 
 
 
 def test_an_unknown_model_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="llamma"):
+    with pytest.raises(ConfigError, match=r"has no model_type 'llamma'. Did you mean \"llama\"\?$"):
         transformers_config({**TINY_LLAMA, "model_type": "llamma"})
 
 

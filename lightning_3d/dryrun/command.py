@@ -19,6 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.guard import guarded
 from lightning_3d.job import quiet_imports
 from lightning_3d.layout import Layout
+from lightning_3d.output_file import check_output
 from lightning_3d.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(arguments: list[str]) -> int:
     if set(arguments) & {"--help", "-h"}:
         print(USAGE, end="")
         return 0
-    return guarded(lambda: _run(read_options(arguments)))
+    return guarded(lambda: _run(read_options(arguments)), told=(OSError,))
 
 
 def read_options(arguments: Sequence[str]) -> Options:
@@ -74,9 +75,8 @@ def read_options(arguments: Sequence[str]) -> Options:
             value = value or (rest.pop(0) if rest else "")
             if not value:
                 raise ConfigError(f"{name} needs the name of a file.")
-            files[name] = Path(value)
-            if not files[name].absolute().parent.is_dir():  # type: ignore[union-attr]
-                raise ConfigError(f"{name} {value}: there is no folder {Path(value).absolute().parent}.")
+            files[name] = path = Path(value)
+            check_output(path, name)
         elif name == "rank":
             ranks = _ranks(value)
         elif word == "--whole":
@@ -90,7 +90,7 @@ def read_options(arguments: Sequence[str]) -> Options:
 
 def _ranks(value: str) -> tuple[int, ...]:
     try:
-        return tuple(int(number) for number in value.split(","))
+        return tuple(dict.fromkeys(int(number) for number in value.split(",")))
     except ValueError:
         raise ConfigError(f"rank={value} is no number of a rank, nor several with commas between them.") from None
 

@@ -32,7 +32,7 @@ from lightning_3d.pipeline import runs_now
 from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.pipeline.transport import AHEAD
 from lightning_3d.schedules import find_schedule, rank_of_stage
-from lightning_3d.silent_trainer import silence, silent_trainer
+from lightning_3d.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.step import MicroBatches, cut_batch
 from lightning_3d.step.checks import most_micro_batches
 from lightning_3d.strategy import Lightning3DStrategy
@@ -178,20 +178,6 @@ class _Environment(ClusterEnvironment):
 
 
 @dataclass(frozen=True)
-class _Repeated:
-    """A data loader of the same batch."""
-
-    batch: Any
-    times: int
-
-    def __len__(self) -> int:
-        return self.times
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.batch] * self.times)
-
-
-@dataclass(frozen=True)
 class Job:
     """A training job that can be run dry.
 
@@ -318,7 +304,7 @@ def _run(job: Job, rank: int, told: Told) -> RankReport:
         report.micro_batches, bounded = representative(job, pipeline.index(rank))
         strategy.for_gpus = job.gpu
         strategy.micro_batches = (job.accepted()[0], report.micro_batches)
-        batches = _Repeated(job.batch(job.micro_batches), STEPS)
+        batches = Batches([job.batch(job.micro_batches)] * STEPS)
         trainer = silent_trainer(
             devices=layout.world_size,
             strategy=strategy,

@@ -155,7 +155,7 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
     backend, store = fake_backend(gloo)
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
     asked: dict[int, int] = {}
-    send, broadcast = dist.isend, dist.broadcast_object_list
+    broadcast = dist.broadcast_object_list
 
     def broadcast_objects(objects: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
         if group is None or src not in pipeline:  # to the whole world, which would say what this rank says
@@ -169,27 +169,9 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gl
             number = asked[index] = asked.get(index, -1) + 1
             objects[:] = told.objects[index][min(number, len(told.objects[index]) - 1)]
 
-    def sent(*args: Any, **kwargs: Any) -> Any:
-        return Sent(send(*args, **kwargs))
-
-    dist.isend, dist.broadcast_object_list = sent, broadcast_objects  # type: ignore[assignment]
+    dist.broadcast_object_list = broadcast_objects  # type: ignore[assignment]
     try:
         yield
     finally:
-        dist.isend, dist.broadcast_object_list = send, broadcast
+        dist.broadcast_object_list = broadcast
         dist.destroy_process_group()
-
-
-class Sent:
-    """A message that counts as gone when the next one is sent; in a run that is up to the neighbour."""
-
-    def __init__(self, work: Any) -> None:
-        self._work, self._asked = work, False
-
-    def is_completed(self) -> bool:
-        asked, self._asked = self._asked, True
-        return asked
-
-    def wait(self) -> None:
-        """Until it has gone indeed."""
-        self._work.wait()

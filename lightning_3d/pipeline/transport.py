@@ -4,12 +4,17 @@ A receiver posts its receives in the order in which the sender will send, which 
 all. On NCCL the operations of one communicator run one after another. Every pair of ranks has a communicator of its own there (see
 `connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
 communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
+
+What is sent is kept until it has gone. NCCL tells when that is; gloo does not before it is waited for, and a wait for its own sake would
+hold the sender up. But every rank knows the actions of all: when a message from a neighbour has arrived, whatever the neighbour had to
+receive before it sent that one has arrived there too, and to wait for it takes no time.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -34,10 +39,16 @@ class Message:
 
 @dataclass
 class _Inbox:
-    """Messages that one neighbour will send, in its order."""
+    """Messages that one neighbour will send.
 
-    expected: deque[Message]
+    Attributes:
+        expected: in its order. posted: with their buffers, no longer expected.
+        told: by each of them, which of this rank's messages the neighbour received after the one before.
+    """
+
+    expected: deque[Message] = field(default_factory=deque)
     posted: dict[Message, tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    told: dict[Message, list[Message]] = field(default_factory=dict)
 
 
 class Transport:
@@ -58,21 +69,32 @@ class Transport:
         self._ranks = mesh.ranks("pp")
         self._rank_of_stage = rank_of_stage
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._inboxes = {
-            peer: _Inbox(deque(m for m in self._messages(order[peer]) if rank_of_stage[m.stage] == self._me))
-            for peer in range(len(order))
-            if peer != self._me
-        }
+        self._sent: dict[Message, tuple[dist.Work, Tensor]] = {}
+        self._inboxes = {peer: self._inbox(order[peer]) for peer in self._neighbours()}
 
-    def _messages(self, actions: tuple[Action, ...]) -> list[Message]:
-        messages = []
+    def _neighbours(self) -> set[int]:
+        owners = self._rank_of_stage
+        pairs = {*pairwise(owners), *pairwise(reversed(owners))}
+        return {other for one, other in pairs if one == self._me != other}
+
+    def _inbox(self, actions: tuple[Action, ...]) -> _Inbox:
+        """What a neighbour with these actions and this rank will send to each other."""
+        inbox, received = _Inbox(), []
         for action in actions:
-            if action.kind is Kind.FORWARD and action.stage + 1 < len(self._rank_of_stage):
-                messages.append(Message(True, action.stage + 1, action.micro_batch))
-            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage > 0:
-                messages.append(Message(False, action.stage - 1, action.micro_batch))
-        return messages
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                continue
+            forward, stage = action.kind is Kind.FORWARD, action.stage
+            onward = 1 if forward else -1
+            if self._is_mine(stage - onward):
+                received.append(Message(forward, stage, action.micro_batch))
+            if self._is_mine(stage + onward):
+                answer = Message(forward, stage + onward, action.micro_batch)
+                inbox.expected.append(answer)
+                inbox.told[answer], received = received, []
+        return inbox
+
+    def _is_mine(self, stage: int) -> bool:
+        return 0 <= stage < len(self._rank_of_stage) and self._rank_of_stage[stage] == self._me
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
         return self._mesh.pipeline_up if receiver > sender else self._mesh.pipeline_down
@@ -92,9 +114,9 @@ class Transport:
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
         assert work is not None
-        self._sent.append((work, tensor))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        self._sent[message] = work, tensor
+        while self._sent and self._sent[oldest := next(iter(self._sent))][0].is_completed():
+            del self._sent[oldest]
 
     def receive(self, message: Message, sender: int) -> Tensor:
         """Wait for one message and return it, of shape (micro-batch, sequence, hidden)."""
@@ -105,7 +127,15 @@ class Transport:
         for _ in range(AHEAD - len(inbox.posted)):
             self._post(inbox, sender)
         work.wait()
+        for arrived in inbox.told.pop(message):
+            self._release(arrived)
         return tensor
+
+    def _release(self, message: Message) -> None:
+        """Wait until a message has gone, if it was not known before, and keep it no longer."""
+        work, _ = self._sent.pop(message, (None, None))
+        if work is not None:
+            work.wait()
 
     def _post(self, inbox: _Inbox, sender: int) -> None:
         if not inbox.expected:
@@ -117,6 +147,5 @@ class Transport:
 
     def finish(self) -> None:
         """Wait until everything that was sent has gone."""
-        while self._sent:
-            work, _ = self._sent.popleft()
-            work.wait()
+        for message in list(self._sent):
+            self._release(message)

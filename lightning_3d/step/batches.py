@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_3d.containers import tensors_of
+from lightning_3d.containers import rows_of, tensors_of
 from lightning_3d.context_parallel.whole import WholeSequence
 from lightning_3d.errors import DataError
 from lightning_3d.schedules import ScheduleInfo
@@ -92,7 +91,7 @@ def cut_batch(
             raise DataError(f"split_batch was asked for {rows // size} micro-batches and returned {len(parts)}.")
         parts = parts[:count]
     else:
-        parts = [_slice(batch, start, start + size) for start in range(0, kept, size)]
+        parts = [rows_of(batch, slice(start, start + size)) for start in range(0, kept, size)]
     fillers = count if all_repeated else 0
     while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
         parts.append(parts[0])
@@ -143,23 +142,6 @@ def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
             " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
         )
     return sizes.pop()
-
-
-def _slice(value: Any, start: int, stop: int) -> Any:
-    """Rows start .. stop - 1 of every tensor, in a container of the same type."""
-    if isinstance(value, Tensor):
-        return value[start:stop]
-    if isinstance(value, Mapping):
-        items = {key: _slice(item, start, stop) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_slice(item, start, stop) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_slice(item, start, stop) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _slice(getattr(value, f.name), start, stop) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
-    return value
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:

@@ -11,10 +11,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, did_you_mean
@@ -140,7 +141,11 @@ def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) ->
     try:
         config = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
-        raise ConfigError(f"Transformers cannot make a configuration of model_type {model_type!r}: {error}") from error
+        if model_type not in CONFIG_MAPPING:
+            near = did_you_mean(str(model_type), CONFIG_MAPPING)
+            raise ConfigError(f"Transformers {transformers.__version__} has no model_type {model_type!r}.{near}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"Transformers cannot make a configuration of model_type {model_type!r}: {said}") from error
     declared = _declared_fields(type(config))
     read = _words_of_the_code(type(config))
     for name in fields:

@@ -47,8 +47,8 @@ def _read(arguments: Sequence[str]) -> tuple[int, list[str]]:
         name, _, value = word.partition("=")
         if name == "--steps":
             value = value or (rest.pop(0) if rest else "")
-            if not value.isdigit() or int(value) < 1:
-                raise ConfigError(f"--steps {value}: it takes a number of optimizer steps, at least 1.")
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"--steps takes a number of optimizer steps, at least 1{f', not {value}' if value else ''}.")
             steps = int(value)
         elif word.startswith("-"):
             raise ConfigError(f"{name} is no option of verify. It takes --steps N and the overrides of a run.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +18,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.containers import rows_of, tensors_of
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.initialization import initialize
 from lightning_3d.launch import can_fork, launch
-from lightning_3d.silent_trainer import silence, silent_trainer
+from lightning_3d.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.strategy import Lightning3DStrategy
 
 RELATIVE = {"32-true": 1e-5, "64-true": 1e-10}
@@ -31,6 +31,9 @@ RELATIVE = {"32-true": 1e-5, "64-true": 1e-10}
 
 ABSOLUTE = {"32-true": 5e-5, "64-true": 1e-10}
 """Of a weight. Adam divides by gradients, so that weights differ by more than their gradients do."""
+
+NOISE = 2
+"""How often the differences are allowed that one process makes when its weights begin with other last bits, where that is more."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Difference:
     Attributes:
         loss, grad_norm: over all steps, relative. weight: of any element of a weight after the last step; `worst` is its name.
         losses, norms: (ranks, one process) of each step. precision: as Lightning's Trainer takes it.
+        noise: the three differences between one process and itself when every weight begins with another last bit. What is rounded in
+            another way ends as far away, or nearer.
     """
 
     loss: float
@@ -49,28 +54,34 @@ class Difference:
     losses: tuple[tuple[float, float], ...]
     norms: tuple[tuple[float, float], ...]
     precision: str = "32-true"
+    noise: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """What is allowed of each difference."""
+        fixed = RELATIVE[self.precision], RELATIVE[self.precision], ABSOLUTE[self.precision]
+        loss, norm, weight = (max(limit, NOISE * noise) for limit, noise in zip(fixed, self.noise, strict=True))
+        return loss, norm, weight
 
     @property
     def same(self) -> bool:
         """Whether they differ by rounding alone."""
-        relative, absolute = RELATIVE[self.precision], ABSOLUTE[self.precision]
-        return self.loss <= relative and self.grad_norm <= relative and self.weight <= absolute
+        return all(value <= limit for value, limit in zip((self.loss, self.grad_norm, self.weight), self.limits, strict=True))
 
     def __str__(self) -> str:
-        relative, absolute = RELATIVE[self.precision], ABSOLUTE[self.precision]
-        rows = [
-            ("loss", self.loss, relative, "relative"),
-            ("gradient norm", self.grad_norm, relative, "relative"),
-            ("weights", self.weight, absolute, f"absolute, {self.worst}"),
-        ]
-        lines = [f"  {name:<14} {value:9.2e}   allowed {limit:.0e} {how}" for name, value, limit, how in rows]
-        return "largest difference\n" + "\n".join(lines)
+        what = ("loss", self.loss, "relative"), ("gradient norm", self.grad_norm, "relative"), ("weights", self.weight, "absolute")
+        lines = ["largest difference"]
+        for (name, value, how), limit, noise in zip(what, self.limits, self.noise, strict=True):
+            why = f", {NOISE} x what the last bits of weights make on one" if limit == NOISE * noise else ""
+            where = f", {self.worst}" if name == "weights" else ""
+            lines.append(f"  {name:<14} {value:9.2e}   allowed {limit:.0e} {how}{why}{where}")
+        return "\n".join(lines)
 
 
 def verify(
     module: pl.LightningModule,
     strategy: Mapping[str, Any],
-    batches: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[Any],
     *,
     precision: str = "32-true",
     clip: float | None = None,
@@ -83,27 +94,40 @@ def verify(
     Args:
         module: of the user, before any fit; eager, or with `configure_model`. Without dropout: a layout draws other numbers.
         strategy: arguments of `Lightning3DStrategy`, with a layout of as many ranks as this machine can run.
-        batches: global batches, one for each step: tensors with rows in dimension 0.
+        batches: global batches, one for each step, as the module takes them: tensors with rows in dimension 0, in any nesting of dicts,
+            lists, tuples and dataclasses.
         precision: "32-true" or "64-true". clip: gradient_clip_val of the Trainer.
 
     Raises:
-        ConfigError: another precision, or batches that the ranks cannot share. RuntimeError: a run failed; with what it said.
+        ConfigError: another precision, batches that the ranks cannot share, or what a run refused. RuntimeError: a run failed; with what it
+            said.
     """
     if precision not in RELATIVE:
         raise ConfigError(f"verify compares in 32-true or 64-true, not in {precision}: coarser types hide what differs.")
     layout = strategy_class(**strategy).layout
     if layout is None:
         raise ConfigError("verify needs a layout, for example strategy={'layout': 'tp2_pp2_dp2'}.")
-    rows = {len(tensor) for batch in batches for tensor in batch.values()}
-    if len(rows) != 1 or rows.pop() % layout.dp:
-        raise ConfigError(f"All batches must have as many rows, divisible by dp={layout.dp}.")
+    _check_batches(batches, layout.dp)
     run = _Run(module, dict(strategy), list(batches), precision, clip, strategy_class)
     with tempfile.TemporaryDirectory(prefix="lightning_3d_verify_") as folder:
         _start(_on_rank, (run, folder), layout.world_size, Path(folder))
         _start(_on_one, (run, folder), 1, Path(folder))
         found: dict[str, Any] = json.loads((Path(folder) / _RESULT).read_text())
-    found |= {key: tuple(map(tuple, found[key])) for key in ("losses", "norms")}
+    found |= {key: tuple(map(tuple, found[key])) for key in ("losses", "norms")} | {"noise": tuple(found["noise"])}
     return Difference(**found)
+
+
+def _check_batches(batches: Sequence[Any], dp: int) -> None:
+    if not batches:
+        raise ConfigError("verify needs a global batch for each step that it is to compare, and got none.")
+    for index, batch in enumerate(batches):
+        rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(batch)}
+        if len(rows) != 1 or 0 in rows or min(rows) % dp:
+            found = f"have {listed(sorted(rows))}" if rows else "are not there"
+            raise ConfigError(
+                f"The tensors of a global batch must have equally many rows in dimension 0, divisible by dp={dp}, but those of batch"
+                f" {index} {found}."
+            )
 
 
 _RESULT = "result.json"
@@ -115,7 +139,7 @@ class _Run:
 
     module: pl.LightningModule
     strategy: dict[str, Any]
-    batches: list[Mapping[str, Tensor]]
+    batches: list[Any]
     precision: str
     clip: float | None
     strategy_class: type[Lightning3DStrategy]
@@ -128,35 +152,24 @@ class _Run:
 
 def _start(job: Any, arguments: tuple[Any, ...], count: int, folder: Path) -> None:
     outcome = launch(job, arguments, count, logs=folder / "logs", fork=can_fork(), threads=1)
+    if outcome.exit_code and outcome.message is None:  # a signal
+        raise KeyboardInterrupt if outcome.exit_code == 128 + signal.SIGINT else SystemExit(outcome.exit_code)
     if outcome.exit_code:
-        raise RuntimeError(outcome.message or f"A run ended with exit code {outcome.exit_code}.")
-
-
-class _Rows(Dataset[dict[str, Tensor]]):
-    """The rows of all batches, in their order."""
-
-    def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        self._tensors = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-
-    def __len__(self) -> int:
-        return len(next(iter(self._tensors.values())))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {key: tensor[index] for key, tensor in self._tensors.items()}
+        kind = ConfigError if outcome.exit_code == ConfigError.exit_code else RuntimeError
+        raise kind(str(outcome.message).removeprefix("lightning_3d: "))
 
 
 class _Data(pl.LightningDataModule):
-    """Deals rows in their order."""
+    """The rows of each batch that belong to this one of so many data ranks."""
 
     def __init__(self, run: _Run, ranks: int) -> None:
         super().__init__()
-        self._rows, self._size = _Rows(run.batches), len(next(iter(run.batches[0].values()))) // ranks
+        self._batches, self._ranks = run.batches, ranks
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_dataloader(self) -> Batches:
         assert self.trainer is not None
-        places = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        sampler: DistributedSampler[dict[str, Tensor]] = DistributedSampler(self._rows, shuffle=False, **places)
-        return DataLoader(self._rows, batch_size=self._size, sampler=sampler)
+        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
+        return Batches([rows_of(batch, slice(place["rank"], None, self._ranks)) for batch in self._batches])
 
 
 class _Values(pl.Callback):
@@ -225,15 +238,12 @@ class _Whole(pl.Callback):
 
 def _on_one(run: _Run, folder: str) -> None:
     """Train in this process, and compare with what the ranks left."""
-    values = _Values()
-    module = copy.deepcopy(run.module)
-    _fit(run, module, 1, values, _Whole(run.seed), devices=1)
-    whole = dict(module.named_parameters(remove_duplicate=False))
+    values, whole = _train_whole(run)
     worst, largest = "", -1.0
     for path in sorted(Path(folder).glob("rank_*.pt")):
         losses, norms, weights = torch.load(path, weights_only=False)
         for name, (local, spec) in weights.items():
-            difference = (spec.cut(whole[name].detach()) - local).abs().max().item() if local.numel() else 0.0
+            difference = (spec.cut(whole[name]) - local).abs().max().item() if local.numel() else 0.0
             if not difference <= largest:  # a NaN is the largest
                 worst, largest = name, difference
     found = Difference(
@@ -244,8 +254,36 @@ def _on_one(run: _Run, folder: str) -> None:
         tuple(zip(losses, values.losses, strict=True)),
         tuple(zip(norms, values.norms, strict=True)),
         run.precision,
+        _noise(run, values, whole),
     )
     (Path(folder) / _RESULT).write_text(json.dumps(asdict(found)))
+
+
+class _LastBits(pl.Callback):
+    """Changes every weight by its last bit, up or down by chance, before the first step."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for parameter in filter(torch.is_floating_point, module.parameters()):
+            up = torch.rand(parameter.shape, generator=self._generator) < 0.5
+            parameter.mul_(1 + torch.where(up, 1.0, -1.0) * torch.finfo(parameter.dtype).eps)
+
+
+def _train_whole(run: _Run, *callbacks: pl.Callback) -> tuple[_Values, dict[str, Tensor]]:
+    """Losses and norms of training in this process, and the weights at the end by their names."""
+    values, module = _Values(), copy.deepcopy(run.module)
+    _fit(run, module, 1, values, _Whole(run.seed), *callbacks, devices=1)
+    return values, {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def _noise(run: _Run, values: _Values, whole: Mapping[str, Tensor]) -> tuple[float, float, float]:
+    """See `Difference.noise`."""
+    again, weights = _train_whole(run, _LastBits(run.seed))
+    largest = max(((weights[name] - weight).abs().max().item() for name, weight in whole.items() if weight.numel()), default=0.0)
+    return _relative(again.losses, values.losses), _relative(again.norms, values.norms), largest
 
 
 def _relative(found: Sequence[float], wanted: Sequence[float]) -> float:
