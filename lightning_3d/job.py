@@ -86,6 +86,13 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
     return Place(Path(str(told["folder"])), told["resume"], taken, reporter)
 
 
+def show_plan(plan: RunPlan, outside: OutsideRank | None) -> None:
+    """What a dry run prints: what would run, and what is wrong with it that does not stop it."""
+    print_once(plan.describe(), outside)
+    for warning in plan.warnings:
+        print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
+
+
 def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place) -> int:
     """Train, and return the exit code.
 

@@ -45,16 +45,21 @@ def check_access(offline: bool, otherwise: str) -> None:
     """
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError('Weights & Biases needs the package wandb: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
-    settings = _settings()
-    mode = os.environ.get("WANDB_MODE") or settings.get("mode") or ""
-    if offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true"):
+    if is_offline(offline):
         return
+    settings = _settings()
     url = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _HOST
     if not (any(os.environ.get(name) for name in _KEYS) or settings.get("api_key") or _in_netrc(urlsplit(url).hostname or url)):
         raise ConfigError(
             f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY, or run `wandb login`, or write the run to the"
             f" disk only: {otherwise}, or WANDB_MODE=offline."
         )
+
+
+def is_offline(offline: bool) -> bool:
+    """Whether a run is written to the disk only, or not at all: by its argument, or by what is set for wandb."""
+    mode = os.environ.get("WANDB_MODE") or _settings().get("mode") or ""
+    return offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true")
 
 
 def _settings() -> dict[str, str]:
