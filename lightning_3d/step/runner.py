@@ -200,8 +200,8 @@ class StepRunner:
         if tp > 1 and re.search(r"is invalid for input of size|must match the size|shapes cannot be multiplied|doesn't match", str(error)):
             error.add_note(
                 f"With tp {tp}, a rank has 1/{tp} of what a layer makes that the plan cuts by columns. Code between it and the layer that"
-                " is cut by rows must read sizes from what it finds, such as the number of heads: x.unflatten(-1, (-1, head_width)) instead of"
-                " x.view(batch, length, heads, head_width), and x.flatten(-2) behind the attention. See docs/your_model.md."
+                " is cut by rows must read sizes from what it finds, such as the number of heads: x.unflatten(-1, (-1, head_width)) instead"
+                " of x.view(batch, length, heads, head_width), and x.flatten(-2) behind the attention. See docs/your_model.md."
             )
 
     def refuse_inside(self, what: str) -> None:
