@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,9 +21,10 @@ from wandb_file import WandbRun, files_of, read
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.callbacks import COLUMNS
 from lightning_3d.training.record import same_run
+from lightning_3d.training.wandb_logger import WandbLogger
 from lightning_3d.training.wandb_service import answered_within
 from lightning_3d.utilization import full_speed
-from lightning_3d.wandb_access import check_access
+from lightning_3d.wandb_access import check_access, require_host
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -160,6 +162,23 @@ def test_where_a_key_may_be(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (nowhere / "wandb").mkdir()
     (nowhere / "wandb" / "settings").write_text("[default]\nmode = offline\n")
     check_access(False, "offline=true")
+
+
+def test_a_host_that_is_not_there(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        require_host(pause=0.0)
+    with pytest.raises(OSError, match=f"{url} cannot be reached: Connection refused"):
+        require_host(pause=0.0)
+    with monkeypatch.context() as patch:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")
+        require_host(pause=0.0)  # not ours to judge
+    with pytest.raises(ConfigError, match=rf"cannot begin a run: {url} cannot be reached.*logger.wandb.offline=true"):
+        WandbLogger().experiment  # noqa: B018
 
 
 def test_without_the_package(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.training.callbacks import TOKENS_SEEN
 from lightning_3d.training.wandb_service import answered_within, end_service, end_service_after, forget_service, services
-from lightning_3d.wandb_access import check_access, is_offline
+from lightning_3d.wandb_access import check_access, is_offline, require_host
 
 _SECONDS = {"init_timeout": 90.0, "finish_timeout": 300.0}
 """How long a run that begins waits for an answer, and one that has ended for what is still to be sent."""
@@ -91,6 +91,8 @@ class WandbLogger(loggers.WandbLogger):
         self._wandb_init["settings"] = _known({"quiet": True, "finish_timeout_raises": True, **self._seconds}) | self._settings
         end_service_after(self.patience("close"))
         try:
+            if not is_offline(self._offline):
+                require_host()
             return super().experiment
         except Exception as error:
             if self._id is None:
