@@ -140,7 +140,7 @@ def _report(folder: Path) -> None:
     from lightning_3d.report import write_report
 
     try:
-        write_report(folder)
+        print(f"report: {write_report(folder)}", flush=True)
     except Exception as error:
         print(f"lightning_3d: the report of this run cannot be made: {error}", file=sys.stderr, flush=True)
 

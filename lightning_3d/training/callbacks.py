@@ -379,7 +379,7 @@ def _describe_layout(trainer: Trainer) -> str:
     layout = getattr(strategy, "layout", None)
     if layout is None:
         return f"{trainer.world_size} x {type(strategy).__name__}"
-    words = [f"{layout.name} on {trainer.world_size} ranks"]
+    words = [f"{layout.name} on {trainer.world_size} rank{'s' * (trainer.world_size > 1)}"]
     if getattr(layout, "pp", 1) > 1:
         words.append(str(getattr(strategy, "schedule", "")))
     zero = getattr(strategy, "zero", None)
