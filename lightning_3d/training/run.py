@@ -162,7 +162,7 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Who starts the ranks is the user's choice; the last one was told before they were started.
-    known = ("The `srun` command is available.*", ".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", "A step has .*")
+    known = ("The `srun` command is available.*", ".*does not have many workers.*", "A step has .*")
     shown_anyway = "No checkpoint is written after a failure.*"
     for message in (*known, shown_anyway):
         warnings.filterwarnings("ignore", message=message)
