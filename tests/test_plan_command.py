@@ -26,7 +26,8 @@ def answers(folder: Path) -> dict[str, Result]:
         "auto, some set": ["train", *SMALL, "parallelism=auto", "parallelism.micro_batch_size=4", "parallelism.recompute=full"],
         "too large": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4"],
         "forced": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4", "force=true"],
-        "too large for this machine": ["train", "model=llama3_70b", "trainer.dry=true"],
+        "too large for this machine": ["train", "model=llama3_70b"],
+        "too large for this machine, dry": ["train", "model=llama3_70b", "trainer.dry=true"],
         "auto on what is not known": ["train", "parallelism=auto", "trainer.dry=true"],
         "nothing fits": ["plan", "model=llama3_70b", "cluster=h100_1x8", "data.global_batch_size=8", "data.sequence_length=4096"],
         "no such model": ["plan", "model=llama9", "cluster=h100_1x8"],
@@ -108,8 +109,17 @@ def test_what_does_not_fit_is_refused(answers: dict[str, Result]) -> None:
     assert advised.code == 0, "what is advised is accepted"
 
 
+def test_f20_what_this_machine_cannot_hold_is_refused(answers: dict[str, Result]) -> None:
+    refused = answers["too large for this machine"]
+    assert refused.code == 2 and not refused.torch and refused.left == [] and "Traceback" not in refused.output
+    needed, there = map(float, re.findall(r"([0-9.]+) GB", refused.output)[:2])
+    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GB$", refused.output, flags=re.MULTILINE)}
+    assert table["all"] == needed > there and table["weights"] == pytest.approx(4 * 70.55 * 2, rel=0.01), "of both data-parallel ranks"
+    assert "its 8 ranks on this machine" in refused.output and "force=true" in refused.output
+
+
 def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result]) -> None:
-    answer = answers["too large for this machine"]
+    answer = answers["too large for this machine, dry"]
     assert answer.code == 0 and not answer.torch and answer.output.startswith("tp2_pp2_dp2: 8 ranks on CPU")
     assert re.search(r"^lightning_3d: tp2_pp2_dp2 needs about [0-9.]+ GB for its 8 ranks on this machine", answer.output, re.MULTILINE)
 

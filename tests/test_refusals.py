@@ -48,10 +48,6 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     ),
     "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 2 * dp 2 = 4", "is 8"]),
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
-    "f20_memory_of_this_machine": (
-        ["model=llama3_70b"],
-        ["tp2_pp2_dp2 needs about", "its 8 ranks on this machine", "are free", "force=true"],
-    ),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
     "f12_sequence": (["parallelism=cp2", "data.sequence_length=30"], ["cp 2", "30 tokens", "28 or 32"]),
     "ulysses_heads": (["parallelism=tp2_cp8", "parallelism.cp_kind=ulysses"], ["tp * cp = 16", "8 heads", "cp_kind=ring"]),
