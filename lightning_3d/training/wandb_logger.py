@@ -26,6 +26,9 @@ _SECONDS = {"init_timeout": 90.0, "finish_timeout": 300.0}
 ANSWER_SECONDS = 60.0
 """How long a call may take beyond what it waits for by its settings, before wandb's process counts as hung."""
 
+_WITHOUT_END = 1e6
+"""What wandb takes a timeout of 0 for."""
+
 OFFLINE_SECONDS = 30.0
 """How long the end of a run that is only written to the disk may take."""
 
@@ -79,7 +82,7 @@ class WandbLogger(loggers.WandbLogger):
     def patience(self, method: str) -> float:
         """Seconds after which a call is hung: more than it waits for by the settings of the run."""
         if method in ("close", "finalize"):
-            return self._seconds["finish_timeout"] + ANSWER_SECONDS
+            return (self._seconds["finish_timeout"] or _WITHOUT_END) + ANSWER_SECONDS
         return ANSWER_SECONDS + (self._seconds["init_timeout"] if self._experiment is None else 0.0)
 
     @property
