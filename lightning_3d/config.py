@@ -142,6 +142,9 @@ class Advice(Protocol):
     def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> None:
         """Raise LayoutError for what does not fit on the GPUs."""
 
+    def refuse_here(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
+        """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -239,8 +242,9 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
             "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
             " use optimizer.name=adamw."
         )
-    if advice is not None and accelerator == "gpu" and not run.force:
-        advice.refuse(run, precision, layout, schedule, micro_batch_size)
+    if advice is not None and not run.force:
+        here = outside.local_world_size if outside is not None else layout.world_size
+        warnings += _check_memory(run, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
     bubble = few_micro_batches(layout, schedule, micro_batches)
     return RunPlan(
         layout=layout,
@@ -255,6 +259,20 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         warnings=(*warnings, *((bubble,) if bubble else ())),
         chosen=chosen,
     )
+
+
+def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
+    """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
+    if accelerator == "gpu":
+        advice.refuse(run, *planned)
+        return ()
+    try:
+        advice.refuse_here(run, *planned, here)
+    except LayoutError as error:
+        if not run.trainer.dry:
+            raise
+        return (f"{error}".partition("\n")[0],)
+    return ()
 
 
 def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:

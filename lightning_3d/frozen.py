@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_3d.config import plan_run
 from lightning_3d.config_keys import explain_value
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.job import find_place, print_once, refuse, run_job
+from lightning_3d.job import find_place, refuse, run_job, show_plan
 from lightning_3d.launch import OutsideRank
 from lightning_3d.prediction import Advice
 from lightning_3d.run_folder import CONFIG_FILE, RunFolder
@@ -66,7 +66,7 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
         config = move_to(config, Path(new_folder).absolute())
     plan = plan_run(OmegaConf.create(config), outside, Advice())
     if config["trainer"].get("dry"):
-        print_once(plan.describe(), outside)
+        show_plan(plan, outside)
         return 0
 
     folder = Path(config["run_folder"])

@@ -30,7 +30,7 @@ from lightning_3d.config import RunPlan
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.hydra_errors import explain_sweep, is_composition_error
-from lightning_3d.job import Place, find_place, print_once, refuse, run_job
+from lightning_3d.job import Place, find_place, print_once, refuse, run_job, show_plan
 from lightning_3d.launch import OutsideRank, outside_rank
 from lightning_3d.run_folder import RunFolder
 from lightning_3d.sweep.compose import JobFailed
@@ -125,7 +125,7 @@ class BeforeRun(Callback):
         try:
             plan = check(config, self.outside)
             if config.trainer.dry:
-                print_once(plan.describe(), self.outside)
+                show_plan(plan, self.outside)
                 sys.exit(0)
             if config.trainer.auto_resume and not _is_given(config, "hydra.run.dir"):
                 print_once(f"lightning_3d: {_NEW_FOLDER}", self.outside, file=sys.stderr)
@@ -216,7 +216,7 @@ class TrainJob:
         try:
             plan = check(config, self.outside)
             if config.trainer.dry:
-                print_once(plan.describe(), self.outside)
+                show_plan(plan, self.outside)
                 return 0
             path = Path(HydraConfig.get().runtime.output_dir)
             place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False))

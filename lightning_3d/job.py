@@ -86,6 +86,13 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
     return Place(Path(str(told["folder"])), told["resume"], taken, reporter)
 
 
+def show_plan(plan: RunPlan, outside: OutsideRank | None) -> None:
+    """What a dry run prints: what would run, and what is wrong with it that does not stop it."""
+    print_once(plan.describe(), outside)
+    for warning in plan.warnings:
+        print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
+
+
 def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place) -> int:
     """Train, and return the exit code.
 
@@ -133,7 +140,7 @@ def _report(folder: Path) -> None:
     from lightning_3d.report import write_report
 
     try:
-        write_report(folder)
+        print(f"report: {write_report(folder)}", flush=True)
     except Exception as error:
         print(f"lightning_3d: the report of this run cannot be made: {error}", file=sys.stderr, flush=True)
 

@@ -248,6 +248,11 @@ def hush_sync_dist_advice(name: str) -> None:
     )
 
 
+def hush_tree_warning() -> None:
+    """Keep Lightning 2.6 with torch 2.13 from warning on every rank of a name of torch that Lightning itself uses (`LeafSpec`)."""
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+
+
 @cache
 def settle_gloo_at_exit() -> None:
     """At the end of the process, wait until gloo's threads have let go of their last tensors.

@@ -140,7 +140,8 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
         "seen": [as_data(one, gpus, machine.peak) for one in found.seen],
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / "plan.html").write_text(page(found, machine, title), encoding="utf-8")
+    style = (Path(__file__).parent / "report" / "assets" / "style.css").read_text("utf-8")
+    (folder / "plan.html").write_text(page(found, machine, title, style), encoding="utf-8")
     counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
     print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
     if validated:

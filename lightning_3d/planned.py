@@ -70,7 +70,11 @@ def planned(
     resolved, schedule = resolve_layout(layout, wanted.schedule, wanted.vp, tuple(wanted.order or AXES))
     size = wanted.micro_batch_size or largest_micro_batch(resolved, schedule, global_batch_size)
     check_batch(resolved, global_batch_size, size, schedule)
-    if run.cluster.accelerator != "cpu" and not force:
+    if force:
+        return options | {"layout": layout}
+    if run.cluster.accelerator == "cpu":
+        advice.refuse_here(run, precision, resolved, schedule, size, resolved.world_size // run.cluster.nodes)
+    else:
         advice.refuse(run, precision, resolved, schedule, size)
     return options | {"layout": layout}
 

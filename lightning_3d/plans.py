@@ -8,7 +8,7 @@ dictionary. Reading a plan communicates nothing and touches no values: the modul
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ class ParallelPlan:
 
     Attributes:
         tp: pattern of a module or parameter name -> how it is cut.
-        layers: name of the `nn.ModuleList` of blocks; empty when the plan says nothing about pipelines.
+        layers: name of the list of blocks, an `nn.ModuleList` or `nn.Sequential`; empty when the plan says nothing about pipelines.
         before, after: modules that run before and after the blocks, in order of execution.
         embedding: name of the token embedding that is cut by vocabulary, or None.
         head: name of the linear layer that makes the logits and is cut by vocabulary, or None.
@@ -97,10 +97,11 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     Args:
         module: the whole pipelined module, on meta or not.
         user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}, "ep": {pattern: style}}`, any key may be
-            absent. The order of "pp" is the order of execution, and the `nn.ModuleList` in it is the blocks.
+            absent. The order of "pp" is the order of execution, and the `nn.ModuleList` in it (else
+            the `nn.Sequential`) is the blocks.
 
     Raises:
-        PlanError: no plan is declared, a style or name is unknown, or the blocks are not one `nn.ModuleList`.
+        PlanError: no plan is declared, a style or name is unknown, or the blocks are not one list.
     """
     user_plan = user_plan or {}
     if unknown := set(user_plan) - {"tp", "pp", "ep"}:
@@ -275,9 +276,13 @@ def _names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
 
 
-def _lists(module: nn.Module, order: Mapping[str, Any]) -> list[str]:
+def _lists(module: nn.Module, order: Iterable[str]) -> list[str]:
+    """What may be the list of blocks: an `nn.ModuleList`, or where there is none an `nn.Sequential` whose entries have no names."""
     modules = dict(module.named_modules())
-    return [name for name in order if isinstance(modules.get(name), nn.ModuleList)]
+    named = {name: modules[name] for name in order if name in modules}
+    lists = [name for name, found in named.items() if isinstance(found, nn.ModuleList)]
+    chains = [name for name, found in named.items() if isinstance(found, nn.Sequential)]
+    return lists or [name for name in chains if all(child.isdigit() for child, _ in named[name].named_children())]
 
 
 def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -291,10 +296,11 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
                 f"The pipeline plan names '{name}', which is not a module of {type(module).__name__}."
                 f"{did_you_mean(name, modules)}"
             )
-    lists = [name for name in order if isinstance(modules[name], nn.ModuleList)]
+    lists = _lists(module, order)
     if len(lists) != 1:
         raise PlanError(
-            f"A pipeline plan names exactly one nn.ModuleList, the blocks; this one names {lists or 'none'}."
+            f"A pipeline plan names exactly one list of blocks, which are dealt to the stages: an nn.ModuleList, or where it names none an"
+            f" nn.Sequential; this one names {', '.join(lists) or 'none'}. Put the blocks into one nn.ModuleList."
         )
     at = order.index(lists[0])
     return lists[0], tuple(order[:at]), tuple(order[at + 1 :])

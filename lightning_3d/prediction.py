@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from lightning_3d.block_options import RECOMPUTE
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.host_memory import available_memory
 from lightning_3d.layout import Layout
 from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
@@ -20,7 +22,7 @@ from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
 from lightning_3d.planner.job import Job, Stack
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.profiled import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Fixed, Found, search
 from lightning_3d.planner.text import gigabytes, memory_table
@@ -190,6 +192,35 @@ class Advice:
         if memory.total > machine.memory:
             raise LayoutError(_too_large(job, memory, machine))
 
+    def refuse_here(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
+        """Refuse what the memory of this machine cannot hold, with `ranks` of the run on its cores. A model whose parameters are not known
+        is let pass, and so is a machine that does not say what memory it has.
+
+        Raises:
+            LayoutError: with a table of what needs how much, and what would fit.
+        """
+        there = available_memory()
+        if there is None or ModelSpec.from_config(run.model["config"]).shapes is None:
+            return
+        job = job_of(run, precision, layout, schedule, micro_batch)
+        # Host memory has no reserves, no copies of gradients, and what is offloaded to it is in it.
+        stack = replace(job.stack, context=0.0, overhead=1.0, spare_gradient_bytes=0.0)
+        job = replace(job, state_bytes=_BYTES[precision][1], stack=stack)
+        share = ranks / layout.world_size
+
+        def needed(one: Job) -> float:
+            return share * memory_of_all(one).total
+
+        if needed(job) <= there:
+            return
+        advice = _nearest(job, lambda one: needed(one) if needed(one) <= there else None) or "Use a smaller model or more machines"
+        parts = {name: share * size for name, size in asdict(memory_of_all(job)).items()}
+        raise LayoutError(
+            f"{layout.name} needs about {gigabytes(needed(job))} for its {ranks} ranks on this machine, of whose memory"
+            f" {gigabytes(there)} are free.\n{memory_table(Memory(**parts))}\n{advice}, or GPUs (cluster=h100_1x8). force=true starts it"
+            " nevertheless."
+        )
+
 
 def plan(run: Any, precision: str, *, most: int = 5) -> Found:
     """The fastest ways to train on the cluster, within what the configuration sets.
@@ -231,17 +262,29 @@ def plan(run: Any, precision: str, *, most: int = 5) -> Found:
 
 def _too_large(job: Job, memory: Memory, machine: Machine) -> str:
     """Why it does not fit, in numbers, and the nearest that does."""
+
+    def fits(one: Job) -> float | None:
+        return total if (total := memory_of(one).total) <= machine.memory else None
+
+    advice = _nearest(job, fits) or "Use more GPUs or a larger tp or pp"
+    return (
+        f"{job.layout.name} needs about {gigabytes(memory.total)} on its fullest rank, but {machine.gpu} has {gigabytes(machine.memory)}.\n"
+        f"{memory_table(memory)}\n{advice}, or parallelism=auto to let the planner choose. force=true starts it nevertheless."
+    )
+
+
+def _nearest(job: Job, fits: Callable[[Job], float | None]) -> str | None:
+    """Keys of `parallelism` that make the same layout fit, with the fewest changes first; None where none do.
+
+    Args:
+        fits: bytes that a job needs, or None where there is no room for them.
+    """
     levels = RECOMPUTE[RECOMPUTE.index(job.recompute) :]
     tries = [replace(job, zero=zero, recompute=recompute) for recompute in levels for zero in range(job.zero, 4)]
     tries += [replace(one, micro_batch=1) for one in tries if job.micro_batch > 1]
-    fitting = [one for one in tries if memory_of(one).total <= machine.memory]
-    advice = " Use more GPUs or a larger tp or pp"
-    if fitting:
-        changes = {"zero_stage": "zero", "recompute": "recompute", "micro_batch_size": "micro_batch"}
-        one = fitting[0]
-        words = [f"parallelism.{key}={getattr(one, name)}" for key, name in changes.items() if getattr(one, name) != getattr(job, name)]
-        advice = f" Use {' '.join(words)} ({gigabytes(memory_of(one).total)})"
-    return (
-        f"{job.layout.name} needs about {gigabytes(memory.total)} on its fullest rank, but {machine.gpu} has {gigabytes(machine.memory)}.\n"
-        f"{memory_table(memory)}\n{advice.strip()}, or parallelism=auto to let the planner choose. force=true starts it nevertheless."
-    )
+    changes = {"zero_stage": "zero", "recompute": "recompute", "micro_batch_size": "micro_batch"}
+    for one in tries:
+        if (total := fits(one)) is not None:
+            words = [f"parallelism.{key}={getattr(one, name)}" for key, name in changes.items() if getattr(one, name) != getattr(job, name)]
+            return f"Use {' '.join(words)} ({gigabytes(total)})"
+    return None

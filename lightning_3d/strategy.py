@@ -43,6 +43,7 @@ from lightning_3d.lightning_compat import (
     connect_process_group,
     evaluation_place,
     find_last_at_urls,
+    hush_tree_warning,
     keep_sample_order,
     obey_signals_together,
     run_after_closure,
@@ -146,6 +147,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         precision_plugin: Any = None,
     ) -> None:
         show_refusals_plainly()
+        hush_tree_warning()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")

@@ -6,10 +6,13 @@ import configparser
 import importlib.util
 import netrc
 import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from lightning_3d.errors import ConfigError
 
@@ -45,16 +48,47 @@ def check_access(offline: bool, otherwise: str) -> None:
     """
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError('Weights & Biases needs the package wandb: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
-    settings = _settings()
-    mode = os.environ.get("WANDB_MODE") or settings.get("mode") or ""
-    if offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true"):
+    if is_offline(offline):
         return
-    url = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _HOST
+    settings, url = _settings(), _url()
     if not (any(os.environ.get(name) for name in _KEYS) or settings.get("api_key") or _in_netrc(urlsplit(url).hostname or url)):
         raise ConfigError(
             f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY, or run `wandb login`, or write the run to the"
             f" disk only: {otherwise}, or WANDB_MODE=offline."
         )
+
+
+def is_offline(offline: bool) -> bool:
+    """Whether a run is written to the disk only, or not at all: by its argument, or by what is set for wandb."""
+    mode = os.environ.get("WANDB_MODE") or _settings().get("mode") or ""
+    return offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true")
+
+
+def require_host(tries: int = 3, pause: float = 2.0) -> None:
+    """Find out at once that nobody is there, for which wandb itself takes a minute and a half. Where there is a proxy, or where the network
+    is only slow, it is left to wandb.
+
+    Raises:
+        OSError: the name of the host is not known, or the host or the network refuses.
+    """
+    parts = urlsplit(_url())
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return
+    for left in reversed(range(tries)):
+        try:
+            socket.create_connection((host, port), timeout=10).close()
+            return
+        except TimeoutError:
+            return
+        except OSError as error:
+            if not left:
+                raise OSError(f"{_url()} cannot be reached: {error.strerror or error}.") from error
+            time.sleep(pause)
+
+
+def _url() -> str:
+    return os.environ.get("WANDB_BASE_URL") or _settings().get("base_url") or _HOST
 
 
 def _settings() -> dict[str, str]:

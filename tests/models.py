@@ -271,7 +271,7 @@ PLAIN_TASK = Task(plain_data, plain_step, plain_token_losses)
 
 
 class PlainModel(nn.Module):
-    """A decoder as one writes it by hand: no configuration, no Transformers, learned positions."""
+    """A decoder as one writes it by hand: no configuration, no Transformers, learned positions, a chain of blocks."""
 
     vocabulary = 66
     plan = {
@@ -295,15 +295,12 @@ class PlainModel(nn.Module):
     def __init__(self, layers: int, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.embed = PlainEmbedding(self.vocabulary, SEQUENCE, width)
-        self.blocks = nn.ModuleList(PlainBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.Sequential(*(PlainBlock(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, self.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.norm(h))
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
 class PlainEmbedding(nn.Module):

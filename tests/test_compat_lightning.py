@@ -1,16 +1,35 @@
 """Contract tests for what `lightning_compat` uses of Lightning's callbacks."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import fsspec
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from parity import quiet_trainer
+from torch.utils.data import DataLoader
 
-from lightning_3d.lightning_compat import find_last_at_urls, throughputs_of
+from lightning_3d.lightning_compat import find_last_at_urls, hush_tree_warning, throughputs_of
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch warns of it since 2.13")
+def test_lightning_uses_a_name_that_torch_deprecates() -> None:
+    """If it does not, `hush_tree_warning` can go."""
+
+    def said(change: Callable[[], None]) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            change()
+            next(iter(CombinedLoader(DataLoader([1, 2]), "max_size_cycle")))  # type: ignore[arg-type]
+        return [str(warning.message) for warning in caught if "LeafSpec" in str(warning.message)]
+
+    assert len(said(lambda: None)) == 1 and said(hush_tree_warning) == []
 
 
 def test_a_throughput_monitor_has_a_counter_for_each_stage() -> None:

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from browser import look
 from command_line import Result, run_commands
 
 LARGE = ["model=llama3_70b", "cluster=h100_32x8", "data.global_batch_size=1024", "data.sequence_length=8192"]
@@ -25,6 +26,8 @@ def answers(folder: Path) -> dict[str, Result]:
         "auto, some set": ["train", *SMALL, "parallelism=auto", "parallelism.micro_batch_size=4", "parallelism.recompute=full"],
         "too large": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4"],
         "forced": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4", "force=true"],
+        "too large for this machine": ["train", "model=llama3_70b"],
+        "too large for this machine, dry": ["train", "model=llama3_70b", "trainer.dry=true"],
         "auto on what is not known": ["train", "parallelism=auto", "trainer.dry=true"],
         "nothing fits": ["plan", "model=llama3_70b", "cluster=h100_1x8", "data.global_batch_size=8", "data.sequence_length=4096"],
         "no such model": ["plan", "model=llama9", "cluster=h100_1x8"],
@@ -60,12 +63,21 @@ def test_the_page_is_whole_and_needs_nothing_else(answers: dict[str, Result], fo
     text = (folder / "plan.html").read_text()
     assert not re.search(r"(?:src|href)=|<script|url\(", text)
     pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(pictures) >= 3
+    assert len(pictures) == 2, "memory against speed, and the pipeline"
     for picture in pictures:
         ElementTree.fromstring(picture)
     content = json.loads((folder / "plan.json").read_text())
     assert pictures[0].count("<circle") == len(content["seen"])
     assert "node 15" in text and "16 more nodes" in text
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), pytest.param(1280, False, marks=pytest.mark.full)])
+def test_a_browser_shows_the_page(answers: dict[str, Result], folder: Path, width: int, dark: bool) -> None:
+    assert answers["large"].code == 0
+    seen = look(folder / "plan.html", width=width, dark=dark)
+    assert seen.errors == [] and seen.asked == [] and len(seen.picture) > 20_000
+    assert seen.wide <= width, "nothing can be scrolled sideways but what is meant to"
+    assert (seen.ground == "rgb(13, 18, 24)") is dark
 
 
 def test_what_a_plan_prints_runs(answers: dict[str, Result]) -> None:
@@ -95,6 +107,21 @@ def test_what_does_not_fit_is_refused(answers: dict[str, Result]) -> None:
     assert advice
     (advised,) = run_commands([["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4", *advice]])
     assert advised.code == 0, "what is advised is accepted"
+
+
+def test_f20_what_this_machine_cannot_hold_is_refused(answers: dict[str, Result]) -> None:
+    refused = answers["too large for this machine"]
+    assert refused.code == 2 and not refused.torch and refused.left == [] and "Traceback" not in refused.output
+    needed, there = map(float, re.findall(r"([0-9.]+) GB", refused.output)[:2])
+    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GB$", refused.output, flags=re.MULTILINE)}
+    assert table["all"] == needed > there and table["weights"] == pytest.approx(4 * 70.55 * 2, rel=0.01), "of both data-parallel ranks"
+    assert "its 8 ranks on this machine" in refused.output and "force=true" in refused.output
+
+
+def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result]) -> None:
+    answer = answers["too large for this machine, dry"]
+    assert answer.code == 0 and not answer.torch and answer.output.startswith("tp2_pp2_dp2: 8 ranks on CPU")
+    assert re.search(r"^lightning_3d: tp2_pp2_dp2 needs about [0-9.]+ GB for its 8 ranks on this machine", answer.output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`lightning_3d.planned`: the planner for a Trainer of one's own."""
 
+import re
 from typing import Any
 
 import pytest
@@ -44,8 +45,22 @@ def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
     with pytest.raises(LayoutError, match=r"dp8 needs about [0-9.]+ GB on its fullest rank, but NVIDIA H100 SXM has 80.0 GB"):
         planned(CONFIG, **LARGE, **small)
     assert planned(CONFIG, **LARGE, **small, force=True) == small
-    assert planned(CONFIG, **{**LARGE, "cluster": "local_cpu"}, **small) == small
     assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
+
+
+def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"sequence_length": 16, "global_batch_size": 8, "cluster": "local_cpu", "layout": "dp8", "precision": "fp32"}
+    parameters = 8 * 8.03  # 10^9 of them, of all ranks
+    needed = parameters * (4 + 4) + 8.03 * 8  # each has its weights and gradients, and an eighth of the moments
+    monkeypatch.setattr("lightning_3d.prediction.available_memory", lambda: 0.98e9 * needed)
+    with pytest.raises(LayoutError, match=r"dp8 needs about \d+\.\d GB for its 8 ranks on this machine, of whose memory") as caught:
+        planned(CONFIG, **here, zero_stage=1)
+    assert float(re.findall(r"([0-9.]+) GB", str(caught.value))[0]) == pytest.approx(needed, rel=0.02)
+    assert planned(CONFIG, **here, zero_stage=1, force=True)["layout"] == "dp8"
+    advised = re.search(r"zero_stage=(\d)", str(caught.value))
+    assert advised and planned(CONFIG, **here, zero_stage=int(advised[1]))["layout"] == "dp8", "what is advised is accepted"
+    monkeypatch.setattr("lightning_3d.prediction.available_memory", lambda: 1.02e9 * needed)
+    assert planned(CONFIG, **here, zero_stage=1)["layout"] == "dp8"
 
 
 @pytest.mark.parametrize(

@@ -149,13 +149,25 @@ def test_a_module_without_a_plan_is_refused_with_what_to_write() -> None:
         ({"tp": {"blocks.*.q": "columnwise"}}, "'columnwise', which is not supported.*colwise"),
         ({"tp": {"blocks.*.qq": "colwise"}}, "'blocks.*.qq' matches no module.*blocks.*.q"),
         ({"pp": {"blocks": (), "nrom": ()}}, "'nrom', which is not a module.*norm"),
-        ({"pp": {"embed": (), "head": ()}}, "exactly one nn.ModuleList"),
+        ({"pp": {"embed": (), "head": ()}}, "exactly one list of blocks.*names none"),
         ({"pipeline": {}}, "keys 'tp', 'pp' and 'ep'"),
     ],
 )
 def test_a_plan_with_a_mistake_is_refused(plan: dict, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         read_plan(models.build(models.PLAIN), plan)
+
+
+def test_a_list_of_blocks_is_a_module_list_else_a_chain() -> None:
+    chain, blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)])
+    order = {"pp": {"first": (), "blocks": (), "last": ()}}
+    model = nn.ModuleDict({"first": nn.Sequential(nn.Linear(2, 2)), "blocks": blocks, "last": nn.Linear(2, 2)})
+    assert (read_plan(model, order).layers, read_plan(model, order).before) == ("blocks", ("first",))
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "blocks": chain, "last": nn.Linear(2, 2)})
+    assert (read_plan(model, order).layers, read_plan(model, order).after) == ("blocks", ("last",))
+    model = nn.ModuleDict({"first": nn.Sequential(nn.Linear(2, 2)), "blocks": chain, "last": nn.Linear(2, 2)})
+    with pytest.raises(PlanError, match="exactly one list of blocks.*names first, blocks"):
+        read_plan(model, order)
 
 
 def test_experts_are_cut_or_dealt() -> None:

@@ -6,9 +6,11 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from browser import chromium, look
 from command_line import run_commands
@@ -19,7 +21,9 @@ from lightning_3d.layout import Layout
 from lightning_3d.report import About, write_report, write_sweep_report
 from lightning_3d.report.run import thinned
 from lightning_3d.run_status import RunStatus
+from lightning_3d.step.weighting import LossWeights, TokenMeanLoss
 from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, work_of, write_timeline
+from lightning_3d.training.timeline import what_is_counted
 
 COLUMNS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss,aux_loss,max_load,dropped,bubble,memory\n"
 ACTIONS = ("forward", "backward", "input gradient", "weight gradient", "reduce")
@@ -116,6 +120,17 @@ def test_ranks_stand_on_their_nodes(tmp_path: Path) -> None:
         assert ranks == list(range(4 * index, 4 * index + 4))
         places = re.findall(r'data-tip="rank \d+\n([^\n]*)\n', content)
         assert places == [" ".join(f"{axis}{i}" for axis, i in layout.coordinates(rank).items() if layout.size(axis) > 1) for rank in ranks]
+
+
+def test_a_loss_over_rows_has_rows_a_second(tmp_path: Path) -> None:
+    metrics(tmp_path, "1,5.5,1,1e-3,64,10,6.0,,,,,,")
+    page = Page(write_report(tmp_path, About("m", "dp2", counted="rows")))
+    assert "Rows/s" in page.text["tile-speed"] and "64 rows" in page.text["tile-step"] and "rows per second" in page.words
+    assert "oken" not in page.words
+    ours, model = SimpleNamespace(last_step=None), torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert (what_is_counted(ours, model), what_is_counted(SimpleNamespace(), model)) == ("rows", "tokens")
+    model[0].loss_function = TokenMeanLoss(LossWeights())  # type: ignore[assignment]
+    assert what_is_counted(ours, model) == "tokens"
 
 
 def test_a_run_that_failed_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,48 @@ def test_metrics_of_a_resumed_run_go_on(trained: dict[str, Any], tmp_path: Path)
     lines = metrics.read_text().splitlines()
     assert lines[:11] == text.splitlines()[:11]
     assert [line.split(",")[0] for line in lines[1:]] == [str(step) for step in range(1, 16)]
+
+
+class Tells(CausalLM):
+    """Remembers what its steps return, which Lightning divides where gradients accumulate."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL, OPTIMIZER)
+        self.told: list[float] = []
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        loss = super().training_step(batch, *args)
+        self.told.append(float(loss.detach()))
+        return loss
+
+
+def test_several_batches_of_a_step_are_one_row(tmp_path: Path) -> None:
+    module, out, table = Tells(), io.StringIO(), io.StringIO()
+    callbacks = MetricsCSV(tmp_path / "metrics.csv"), ProgressBar(every=1, stream=out), Summary("smallest", stream=table)
+    fit = trainer(tmp_path, *callbacks, max_steps=3, val_check_interval=6, accumulate_grad_batches=2)
+    fit.fit(module, datamodule=alphabet())
+    rows = rows_until(tmp_path / "metrics.csv", 9)
+    assert [row["step"] for row in rows] == ["1", "2", "3"] and len(module.told) == 6
+    assert [float(row["loss"]) for row in rows] == pytest.approx([sum(module.told[at : at + 2]) / 2 for at in (0, 2, 4)])
+    assert [row["tokens"] for row in rows] == ["128"] * 3 and [row["tokens_seen"] for row in rows] == ["128", "256", "384"]
+    assert float(rows[0]["lr"]) == pytest.approx(OPTIMIZER["lr"] / 4) and rows[2]["val_loss"] and not rows[1]["val_loss"]
+    assert [line.split(" |")[0] for line in out.getvalue().splitlines() if "tokens/s" in line] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert re.search(r"^steps +3$", table.getvalue(), re.MULTILINE) and re.search(r"^tokens +384$", table.getvalue(), re.MULTILINE)
+
+
+class Uneven(Callback):
+    """Gives the strategy what ours has after batches of a step with 30 and 90 target tokens."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        last = {"loss": 2.0, "grad_norm": None, "tokens": 30.0} if index % 2 == 0 else {"loss": 1.0, "grad_norm": 0.25, "tokens": 90.0}
+        trainer.strategy.last_step = type("StepResult", (), last)()
+
+
+def test_batches_of_a_step_weigh_as_many_tokens_as_they_have(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, Uneven(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0, accumulate_grad_batches=2)
+    fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
+    rows = rows_until(tmp_path / "metrics.csv", 9)
+    assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.25", "0.25", "120")] * 2
 
 
 def test_rows_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:

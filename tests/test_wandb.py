@@ -3,7 +3,9 @@
 import csv
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +21,10 @@ from wandb_file import WandbRun, files_of, read
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.callbacks import COLUMNS
 from lightning_3d.training.record import same_run
+from lightning_3d.training.wandb_logger import WandbLogger
+from lightning_3d.training.wandb_service import answered_within
 from lightning_3d.utilization import full_speed
-from lightning_3d.wandb_access import check_access
+from lightning_3d.wandb_access import check_access, require_host
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -160,6 +164,23 @@ def test_where_a_key_may_be(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check_access(False, "offline=true")
 
 
+def test_a_host_that_is_not_there(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        require_host(pause=0.0)
+    with pytest.raises(OSError, match=f"{url} cannot be reached: Connection refused"):
+        require_host(pause=0.0)
+    with monkeypatch.context() as patch:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")
+        require_host(pause=0.0)  # not ours to judge
+    with pytest.raises(ConfigError, match=rf"cannot begin a run: {url} cannot be reached.*logger.wandb.offline=true"):
+        WandbLogger().experiment  # noqa: B018
+
+
 def test_without_the_package(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r'pip install "lightning-3d\[wandb\]"'):
@@ -190,32 +211,62 @@ def test_full_speed_is_that_of_all_ranks() -> None:
 # What happens to Weights & Biases happens to it alone
 
 LOST = """
-import sys, warnings
+import signal, sys, warnings
 import psutil
+from lightning_3d.training import wandb_logger
 from lightning_3d.training.wandb_logger import WandbLogger
-logger = WandbLogger(offline=True, save_dir=sys.argv[1])
+wandb_logger.ANSWER_SECONDS = 2.0
+logger = WandbLogger(offline=True, save_dir=sys.argv[1], settings={"finish_timeout": 1.0})
 logger.log_metrics({"a": 1.0}, step=1)
 service, = [child for child in psutil.Process().children() if "wandb-core" in child.name()]
-service.kill()
-service.wait()
+print(service.pid)
+how, steps = sys.argv[2:]
+service.send_signal(signal.SIGSTOP if how == "hangs" else signal.SIGKILL)
+if how == "dies":
+    service.wait()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    for step in range(2, 200):
-        logger.log_metrics({"a": 1.0, "step/tokens_seen": 5.0}, step=step)
-    logger.finalize("success")
-    logger.close()
+    for step in range(2, int(steps)):
+        logger.log_metrics({f"a/{name}": 1.0 for name in range(20)} | {"step/tokens_seen": 5.0}, step=step)
+    if int(steps):
+        logger.finalize("success")
+        logger.close()
 said = [str(warning.message) for warning in caught if "takes nothing more of this run" in str(warning.message)]
 print(len(said), logger.lost)
 """
 
 
 @pytest.mark.full
-def test_a_service_that_is_killed_ends_no_training(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOST, str(tmp_path)], cwd=tmp_path, env=quietly(), capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1 True"
+@pytest.mark.parametrize(
+    ("how", "steps", "said"),
+    [("dies", 200, "1 True"), ("hangs", 2000, "1 True"), ("hangs", 3, "1 True"), ("hangs", 0, "0 False")],
+    ids=["dies", "hangs while the run goes on", "hangs when the run is closed", "hangs when the process ends"],
+)
+def test_a_service_that_hangs_or_dies_ends_no_training(how: str, steps: int, said: str, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as log:  # no pipes: a process that outlived this one would keep them open
+        command = [sys.executable, "-c", LOST, str(tmp_path), how, str(steps)]
+        done = subprocess.run(command, cwd=tmp_path, env=quietly(), stdout=log, stderr=subprocess.STDOUT, timeout=200, check=False)
+        log.seek(0)
+        text = log.read()
+    lines = text.splitlines()
+    service = next(int(line) for line in lines if line.isdigit())
+    assert done.returncode == 0 and said in lines and "Traceback" not in text, text
+    assert not psutil.pid_exists(service) or psutil.Process(service).status() == psutil.STATUS_ZOMBIE
+    assert ("Weights & Biases did not end within" in text) == (steps == 0)
+
+
+def test_a_call_to_a_process_that_hangs_fails(tmp_path: Path) -> None:
+    (tmp_path / "wandb-core").symlink_to(shutil.which("sleep") or "")
+    with subprocess.Popen([tmp_path / "wandb-core", "1000"]) as service, subprocess.Popen(["sleep", "1000"]) as other:
+        os.kill(service.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=r"did not answer for 0\.2 seconds") as caught, answered_within(0.2):
+            service.wait(60)
+            raise ConnectionResetError
+        assert isinstance(caught.value.__cause__, ConnectionResetError) and service.returncode == -signal.SIGKILL
+        assert other.poll() is None, "only wandb's processes are ended"
+        other.kill()
+    with pytest.raises(ArithmeticError), answered_within(60.0):  # what fails in time fails as it is
+        raise ArithmeticError
 
 
 @pytest.mark.full

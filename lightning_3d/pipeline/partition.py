@@ -122,7 +122,7 @@ def keep_owned(
 
 def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
     layers = module.get_submodule(plan.layers)
-    assert isinstance(layers, nn.ModuleList)
+    assert isinstance(layers, (nn.ModuleList, nn.Sequential))
     owned = {index for chunk in chunks for index in chunk.layers}
     for index, layer in enumerate(layers):
         if index in owned:

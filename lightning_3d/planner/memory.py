@@ -60,20 +60,30 @@ def memory_of(job: Job, *, queue: float = 1.0, room: float = float("inf"), first
     layout = job.layout
     if layout.pp > 1 and job.micro_batches <= layout.pp:
         queue = 0.0
-    stages = stages_of(job)
-    live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
-    v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
-    ranks = set()
-    for rank in range(1 if first else layout.pp):
-        own = stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
-        ranks.add(tuple((stages[index], live[rank].get(index, 0)) for index in own))
-    blocks = _blocks(job)
-    fullest, stage_counts = max(((_rank(job, one, queue, blocks), one) for one in ranks), key=lambda pair: pair[0].total)
+    ranks, blocks = _pipeline(job), _blocks(job)
+    asked = set(ranks[:1] if first else ranks)
+    fullest, stage_counts = max(((_rank(job, one, queue, blocks), one) for one in asked), key=lambda pair: pair[0].total)
     if fullest.total <= room:
         return fullest
     lean = _rank(replace(job, stack=replace(job.stack, **_NOTHING_SPARE)), stage_counts, 0.0, blocks)
     share = max(0.0, room - lean.total) / max(1.0, fullest.total - lean.total)
     return Memory(**{name: least + share * (getattr(fullest, name) - least) for name, least in asdict(lean).items()})
+
+
+def memory_of_all(job: Job) -> Memory:
+    """Of all ranks together, each at its peak: what a host needs on whose cores they all run."""
+    pipelines, blocks = job.layout.world_size // job.layout.pp, _blocks(job)
+    ranks = [asdict(_rank(job, own, 0.0, blocks)) for own in _pipeline(job)]
+    return Memory(**{name: pipelines * sum(rank[name] for rank in ranks) for name in ranks[0]})
+
+
+def _pipeline(job: Job) -> list[tuple[tuple[Stage, int], ...]]:
+    """Of each rank of a pipeline, its stages, each with the most micro-batches that are in flight."""
+    layout, stages = job.layout, stages_of(job)
+    live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
+    v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
+    ranks = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
+    return [tuple((stages[index], live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
 
 
 _NOTHING_SPARE: dict[str, Any] = {

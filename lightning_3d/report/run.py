@@ -49,6 +49,7 @@ class About:
         nodes: machines. status: see `run_status`; None: what `status.json` says.
         reason: why it ended, where it failed.
         memory: bytes of one GPU.
+        counted: what a loss is averaged over, and what is counted by the second: tokens, or rows of batches.
     """
 
     model: str = ""
@@ -59,6 +60,7 @@ class About:
     status: str | None = None
     reason: str = ""
     memory: float | None = None
+    counted: str = "tokens"
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], reason: str = "") -> About:
@@ -141,6 +143,7 @@ class _RunPage:
             "kinds": KINDS,
             "words": {kind: _WORDS.get(kind, kind) for kind in KINDS},
             "timeline": self._timeline(),
+            "counted": self.about.counted,
             "memory": self._memory(),
             "activations": "activations and all else" if self.trace is not None and self.trace.device == "cuda" else "activations",
         }
@@ -161,6 +164,7 @@ class _RunPage:
             "tiles": self._tiles(),
             "steps": len(self.rows),
             "unit": ("nats per target token, " if "vocab_size:" in self.config else "") + "mean over the global batch",
+            "counted": f"{'target ' if self.about.counted == 'tokens' else ''}{self.about.counted}",
             "not_finite": self._not_finite(),
             "timeline": timeline and timeline | {
                 "bubble_text": show_percent(timeline["bubble"]),
@@ -210,10 +214,10 @@ class _RunPage:
         shares = column(rows[1:] or rows, "mfu")
         mfu = f", MFU {show_percent(statistics.median(shares))}" if shares else ""
         tokens = sum(column(rows, "tokens"))
-        count = f"{len(rows):,} steps, {show_count(tokens)} tokens"
+        count = f"{len(rows):,} steps, {show_count(tokens)} {self.about.counted}"
         tiles = [
             ("loss", "Loss", f"{loss[-1]:.4f}" if loss else "–", f"validation {validation[-1]:.4f}" if validation else "no validation"),
-            ("speed", "Tokens/s", show_count(statistics.median(speed)) if speed else "–", f"median{mfu}"),
+            ("speed", f"{self.about.counted.capitalize()}/s", show_count(statistics.median(speed)) if speed else "–", f"median{mfu}"),
             ("step", "Step", show_seconds(statistics.median(length)) if length else "–", count),
         ]
         timeline, trace = self._timeline(), self.trace

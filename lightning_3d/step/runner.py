@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -182,6 +183,9 @@ class StepRunner:
         try:
             with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
+        except RuntimeError as error:
+            self._explain_shape(error)
+            raise
         finally:
             self.inside = False
         weight = self._weights.weight(micro_batches.rows, self._device)
@@ -189,6 +193,16 @@ class StepRunner:
             weight = torch.zeros_like(weight)
         self._log.weigh(weight)
         return self._account(hook, output, weight)
+
+    def _explain_shape(self, error: RuntimeError) -> None:
+        """Say what a wrong shape comes from most often, where tensor parallelism has cut layers."""
+        tp = self._mesh.size("tp")
+        if tp > 1 and re.search(r"is invalid for input of size|must match the size|shapes cannot be multiplied|doesn't match", str(error)):
+            error.add_note(
+                f"With tp {tp}, a rank has 1/{tp} of what a layer makes that the plan cuts by columns. Code between it and the layer that"
+                " is cut by rows must read sizes from what it finds, such as the number of heads: x.unflatten(-1, (-1, head_width)) instead"
+                " of x.view(batch, length, heads, head_width), and x.flatten(-2) behind the attention. See docs/your_model.md."
+            )
 
     def refuse_inside(self, what: str) -> None:
         """Refuse communication of the user's own inside a step: some ranks would wait for others for ever."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import sys
-import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.metrics_file import column
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
+from lightning_3d.training.step_clock import StepClock, StepNumbers
 
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
@@ -38,86 +36,16 @@ TOKENS_SEEN = "step/tokens_seen"
 """What loggers get it as, with all else of the same step."""
 
 
-@dataclass(frozen=True)
-class StepNumbers:
-    """What is known about one optimizer step.
-
-    Attributes:
-        step: 1 for the first.
-        loss: mean over the global batch, in nats per target token.
-        grad_norm: global norm before clipping; None where the strategy does not tell.
-        lr: learning rate of the first parameter group in this step.
-        tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
-        seconds: from the batch being there to the end of the optimizer step; waiting for data, validation and
-            checkpoints are not in it.
-        routers: of a mixture of experts, see `lightning_3d.expert_parallel.RouterStatistics`; None for a dense model.
-        trace: of a step that was traced, see `lightning_3d.tracing.trace.StepTrace`.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    tokens: float
-    seconds: float
-    routers: Any = None
-    trace: StepTrace | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-
-class StepClock:
-    """Measures steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
-    Lightning.
-    """
-
-    def __init__(self) -> None:
-        self._started = 0.0
-        self._lr = 0.0
-
-    def start(self, trainer: Trainer) -> None:
-        # Read before the step: schedulers move on before `on_train_batch_end`.
-        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
-        self._started = time.perf_counter()
-
-    def stop(self, trainer: Trainer, outputs: Any, batch: Any) -> StepNumbers:
-        last = getattr(trainer.strategy, "last_step", None)
-        if last is not None:
-            loss, grad_norm, tokens = float(last.loss), last.grad_norm, float(last.tokens)
-        else:
-            loss, grad_norm, tokens = _loss_of(trainer, outputs), None, _tokens_of(trainer, batch)
-        # The loss is read first: on an accelerator that waits for the step to end.
-        seconds = time.perf_counter() - self._started
-        norm = None if grad_norm is None else float(grad_norm)
-        more = getattr(last, "routers", None), getattr(last, "trace", None)
-        return StepNumbers(trainer.global_step, loss, norm, self._lr, tokens, seconds, *more)
-
-
-def _loss_of(trainer: Trainer, outputs: Any) -> float:
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    if loss is None:
-        loss = trainer.callback_metrics.get("loss")
-    return float("nan") if loss is None else float(loss)
-
-
-def _tokens_of(trainer: Trainer, batch: Any) -> float:
-    tokens = batch.get("input_ids") if isinstance(batch, dict) else None
-    replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-    return float(tokens.numel() * replicas) if isinstance(tokens, Tensor) else 0.0
-
-
 def _val_loss(trainer: Trainer) -> float | None:
     value = trainer.callback_metrics.get("val_loss")
     return None if value is None else float(value)
 
 
 class MetricsCSV(Callback):
-    """Writes one row per optimizer step, complete on disk when the step ends. A validation is put into the row of the
-    step before it. The same numbers go to the loggers, as `step/loss` and so on, every `log_every_n_steps` of the Trainer and of steps that
-    were traced. With them go the memory of each rank of a traced step, as `memory/rank_0` in bytes, where there are not more than 64, and
-    what each router of a mixture of experts did, as `router/max_load/NAME`.
+    """Writes one row per optimizer step, complete on disk when the step ends; where gradients accumulate, a row adds up its batches. A
+    validation is put into the row of the step before it. The same numbers go to the loggers, as `step/loss` and so on, every
+    `log_every_n_steps` of the Trainer and of steps that were traced. With them go the memory of each rank of a traced step, as
+    `memory/rank_0` in bytes, where there are not more than 64, and what each router of a mixture of experts did, as `router/max_load/NAME`.
 
     A resumed run goes on in the same file: rows of steps that it repeats are removed first. How many tokens it has seen is in checkpoints.
 
@@ -139,6 +67,7 @@ class MetricsCSV(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
+        self._clock = StepClock()
         kept = rows_until(self._path, trainer.global_step)
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
@@ -158,6 +87,8 @@ class MetricsCSV(Callback):
         if self._file is None:
             return
         numbers = self._clock.stop(trainer, outputs, batch)
+        if numbers is None:
+            return
         self._tokens_seen = (self._tokens_seen or 0.0) + numbers.tokens
         self._row_start = self._file.tell()
         self._row = {
@@ -289,6 +220,10 @@ class ProgressBar(LightningProgressBar):
         return self._stream if self._stream is not None else sys.stdout
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = StepClock()
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.start(trainer)
 
@@ -298,7 +233,10 @@ class ProgressBar(LightningProgressBar):
     ) -> None:
         if not self._enabled:
             return
-        self._recent.append(self._clock.stop(trainer, outputs, batch))
+        numbers = self._clock.stop(trainer, outputs, batch)
+        if numbers is None:
+            return
+        self._recent.append(numbers)
         total = _total_steps(trainer)
         step = trainer.global_step
         if self._out.isatty():
@@ -380,6 +318,10 @@ class Summary(Callback):
         self._losses: deque[float] = deque(maxlen=20)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = StepClock()
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.start(trainer)
 
@@ -390,6 +332,8 @@ class Summary(Callback):
         if not trainer.is_global_zero:
             return
         numbers = self._clock.stop(trainer, outputs, batch)
+        if numbers is None:
+            return
         self._steps += 1
         self._tokens += numbers.tokens
         self._seconds += numbers.seconds
@@ -435,7 +379,7 @@ def _describe_layout(trainer: Trainer) -> str:
     layout = getattr(strategy, "layout", None)
     if layout is None:
         return f"{trainer.world_size} x {type(strategy).__name__}"
-    words = [f"{layout.name} on {trainer.world_size} ranks"]
+    words = [f"{layout.name} on {trainer.world_size} rank{'s' * (trainer.world_size > 1)}"]
     if getattr(layout, "pp", 1) > 1:
         words.append(str(getattr(strategy, "schedule", "")))
     zero = getattr(strategy, "zero", None)

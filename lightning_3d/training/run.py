@@ -162,7 +162,8 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Who starts the ranks is the user's choice; the last one was told before they were started.
-    known = ("The `srun` command is available.*", ".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", "A step has .*")
+    known = ("The `srun` command is available.*", ".*does not have many workers.*", "A step has .*")
     shown_anyway = "No checkpoint is written after a failure.*"
-    for message in (*known, shown_anyway):
+    harmless = "Be aware that when using `ckpt_path`.*"  # a ModelCheckpoint with other intervals than that of the run it goes on from
+    for message in (*known, shown_anyway, harmless):
         warnings.filterwarnings("ignore", message=message)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_3d.report import About, write_report
 from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED
+from lightning_3d.step.weighting import TokenMeanLoss
 from lightning_3d.tracing.trace import write_timeline
 
 
@@ -63,7 +65,14 @@ class RunReport(Callback):
             nodes=trainer.num_nodes,
             status=status,
             reason=reason,
+            counted=what_is_counted(trainer.strategy, pl_module),
         )
         write_report(self._folder, about)
 
 
+
+
+def what_is_counted(strategy: Any, module: nn.Module) -> str:
+    """What our strategy averages losses over: tokens, where a causal language model computes its own loss, else rows."""
+    own = any(isinstance(getattr(part, "loss_function", None), TokenMeanLoss) for part in module.modules())
+    return "tokens" if own or not hasattr(strategy, "last_step") else "rows"

@@ -17,10 +17,20 @@ from typing_extensions import override
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.training.callbacks import TOKENS_SEEN
-from lightning_3d.wandb_access import check_access
+from lightning_3d.training.wandb_service import answered_within, end_service, end_service_after, forget_service, services
+from lightning_3d.wandb_access import check_access, is_offline, require_host
 
-_SETTINGS = {"quiet": True, "finish_timeout": 300.0}
-"""Nothing is printed that the run prints itself; a run that has ended waits so many seconds for what is still to be sent."""
+_SECONDS = {"init_timeout": 90.0, "finish_timeout": 300.0}
+"""How long a run that begins waits for an answer, and one that has ended for what is still to be sent."""
+
+ANSWER_SECONDS = 60.0
+"""How long a call may take beyond what it waits for by its settings, before wandb's process counts as hung."""
+
+_WITHOUT_END = 1e6
+"""What wandb takes a timeout of 0 for."""
+
+OFFLINE_SECONDS = 30.0
+"""How long the end of a run that is only written to the disk may take."""
 
 
 def _or_without(method: Callable[..., None]) -> Callable[..., None]:
@@ -31,11 +41,16 @@ def _or_without(method: Callable[..., None]) -> Callable[..., None]:
         if self.lost:
             return
         try:
-            method(self, *args, **kwargs)
+            with answered_within(self.patience(method.__name__)):
+                method(self, *args, **kwargs)
         except ConfigError:
             raise
         except Exception as error:
             self.lost = True
+            if isinstance(error, TimeoutError):
+                end_service()  # this process would wait for it when it ends
+            if not services():
+                forget_service()
             rank_zero_warn(f"Weights & Biases takes nothing more of this run, which goes on without it: {_reason(error)}")
 
     return guarded
@@ -59,7 +74,16 @@ class WandbLogger(loggers.WandbLogger):
             del self._wandb_init["anonymous"]  # wandb warns of it
         self.lost = False
         self._settings = dict(settings or {})
+        self._seconds = {name: float(value) for name, value in (_SECONDS | self._settings).items() if name in _SECONDS}
+        if is_offline(offline) and "finish_timeout" not in self._settings:
+            self._seconds["finish_timeout"] = OFFLINE_SECONDS
         self._drawn_over_tokens: set[str] = set()
+
+    def patience(self, method: str) -> float:
+        """Seconds after which a call is hung: more than it waits for by the settings of the run."""
+        if method in ("close", "finalize"):
+            return (self._seconds["finish_timeout"] or _WITHOUT_END) + ANSWER_SECONDS
+        return ANSWER_SECONDS + (self._seconds["init_timeout"] if self._experiment is None else 0.0)
 
     @property
     @override
@@ -67,8 +91,11 @@ class WandbLogger(loggers.WandbLogger):
     def experiment(self) -> Any:
         if self._experiment is not None:
             return self._experiment
-        self._wandb_init["settings"] = _known(_SETTINGS) | self._settings
+        self._wandb_init["settings"] = _known({"quiet": True, "finish_timeout_raises": True, **self._seconds}) | self._settings
+        end_service_after(self.patience("close"))
         try:
+            if not is_offline(self._offline):
+                require_host()
             return super().experiment
         except Exception as error:
             if self._id is None:
@@ -153,4 +180,5 @@ def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if words.endswith((".", "!", "?")) else f"{words}."

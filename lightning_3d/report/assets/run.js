@@ -8,7 +8,7 @@ function drawCurves() {
   if (!steps.length) return;
   if (validation.length) legend(document.getElementById("loss-legend"), [["training", "accent", "line"], ["validation", "second", "dot"]]);
   curve(document.getElementById("loss"), { x: steps, y: loss, points: validation, format: plainly, label: "Loss by step", pointLabel: "validation" });
-  curve(document.getElementById("speed"), { x: steps, y: speed, format: (value) => compact.format(value), label: "Tokens per second by step", fromZero: true });
+  curve(document.getElementById("speed"), { x: steps, y: speed, format: (value) => compact.format(value), label: `${data.counted} per second by step`, fromZero: true });
 }
 
 // The names of ranks at the left, what they did at the right, which may be wider than the page.

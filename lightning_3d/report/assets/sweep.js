@@ -87,7 +87,7 @@ function drawPareto() {
       let below = point.cy - 7;
       while (labelled.some(([x_, y_]) => Math.abs(x_ - point.cx) < 18 && Math.abs(y_ - below) < 12)) below += 12;
       labelled.push([point.cx, below]);
-      svg("text", { class: "ink", x: point.cx + (before ? -10 : 10), y: below, "text-anchor": before ? "end" : "start" }, picture, job.job);
+      svg("text", { class: "ink", style: "paint-order: stroke; stroke: var(--card); stroke-width: 4px", x: point.cx + (before ? -10 : 10), y: below, "text-anchor": before ? "end" : "start" }, picture, job.job);
     }
   };
   const controls = document.getElementById("pareto-controls");

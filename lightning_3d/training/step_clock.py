@@ -1,0 +1,96 @@
+"""The numbers of one optimizer step, whatever the strategy and however many batches it has."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_3d.tracing.trace import StepTrace
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What is known about one optimizer step.
+
+    Attributes:
+        step: 1 for the first.
+        loss: mean over the global batch, in nats per target token.
+        grad_norm: global norm before clipping; None where the strategy does not tell.
+        lr: learning rate of the first parameter group in this step.
+        tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
+        seconds: from the batch being there to the end of the optimizer step, over all its batches; waiting for data, validation and
+            checkpoints are not in it.
+        routers: of a mixture of experts, see `lightning_3d.expert_parallel.RouterStatistics`; None for a dense model.
+        trace: of a step that was traced, see `lightning_3d.tracing.trace.StepTrace`.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: float
+    seconds: float
+    routers: Any = None
+    trace: StepTrace | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class StepClock:
+    """Measures optimizer steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
+    Lightning. A step may have several batches (`accumulate_grad_batches`).
+    """
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._step = -1
+        self._lr = 0.0
+        self._batches: list[tuple[float, float, float]] = []
+
+    def start(self, trainer: Trainer) -> None:
+        """A batch is there."""
+        if not self._batches:
+            self._step = trainer.global_step
+            # Read before the step: schedulers move on before `on_train_batch_end`.
+            self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
+        self._started = time.perf_counter()
+
+    def stop(self, trainer: Trainer, outputs: Any, batch: Any) -> StepNumbers | None:
+        """The batch is over: the numbers of the step that it ends, None where gradients only accumulate."""
+        last = getattr(trainer.strategy, "last_step", None)
+        if last is not None:
+            loss, grad_norm, tokens = float(last.loss), last.grad_norm, float(last.tokens)
+        else:
+            loss, grad_norm, tokens = _loss_of(trainer, outputs), None, _tokens_of(trainer, batch)
+        # The loss is read first: on an accelerator that waits for the step to end.
+        self._batches.append((loss, tokens, time.perf_counter() - self._started))
+        if trainer.global_step == self._step:
+            return None
+        losses, counts, seconds = zip(*self._batches, strict=True)
+        self._batches = []
+        total = sum(counts)
+        weights = [count / total for count in counts] if total else [1 / len(counts)] * len(counts)
+        loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+        norm = None if grad_norm is None else float(grad_norm)
+        more = getattr(last, "routers", None), getattr(last, "trace", None)
+        return StepNumbers(trainer.global_step, loss, norm, self._lr, total, sum(seconds), *more)
+
+
+def _loss_of(trainer: Trainer, outputs: Any) -> float:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if loss is None:
+        loss = trainer.callback_metrics.get("loss")
+        return float("nan") if loss is None else float(loss)
+    return float(loss) * trainer.accumulate_grad_batches  # Lightning has divided it
+
+
+def _tokens_of(trainer: Trainer, batch: Any) -> float:
+    tokens = batch.get("input_ids") if isinstance(batch, dict) else None
+    replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return float(tokens.numel() * replicas) if isinstance(tokens, Tensor) else 0.0
