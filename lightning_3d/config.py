@@ -520,7 +520,7 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        seq_len=run.data.get("sequence_length"),
+        sequence_length=run.data.get("sequence_length"),
         max_positions=spec.max_positions,
         sequence_parallel=run.parallelism.sequence_parallel is not False,
         experts=spec.experts or None,

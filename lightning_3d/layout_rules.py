@@ -203,7 +203,7 @@ def check_model(
     layers: int | None = None,
     vocab: int | None = None,
     intermediate: int | None = None,
-    seq_len: int | None = None,
+    sequence_length: int | None = None,
     max_positions: int | None = None,
     sequence_parallel: bool = False,
     experts: int | None = None,
@@ -219,7 +219,7 @@ def check_model(
         layers: transformer blocks.
         vocab: rows of the embedding. tp need not divide them: shards may be uneven, but none may be empty.
         intermediate: width of the feed-forward layers.
-        seq_len: tokens in a sequence. max_positions: the longest sequence that the model knows.
+        sequence_length: tokens in a sequence. max_positions: the longest sequence that the model knows.
         sequence_parallel: tensor-parallel ranks share each sequence.
         experts: number of experts of a mixture; None for a dense model.
         schedule: name of the pipeline schedule. micro_batches: of one optimizer step. cp_kind: how context-parallel ranks attend.
@@ -234,7 +234,7 @@ def check_model(
         layers=layers,
         vocab=vocab,
         intermediate=intermediate,
-        seq_len=seq_len,
+        sequence_length=sequence_length,
         max_positions=max_positions,
         experts=experts,
         micro_batches=micro_batches,
@@ -247,13 +247,13 @@ def check_model(
     _check_tensor_parallel(layout, heads, kv_heads, vocab, intermediate)
     if layers is not None:
         _check_layers(layout, layers, schedule)
-    if seq_len is not None and max_positions is not None and seq_len > max_positions:
+    if sequence_length is not None and max_positions is not None and sequence_length > max_positions:
         raise ConfigError(
-            f"The sequence has {seq_len} tokens, but the model has only {max_positions} positions."
+            f"The sequence has {sequence_length} tokens, but the model has only {max_positions} positions."
             f" Use a sequence length of at most {max_positions}."
         )
-    if seq_len is not None:
-        _check_sequence(layout, seq_len, sequence_parallel)
+    if sequence_length is not None:
+        _check_sequence(layout, sequence_length, sequence_parallel)
     if schedule is not None and micro_batches is not None:
         check_micro_batches(layout, schedule, micro_batches)
 

@@ -31,7 +31,7 @@ def refusal(check, *args, error=LayoutError, **options) -> str:
 
 
 def test_a_layout_that_fits_passes():
-    check_model(parse("tp8_pp4_dp8"), **LLAMA_70B, seq_len=8192, schedule="1F1B", micro_batches=16)
+    check_model(parse("tp8_pp4_dp8"), **LLAMA_70B, sequence_length=8192, schedule="1F1B", micro_batches=16)
     check_model(parse("tp3_pp7"))
 
 
@@ -181,20 +181,20 @@ def test_a_mixture_of_experts_trains_on_every_axis(name: str):
 
 
 def test_f13_sequence_that_tp_does_not_divide():
-    message = refusal(check_model, parse("tp4"), seq_len=1026, sequence_parallel=True)
+    message = refusal(check_model, parse("tp4"), sequence_length=1026, sequence_parallel=True)
     assert "has 1026 tokens and tp is 4" in message
     assert message.endswith("Use a sequence length of 1024 or 1028, or parallelism.sequence_parallel=false.")
-    check_model(parse("tp4"), seq_len=1024, sequence_parallel=True)
-    check_model(parse("tp4"), seq_len=1026, sequence_parallel=False)
+    check_model(parse("tp4"), sequence_length=1024, sequence_parallel=True)
+    check_model(parse("tp4"), sequence_length=1026, sequence_parallel=False)
 
 
 def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
-    message = refusal(check_model, parse("cp4"), seq_len=100)
+    message = refusal(check_model, parse("cp4"), sequence_length=100)
     assert message == (
         "cp 4 cuts a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
     )
-    assert refusal(check_model, parse("cp4"), seq_len=5).endswith("Use a sequence length of 8.")
-    check_model(parse("cp4"), seq_len=104)
+    assert refusal(check_model, parse("cp4"), sequence_length=5).endswith("Use a sequence length of 8.")
+    check_model(parse("cp4"), sequence_length=104)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
     ],
 )
 def test_f13_tensor_parallel_ranks_share_the_tokens_of_a_context_parallel_rank(name: str, tokens: int, says: str, near: str):
-    message = refusal(check_model, parse(name), seq_len=tokens, sequence_parallel=True)
+    message = refusal(check_model, parse(name), sequence_length=tokens, sequence_parallel=True)
     assert says in message and f"Use a sequence length of {near}" in message
     for length in near.split(" or "):
-        check_model(parse(name), seq_len=int(length), sequence_parallel=True)
-    check_model(parse(name), seq_len=tokens - tokens % (2 * parse(name).cp), sequence_parallel=False)
+        check_model(parse(name), sequence_length=int(length), sequence_parallel=True)
+    check_model(parse(name), sequence_length=tokens - tokens % (2 * parse(name).cp), sequence_parallel=False)
 
 
 def test_ulysses_needs_heads():
@@ -222,10 +222,10 @@ def test_ulysses_needs_heads():
 
 
 def test_f14_sequence_longer_than_positions():
-    message = refusal(check_model, Layout(), seq_len=4097, max_positions=4096, error=ConfigError)
+    message = refusal(check_model, Layout(), sequence_length=4097, max_positions=4096, error=ConfigError)
     assert "4097 tokens, but the model has only 4096 positions" in message
     assert message.endswith("at most 4096.")
-    check_model(Layout(), seq_len=4096, max_positions=4096)
+    check_model(Layout(), sequence_length=4096, max_positions=4096)
 
 
 @pytest.mark.parametrize("vocab", [7, 8, 50257, 65537])
@@ -243,7 +243,7 @@ def test_f21_sizes_that_cannot_be(size: object):
     assert "heads" in refusal(check_model, Layout(), heads=size, error=ConfigError)
     assert "global_batch" in refusal(check_batch, Layout(), size, 1, error=ConfigError)
     assert "micro_batch" in refusal(check_batch, Layout(), 8, size, error=ConfigError)
-    assert "seq_len" in refusal(check_sizes, seq_len=size, error=ConfigError)
+    assert "sequence_length" in refusal(check_sizes, sequence_length=size, error=ConfigError)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3, "0.1", None, True])

@@ -72,7 +72,7 @@ def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> 
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        seq_len=SEQUENCE,
+        sequence_length=SEQUENCE,
         max_positions=spec.max_positions,
         sequence_parallel=True,
         experts=spec.experts or None,

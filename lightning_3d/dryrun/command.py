@@ -200,7 +200,7 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
 
     lines = [f"\nThe model has {reports[0].whole:,} parameters.\n"]
     header = f"{'rank':>6} {'tp cp pp dp':>12} {'stages':>8} {'parameters':>14} {'memory':>10}"
-    lines.append(header + "".join(f" {name[:12]:>13}" for name in CATEGORIES))
+    lines.append(header + "".join(f" {name:>13}" for name in CATEGORIES))
     for report in reports:
         place = " ".join(f"{report.coordinates[axis]:>2}" for axis in ("tp", "cp", "pp", "dp"))
         stages = ",".join(map(str, report.stages))
