@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.guard import guarded
+
+if TYPE_CHECKING:
+    from lightning_3d.config import RunConfig
 
 OPTIONS = ("evaluate", "folds", "out", "validate", "steps")
 
@@ -101,6 +105,17 @@ def _evaluate(path: Path, options: dict[str, str], overrides: Sequence[str]) -> 
     return 0
 
 
+def _length_left_open(run: RunConfig, overrides: Sequence[str]) -> str:
+    """Says so where a plan is for the short samples that some data has, and the model is made for longer ones."""
+    from lightning_3d.model_spec import ModelSpec
+
+    longest = ModelSpec.from_config(run.model["config"]).max_positions
+    given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
+    if given or longest is None or longest < 2 * run.data["sequence_length"]:
+        return ""
+    return f", the length of data={run.data.get('name')}; the model takes up to data.sequence_length={longest}"
+
+
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
     from lightning_3d.config import check_keys, choose_precision
     from lightning_3d.hydra_app import compose
@@ -125,7 +140,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     first = found.best[0]
     title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
     data, gpus = run.data, machine.gpus
-    print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step\n")
+    print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step{_length_left_open(run, overrides)}\n")
     print(found_table(found, gpus, machine.peak))
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}\n\n{describe(first.job)}")
     content = {

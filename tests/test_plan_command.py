@@ -15,7 +15,9 @@ SMALL = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("plan")
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "short").mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,7 @@ def answers(folder: Path) -> dict[str, Result]:
         "too large for this machine": ["train", "model=llama3_70b"],
         "too large for this machine, dry": ["train", "model=llama3_70b", "trainer.dry=true"],
         "auto on what is not known": ["train", "parallelism=auto", "trainer.dry=true"],
+        "no length": ["plan", "model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "--out", str(folder / "short")],
         "nothing fits": ["plan", "model=llama3_70b", "cluster=h100_1x8", "data.global_batch_size=8", "data.sequence_length=4096"],
         "no such model": ["plan", "model=llama9", "cluster=h100_1x8"],
         "no such option": ["plan", "--evalute", "x.csv"],
@@ -78,6 +81,11 @@ def test_a_browser_shows_the_page(answers: dict[str, Result], folder: Path, widt
     assert seen.errors == [] and seen.asked == [] and len(seen.picture) > 20_000
     assert seen.wide <= width, "nothing can be scrolled sideways but what is meant to"
     assert (seen.ground == "rgb(13, 18, 24)") is dark
+
+
+def test_a_plan_says_when_its_sequences_are_the_short_ones_of_the_data(answers: dict[str, Result]) -> None:
+    said = "64 sequences of 128 tokens a step, the length of data=python_stdlib; the model takes up to data.sequence_length=131072"
+    assert answers["no length"].output.splitlines()[0].endswith(said)
 
 
 def test_what_a_plan_prints_runs(answers: dict[str, Result]) -> None:
