@@ -26,7 +26,7 @@ from lightning_3d.planner.memory import block_activations, least_memory, memory_
 from lightning_3d.planner.polling import polled_seconds, polling
 from lightning_3d.planner.search import Candidate, Fixed, fits, schedules, search, shapes
 from lightning_3d.planner.stages import Stage, parameters_of
-from lightning_3d.planner.step import least_seconds, step_of
+from lightning_3d.planner.step import Step, least_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
 
@@ -122,6 +122,14 @@ def test_memory_of_the_first_rank() -> None:
     job = replace(published(PUBLISHED[4]).job, global_batch=4, micro_batch=2, stack=replace(constants.NANOTRON, split="equal"))
     assert memory_of(job, first=True).loss == 0.0 < memory_of(job).loss
     assert memory_of(job, first=True).total < memory_of(job).total
+
+
+@pytest.mark.parametrize(("slower", "least", "most"), [(100.0, 2 / 3, 1.0), (0.5, 1 / 3, 1 / 3), (0.01, 0.0, 0.01)])
+def test_a_first_rank_runs_ahead_as_far_as_its_host_is_not_the_slower_one(slower: float, least: float, most: float) -> None:
+    """Of the three forward passes that the first of four ranks starts at once, two find the GPU busy. `slower`: the GPU than the host."""
+    job = replace(published(PUBLISHED[4]).job, layout=Layout(pp=4), stack=replace(constants.NANOTRON, ahead=1.0))
+    step = Step(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, waiting=slower)
+    assert least - 1e-9 <= step.queue(job) <= most + 1e-9
 
 
 def test_pipelines_that_sleep_between_messages() -> None:

@@ -50,9 +50,11 @@ class Step:
 
     def queue(self, job: Job) -> float:
         """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster. In a pipeline the first rank
-        starts pp - 1 forward passes before it waits for a gradient, and pp - 2 of them find the GPU with one to do."""
+        starts pp - 1 forward passes before it waits for a gradient, and pp - 2 of them find the GPU with one to do, in so far as the host
+        is not the slower one."""
+        ahead = self.waiting * job.stack.ahead
         started = (job.layout.pp - 2) / (job.layout.pp - 1) if job.layout.pp > 2 else 0.0
-        return max(started, 1 / (1 + (self.waiting * job.stack.ahead) ** -_AHEAD_SHARPNESS))
+        return max(started * min(1.0, ahead), 1 / (1 + ahead**-_AHEAD_SHARPNESS))
 
 
 def _smooth_max(a: float, b: float) -> float:
