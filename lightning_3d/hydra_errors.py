@@ -44,7 +44,10 @@ def explain(error: Exception) -> Lightning3DError:
     if "Got NoneType" in text:
         return ConfigError(f"{text}. A group that is not wanted is taken out with ~GROUP; logger and callbacks have the option none.")
     if "Got int" in text or "Got float" in text or "Got bool" in text:
-        return ConfigError("A group takes the name of one of its configurations, but one was given a number or a truth value.")
+        return ConfigError(
+            "A group was given a number or a truth value; it takes the name of one of its configurations, for example parallelism=dp8 or"
+            " precision=fp32."
+        )
     if text.startswith("Primary config module"):
         return ConfigError("--config-path takes an absolute path, for example $PWD/mine. --config-dir adds a folder beside this app's own.")
     if isinstance(error, OverrideParseException):

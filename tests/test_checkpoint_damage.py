@@ -322,7 +322,7 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
         assert save(tmp_path / "a", 1, store)
         with pytest.warns(UserWarning, match="could not be written"):
             assert not save(tmp_path / "b", 2, store, must=False, numel=10_000)
-        with pytest.warns(UserWarning, match="only complete checkpoint"):
+        with pytest.warns(UserWarning, match="newest complete checkpoint"):
             store.remove(tmp_path / "a")
         store.remove(tmp_path / "b")
         assert step_of(tmp_path / "a") == 1
@@ -330,9 +330,23 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
         assert [entry.name for entry in tmp_path.iterdir()] == ["c"], "now the first is removed"
         save(tmp_path / "d", 4, store)
         (tmp_path / "d" / SHARD).unlink()
-        with pytest.warns(UserWarning, match="only complete checkpoint"):
+        with pytest.warns(UserWarning, match="newest complete checkpoint"):
             store.remove(tmp_path / "c")  # the other one is not whole
         assert step_of(tmp_path / "c") == 3
+
+
+def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path) -> None:
+    """That which a run was resumed from stays in its folder. It is no reason to remove what came after it before the next is written."""
+    store = CheckpointStore(asynchronous=False)
+    for name, step in (("resumed", 1), ("newest", 2)):
+        save(tmp_path / name, step, store)
+    with pytest.warns(UserWarning, match="newest complete checkpoint"):
+        store.remove(tmp_path / "newest")
+    assert step_of(tmp_path / "newest") == 2
+    save(tmp_path / "next", 3, store)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["next", "resumed"], "now it is removed"
+    store.remove(tmp_path / "resumed")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["next"]
 
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:

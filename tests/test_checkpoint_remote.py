@@ -341,7 +341,7 @@ def test_f37_saves_elsewhere_take_turns(bucket: RemotePath) -> None:
 def test_the_only_good_one_is_not_removed(bucket: RemotePath) -> None:
     store = CheckpointStore(asynchronous=False)
     save_at(bucket / "a", 1, store)
-    with pytest.warns(UserWarning, match="only complete checkpoint"):
+    with pytest.warns(UserWarning, match="newest complete checkpoint"):
         store.remove(str(bucket / "a"))
     assert step_of(str(bucket / "a")) == 1
     save_at(bucket / "b", 2, store)

@@ -25,7 +25,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "no_layout_at_all": (["parallelism=fast"], ['The layout "fast"', "tp2_pp2_dp2"]),
     "repeated_axis": (["parallelism=tp2_pp2_tp4"], ["gives tp twice, as 2 and as 4", 'Did you mean "tp4_pp2"']),
     "several_layouts": (["parallelism=[tp2,pp2]"], ["a run has one", "-m"]),
-    "layout_that_is_a_number": (["parallelism=8"], ["must be a string"]),
+    "layout_that_is_a_number": (["parallelism=8"], ["given a number", "parallelism=dp8"]),
     "f21_zero_degree": (["parallelism=tp0_pp2"], ["degree of tp is 0", "smallest is 1"]),
     "f21_negative_degree": (["parallelism=tp-2"], ["degree of tp is -2"]),
     "f21_absurd_degree": (["parallelism=dp99999999"], ["99999999", "largest"]),

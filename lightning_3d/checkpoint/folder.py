@@ -19,6 +19,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -158,16 +159,21 @@ def require_writable(path: Place) -> None:
         raise StorageError(f"No checkpoint can be written to {path}: {there} is {'read-only' if there.is_dir() else 'no folder'}.")
 
 
-def others_are_whole(path: Place) -> bool:
-    """Whether another complete checkpoint, with all its files, lies beside this one."""
+def another_is_as_new(path: Place) -> bool:
+    """Whether another complete checkpoint, with all its files, of the same or a later step lies beside this one."""
+    step = -1
+    with suppress(CheckpointError):
+        step = _step_of(path)
     for manifest in manifests_in(path.parent):
-        if _resolved(manifest.parent) != _resolved(path):
-            try:
-                read_manifest(manifest.parent)
+        with suppress(CheckpointError):
+            if _resolved(manifest.parent) != _resolved(path) and _step_of(manifest.parent) >= step:
                 return True
-            except CheckpointError:
-                continue
     return False
+
+
+def _step_of(path: Place) -> int:
+    """Raises CheckpointError where the checkpoint is not whole."""
+    return int(read_manifest(path).get("global_step", 0))
 
 
 def _resolved(path: Place) -> Place:

@@ -273,15 +273,15 @@ class CheckpointStore:
             self._say(f"The checkpoint {path} could not be removed, and training goes on: {reason(error)}")
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, if there is another good one beside it; otherwise after the next save. One rank calls it."""
+        """Delete a checkpoint, if a good one that is as new lies beside it; otherwise after the next save. One rank calls it."""
         where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
             self._pending.join(self._timeout)
-        if is_checkpoint and not folder.others_are_whole(where):
+        if is_checkpoint and not folder.another_is_as_new(where):
             self._postponed.add(where)
             if self._pending is None:
-                self._say(f"{where} is the only complete checkpoint in its folder: it is kept until another one is written.")
+                self._say(f"{where} is the newest complete checkpoint in its folder: it is kept until another one is written.")
         else:
             self._remove(where)
 
