@@ -172,23 +172,17 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("tp2_pp2_dp2", {}),
     ("pp2_dp2", {"schedule": "Interleaved1F1B", "zero_stage": 1}),
 ]
-IN_DEFAULT = (("zero1", "tp2_dp2"),)  # test_checkpoint_matrix.py has other pairs
 
 
 def pairs() -> list[Any]:
     return [
-        pytest.param(
-            source,
-            layout,
-            strategy,
-            id=f"{source}-{layout}-zero{strategy.get('zero_stage', 0)}",
-            marks=() if (source, layout) in IN_DEFAULT else pytest.mark.full,
-        )
+        pytest.param(source, layout, strategy, id=f"{source}-{layout}-zero{strategy.get('zero_stage', 0)}")
         for source in SOURCES
         for layout, strategy in TARGETS
     ]
 
 
+@pytest.mark.full  # by default test_checkpoint_matrix.py has such pairs
 @pytest.mark.parametrize(("source", "layout", "strategy"), pairs())
 def test_any_layout_restores_every_bit_and_goes_on(
     source: str, layout: str, strategy: dict, saved: dict[str, Path], uninterrupted: list[float], tmp_path: Path

@@ -42,7 +42,6 @@ def of_routers(model: str) -> dict[str, float]:
             ("mixtral", "tp2_cp2_ep2", {"sequence_parallel": False} | BOTH),
             ("gpt_oss", "tp2_cp2_ep4", {"recompute": "full"} | BOTH),
         ],
-        1,
         2,
     ),
 )

@@ -196,13 +196,10 @@ def fit_mixture(layout: str, epochs: int, resume: str | None, at_end: str | None
     return [*values.losses, float(trainer.callback_metrics["val_loss"])]
 
 
+@pytest.mark.full  # by default test_checkpoint_matrix.py has such a pair
 @pytest.mark.parametrize(
     ("layout", "ranks", "strategy"),
-    [
-        pytest.param("tp1", 1, {}, marks=pytest.mark.full),
-        ("tp2_ep2_dp2", 4, {"zero_stage": 1}),
-        pytest.param("ep4_dp4", 4, {"zero_stage": 3}, marks=pytest.mark.full),
-    ],
+    [("tp1", 1, {}), ("tp2_ep2_dp2", 4, {"zero_stage": 1}), ("ep4_dp4", 4, {"zero_stage": 3})],
     ids=["tp1", "tp2_ep2_dp2-zero1", "ep4_dp4-zero3"],
 )
 def test_a_checkpoint_of_dealt_experts_loads_on_any_layout(layout: str, ranks: int, strategy: dict[str, Any], tmp_path: Path) -> None:
