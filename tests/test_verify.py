@@ -291,7 +291,8 @@ def test_command_lines(tmp_path: Path) -> None:
         "model=llama3_70b parallelism=tp8_pp4_dp8 cluster=h100_32x8 data.global_batch_size=64 parallelism.zero_stage=3",
         "model=gemma3_tiny parallelism=tp2_pp2_dp2 parallelism.schedule=zbvzerobubble",
         "model=deepseek_v3_tiny parallelism=tp2_ep2_dp4 parallelism.zero_stage=2",
-        "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 data.sequence_length=1024 parallelism.recompute=full",
+        "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 parallelism.zero_stage=2 data.sequence_length=1024"
+        " parallelism.recompute=full",
     ],
 )
 def test_jobs(overrides: str) -> None:
