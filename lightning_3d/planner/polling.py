@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log
+from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_3d.planner.orders import training_order
@@ -59,5 +60,4 @@ def polling(compared: Sequence[Comparison]) -> list[list[str]]:
 
 
 def _median(ratios: Sequence[float]) -> str:
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    return f"{(errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2:.1%}" if errors else "-"
+    return f"{median(abs(ratio - 1) for ratio in ratios):.1%}" if ratios else "-"

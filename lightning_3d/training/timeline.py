@@ -70,8 +70,6 @@ class RunReport(Callback):
         write_report(self._folder, about)
 
 
-
-
 def what_is_counted(strategy: Any, module: nn.Module) -> str:
     """What our strategy averages losses over: tokens, where a causal language model computes its own loss, else rows."""
     own = any(isinstance(getattr(part, "loss_function", None), TokenMeanLoss) for part in module.modules())
