@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from lightning_3d.attempts import name_attempt
 from lightning_3d.errors import Lightning3DError
+from lightning_3d.rendezvous import explained_errors
+from lightning_3d.ties import die_with, outlive_parent
 
 if TYPE_CHECKING:
     from lightning_3d.children import Children
@@ -38,6 +40,9 @@ FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
 
 PARENT_VARIABLE = "LIGHTNING_3D_PARENT"
 """Process id of rank 0 in the environment of ranks that it started itself, which must not outlive it."""
+
+ORPHAN_SECONDS = 2.0
+"""How long a rank may take to end by itself after rank 0, which had started it, was killed."""
 
 _KEY = "lightning_3d/failure"
 _SEEN = "lightning_3d/failure_seen"
@@ -308,7 +313,8 @@ def connect_store(rank: int, world_size: int) -> tuple[Any, Any]:
 def _store_at(address: str, port: str, rank: int, world_size: int, restarts: str) -> tuple[Any, Any]:
     from torch.distributed import PrefixStore, rendezvous
 
-    store, _, _ = next(rendezvous("env://", rank, world_size))
+    with explained_errors(rank):
+        store, _, _ = next(rendezvous("env://", rank, world_size))
     if not store_outlives_ranks():
         return PrefixStore("lightning_3d", store), None
     return PrefixStore(name_attempt(store, rank, world_size), store), store
@@ -327,7 +333,8 @@ class FailureReporter:
         rank, world_size: of this process.
         grace: seconds that this process has to end by itself after another rank failed; then it is ended, because it
             may wait in a collective for ever.
-        parent: process that started this rank and without which it must not go on; None where somebody else sees to that.
+        parent: process that started this rank and without which it must not go on; None where somebody else sees to that. The kernel
+            kills this rank when it dies; only rank 1 watches itself between `watch` and `close`, to say what happened.
     """
 
     def __init__(
@@ -344,6 +351,7 @@ class FailureReporter:
         self._shows = False
         self._told = False
         self._previous_hook: Callable[..., Any] | None = None
+        self._speaks_for_parent = False
         self._closed = threading.Event()
 
     @classmethod
@@ -362,6 +370,7 @@ class FailureReporter:
         if self._previous_hook is None:
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
+            self._untie()
             threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True).start()
 
     def run(self, job: Callable[[], None]) -> int:
@@ -404,12 +413,45 @@ class FailureReporter:
     def close(self) -> None:
         """End the watch. After a failure the exception hook stays, because the exception is still on its way."""
         self._closed.set()
+        if self._noted is None:
+            self._tie()
         if self._noted is None and self._previous_hook is not None:
             sys.excepthook, self._previous_hook = self._previous_hook, None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has noted an exception."""
+        return self._noted is not None
+
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ignore_sigterm()
-        raise SystemExit(self.finish(error))
+        code = self.finish(error)
+        self._tie()
+        raise SystemExit(code)
+
+    def _untie(self) -> None:
+        """Rank 1 outlives rank 0 by a moment. A tie to a parent belongs to a thread."""
+        if self._parent is not None and self._rank == 1 and threading.current_thread() is threading.main_thread():
+            outlive_parent()
+            self._speaks_for_parent = True
+
+    def _tie(self) -> None:
+        """From here on nobody watches, not even in destructors that wait for other ranks."""
+        if self._speaks_for_parent and threading.current_thread() is threading.main_thread():
+            assert self._parent is not None
+            self._speaks_for_parent = False
+            if os.getppid() != self._parent and self._noted is None:
+                self._end_orphaned()
+            die_with(self._parent)
+
+    def _end_orphaned(self) -> None:
+        """End this process, once it has shown what it noted, or that rank 0 is gone."""
+        if self._rank == 1 and not self._told and (self._noted is None or self._shows):
+            failure = self._noted
+            if failure is None or failure.lost_peer:
+                failure = Failure(0, 1, "it ended without a word.", False, time.time())
+            print(failure.message(self._world_size), file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _first(self) -> Failure | None:
         try:
@@ -420,14 +462,13 @@ class FailureReporter:
     def _watch(self) -> None:
         while not self._closed.wait(1.0):
             failure = self._first()
-            orphaned = failure is None and self._parent not in (None, os.getppid())
-            if orphaned:
-                failure = Failure(0, 1, "it ended without a word.", False, time.time())
+            if failure is None and self._parent not in (None, os.getppid()):
+                if not self._closed.wait(ORPHAN_SECONDS):
+                    self._end_orphaned()
+                return
             if failure is not None and failure.rank != self._rank:
                 self._cause = failure
                 if not self._closed.wait(self._grace):
-                    if orphaned and self._rank == 1:
-                        print(failure.message(self._world_size), file=sys.stderr, flush=True)
                     os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
                 return
 

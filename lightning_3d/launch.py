@@ -9,7 +9,6 @@ process is.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -30,6 +29,8 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.failures import FOLDER_VARIABLE, Failure, FailureReporter, FolderBoard, silent_end
+from lightning_3d.rendezvous import CHOSEN_VARIABLE
+from lightning_3d.ties import belong_to, tied_interpreters
 
 SAVE_SECONDS = 300.0
 """How long ranks may take to end after SIGTERM to the run: they finish a step and save. Whoever sent it may have less patience; a second
@@ -40,7 +41,6 @@ GRACE_SECONDS = 8.0
 
 _SETTLE_SECONDS = 2.0
 _TEARDOWN_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _LOG_TAIL_BYTES = 4000
 _NOT_IN_SLURM_STEP = ("bash", "interactive")
 
@@ -101,6 +101,8 @@ def set_master_address(outside: OutsideRank) -> None:
             raise ConfigError(str(error)) from error
         if nodes := os.environ.get("SLURM_STEP_NODELIST"):  # a step may have fewer nodes than its job
             os.environ.setdefault("MASTER_ADDR", cluster.resolve_root_node_address(nodes))
+        if "MASTER_PORT" not in os.environ:
+            os.environ[CHOSEN_VARIABLE] = str(cluster.main_port)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = cluster.main_address, str(cluster.main_port)
 
 
@@ -138,6 +140,7 @@ class Ranks:
     threads: int | None = None
     processes: list[BaseProcess] = field(default_factory=list)
     ended: dict[int, tuple[float, int]] = field(default_factory=dict)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(self, board: Path) -> None:
         """Start all ranks. They have an environment like torchrun's, each its own process group."""
@@ -145,7 +148,8 @@ class Ranks:
         if self.fork:
             gc.collect()
             gc.freeze()  # what is imported never changes: keep the collector from touching, thereby copying, its pages
-        with _reserved_port() as port:
+        port = self.held.enter_context(_reserved_port())
+        with tied_interpreters() if not self.fork else contextlib.nullcontext():
             for rank in range(self.count):
                 environment = rank_environment(rank, self.count, port) | {FOLDER_VARIABLE: str(board)}
                 arguments = (self.job, self.arguments, environment, self.logs, self.threads, os.getpid())
@@ -241,6 +245,7 @@ def launch(
     finally:
         if ranks.running:
             ranks.stop(0.0)
+        ranks.held.close()
         shutil.rmtree(board, ignore_errors=True)
 
 
@@ -323,8 +328,7 @@ def _signals() -> Iterator[list[int]]:
 def _reserved_port() -> Iterator[int]:
     """A port that nobody else is given before rank 0 listens on it.
 
-    Bound but not listening, with SO_REUSEADDR on both sides, it stays free for rank 0 alone. Forked ranks keep it
-    bound.
+    Bound but not listening, with SO_REUSEADDR on both sides, it stays free for rank 0 alone.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -358,15 +362,6 @@ def _run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
-
-
-def belong_to(supervisor: int) -> None:
-    """Die with the supervisor, and lead a process group, so that what this rank starts can be ended with it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:  # it died before the request
-            os._exit(1)
-    os.setpgid(0, 0)
 
 
 def _redirect_output(path: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -126,27 +127,49 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     """Lightning's launcher that runs the user's script once per local rank; None where the cluster already started the ranks.
 
     `_SubprocessScriptLauncher` is not public (Lightning 2.6), but it is what DDPStrategy uses. Its `launch` is overridden, because
-    the observer that it starts kills rank 0 when a child has failed. Attribute `children`: who watches instead, None before.
+    the observer that it starts kills rank 0 when a child has failed, and the children that it starts outlive rank 0. Attribute `children`: who watches instead, None before.
+
+    Raises:
+        ConfigError: from its `launch`: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
+    from hydra.core.hydra_config import HydraConfig
+    from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     from lightning_3d.children import Children
     from lightning_3d.failures import PARENT_VARIABLE
+    from lightning_3d.rendezvous import hold_meeting_point
+    from lightning_3d.ties import die_with
 
     class Launcher(_SubprocessScriptLauncher):
         children: Children | None = None
+        meeting_point: Any = None
 
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
             if self.children is None:  # not again for a second fit, or a test after it
-                os.environ[PARENT_VARIABLE] = str(os.getpid())
-                self._call_children_scripts()
-                del os.environ[PARENT_VARIABLE]
-                self.children = Children(self.procs, cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
-                self.children.watch()
+                self.meeting_point = hold_meeting_point(cluster_environment, num_nodes)
+                children = Children(cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
+                children.start(self._start_scripts)
+                self.children = children
             _set_num_threads_if_needed(num_processes=num_processes)
             return function(*args, **kwargs)
+
+        def _start_scripts(self) -> list[subprocess.Popen]:
+            self._check_can_spawn_children()
+            place = {"MASTER_ADDR": cluster_environment.main_address, "MASTER_PORT": str(cluster_environment.main_port)}
+            place |= {"NODE_RANK": str(cluster_environment.node_rank()), "WORLD_SIZE": str(num_processes * num_nodes)}
+            os.environ.update(place, LOCAL_RANK=str(cluster_environment.local_rank()))
+            self.procs = []
+            for local_rank in range(1, num_processes):
+                command, folder = _basic_subprocess_cmd(), None
+                if HydraConfig.initialized():
+                    command, folder = _hydra_subprocess_cmd(local_rank)
+                environment = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
+                tie = partial(die_with, os.getpid())
+                self.procs.append(subprocess.Popen(command, env=environment, cwd=folder, preexec_fn=tie))
+            return self.procs
 
     if cluster_environment.creates_processes_externally:
         return None
@@ -169,6 +192,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from lightning_3d.failures import connect_store, store_outlives_ranks
+    from lightning_3d.rendezvous import explained_errors
 
     reset_seed()
     environment = strategy.cluster_environment
@@ -182,7 +206,8 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     place: dict[str, Any] = {}
     if store_outlives_ranks() and strategy.world_size > 1:  # torch 2.13 would read the addresses of ranks that are gone
         place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
-    _init_dist_connection(environment, backend, timeout=timeout, **place)
+    with explained_errors(strategy.global_rank):
+        _init_dist_connection(environment, backend, timeout=timeout, **place)
 
 
 @contextmanager

@@ -61,6 +61,7 @@ from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.step.weighting import weigh_loss
 from lightning_3d.tensor_parallel import check_replicated_gradients
+from lightning_3d.ties import tie_workers
 from lightning_3d.tracing.trace import OPTIMIZER
 from lightning_3d.tracing.tracer import StepTracer
 from lightning_3d.trainer_checkpoints import TrainerCheckpoints
@@ -229,6 +230,12 @@ class Lightning3DStrategy(TrainerCheckpoints):
         """Ranks that share a data coordinate see the same batch."""
         mesh = self._require_mesh()
         return {"num_replicas": mesh.size("dp"), "rank": mesh.index("dp")}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Its workers end with this rank, however it ends."""
+        tie_workers(dataloader)
+        return dataloader
 
     @property
     def specs(self) -> dict[str, Any]:

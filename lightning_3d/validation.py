@@ -15,12 +15,12 @@ from pathlib import Path
 from lightning_3d.cluster import ClusterConfig
 from lightning_3d.config import visible_gpus
 from lightning_3d.errors import ConfigError
-from lightning_3d.launch import belong_to
 from lightning_3d.metrics_file import column, read_rows
 from lightning_3d.planner.accuracy import table
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate
 from lightning_3d.planner.text import describe, gigabytes
+from lightning_3d.ties import belong_to
 
 _LAST_WORDS = 400
 

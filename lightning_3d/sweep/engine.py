@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Protocol
 
 from lightning_3d.failures import silent_end
-from lightning_3d.launch import GRACE_SECONDS, SAVE_SECONDS, belong_to
+from lightning_3d.launch import GRACE_SECONDS, SAVE_SECONDS
 from lightning_3d.layout_rules import check_sizes
 from lightning_3d.sweep.jobs import Job
+from lightning_3d.ties import belong_to
 
 _POLL_SECONDS = 0.5
 _END_SECONDS = 2 * GRACE_SECONDS + 4.0  # a run that is interrupted gives its ranks GRACE_SECONDS twice

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.launch import belong_to
 from lightning_3d.layout_rules import check_number, check_sizes
 from lightning_3d.run_status import read_status
 from lightning_3d.sweep.engine import Began, Ended, Event, Going, Interrupted
 from lightning_3d.sweep.jobs import Job
+from lightning_3d.ties import belong_to
 
 SUBMITIT_FOLDER = ".submitit"
 _LATE_SECONDS = 20.0  # until a file that another node wrote is seen here

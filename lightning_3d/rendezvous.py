@@ -1,0 +1,163 @@
+"""Where the ranks of a run meet: MASTER_ADDR and MASTER_PORT are found right before anybody waits there.
+
+torch's own errors come as tracebacks, or after half an hour. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_3d.errors import ConfigError
+
+CHOSEN_VARIABLE = "LIGHTNING_3D_PORT"
+"""The port that this package chose, for whoever asks later where MASTER_PORT comes from."""
+
+_REACH_SECONDS = 5.0
+_RESOLVE_SECONDS = 60.0
+_ADVICE = "Unset MASTER_PORT to take a free port, or set it to another one."
+_SAME_ADVICE = "Set it to a free port, the same for all ranks."
+_LOCAL = "All ranks run on this machine: unset MASTER_ADDR, or set it to 127.0.0.1."
+
+
+def read_port(text: str, name: str = "MASTER_PORT", advice: str = _ADVICE) -> int:
+    """A port as an environment variable gives it.
+
+    Raises:
+        ConfigError: not a number of a port.
+    """
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise ConfigError(f"{name} must be a whole number from 1 to 65535; got {text!r}. {advice}")
+    return int(text)
+
+
+def hold_meeting_point(cluster_environment: Any, num_nodes: int) -> socket.socket | None:
+    """Check where the ranks will meet before they are started, and keep others from taking the port. For local rank 0.
+
+    Sets MASTER_PORT where a run on one machine was not given one. Rank 0 can listen on the port although the socket that is returned
+    is bound to it; None on other nodes than the first.
+
+    Raises:
+        ConfigError: rank 0 cannot listen there, or the address does not lead here.
+    """
+    given = next((name for name in ("MASTER_PORT", "STANDALONE_PORT") if name in os.environ), None)
+    if given is not None:
+        read_port(os.environ[given], given)
+    elif num_nodes > 1 and not _knows_its_port(cluster_environment):
+        raise ConfigError(
+            f"A run on {num_nodes} nodes needs MASTER_ADDR and MASTER_PORT, the same on every node: the address of node 0 and a port that"
+            " is free there."
+        )
+    if cluster_environment.node_rank() > 0:
+        return None
+    if given is None and not _knows_its_port(cluster_environment):
+        holder = _bind(0, "MASTER_PORT", _ADVICE)
+        os.environ["MASTER_PORT"] = os.environ[CHOSEN_VARIABLE] = str(holder.getsockname()[1])
+    else:
+        name = given or type(cluster_environment).__name__
+        holder = _bind(int(cluster_environment.main_port), name, _ADVICE if num_nodes == 1 else _SAME_ADVICE)
+    if num_nodes == 1:
+        try:
+            _require_local(cluster_environment.main_address)
+        except ConfigError:
+            holder.close()
+            raise
+    return holder
+
+
+@contextlib.contextmanager
+def explained_errors(rank: int) -> Iterator[None]:
+    """Check MASTER_ADDR and MASTER_PORT, and say in one message what is wrong with them when torch cannot connect.
+
+    For ranks that somebody else started, whose address may become known a little later than they start.
+
+    Raises:
+        ConfigError: rank 0 cannot listen, the port is not one, or the address cannot be resolved.
+    """
+    port = read_port(os.environ["MASTER_PORT"], advice=_SAME_ADVICE) if "MASTER_PORT" in os.environ else 0
+    _resolve(os.environ.get("MASTER_ADDR", "127.0.0.1"), _RESOLVE_SECONDS)
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistNetworkError
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise _taken(port, "MASTER_PORT", _SAME_ADVICE) from None
+        raise
+
+
+def _knows_its_port(cluster_environment: Any) -> bool:
+    """Whether a cluster environment has an idea of its own where the ranks meet; Lightning's takes variables, or any port."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    return not isinstance(cluster_environment, LightningEnvironment) or cluster_environment._main_port != -1
+
+
+def _bind(port: int, name: str, advice: str) -> socket.socket:
+    """A socket that holds a port but does not listen, on all addresses as torch's server will.
+
+    With SO_REUSEADDR on both sides, the server of rank 0 may listen there meanwhile.
+    """
+    dual = socket.has_dualstack_ipv6()
+    holder = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        if dual:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.bind(("::" if dual else "", port))
+    except OSError as error:
+        holder.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(port, name, advice) from None
+        raise ConfigError(f"Rank 0 cannot listen on port {port} of {name}: {error.strerror}. {advice}") from None
+    return holder
+
+
+def _taken(port: int, name: str, advice: str) -> ConfigError:
+    if os.environ.get(CHOSEN_VARIABLE) == str(port):
+        return ConfigError(
+            f"Port {port}, which was chosen for the ranks to meet, was taken by another program before rank 0 could listen on it. Start"
+            " again, or set MASTER_PORT to a free port."
+        )
+    return ConfigError(f"Port {port} of {name} is taken by another program, but rank 0 must listen on it. {advice}")
+
+
+def _resolve(address: str, seconds: float) -> list[Any]:
+    """Addresses of a name, which may appear in the name service a little later than the ranks.
+
+    Raises:
+        ConfigError: it did not within some seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                reason = error.strerror if isinstance(error, OSError) else "it is not a name of a host"
+                raise ConfigError(f"MASTER_ADDR={address}, where the ranks are to meet, cannot be resolved: {reason}.") from None
+        time.sleep(1.0)
+
+
+def _require_local(address: str) -> None:
+    """Connect to a listener of this process through an address.
+
+    Raises:
+        ConfigError: it does not lead to this machine.
+    """
+    try:
+        found = _resolve(address, 0.0)
+    except ConfigError as error:
+        raise ConfigError(f"{error} {_LOCAL}") from None
+    for family, *_, target in found:
+        with socket.socket(family) as listener, socket.socket(family) as client:
+            client.settimeout(_REACH_SECONDS)
+            with contextlib.suppress(OSError):
+                listener.bind(("::" if family == socket.AF_INET6 else "", 0))
+                listener.listen()
+                client.connect((target[0], listener.getsockname()[1], *target[2:]))
+                return
+    raise ConfigError(f"MASTER_ADDR={address}, where the ranks are to meet, does not lead to this machine. {_LOCAL}")

@@ -1,0 +1,116 @@
+"""Processes that end with the one that started them, however that one ends.
+
+The kernel kills a process whose parent has died (Linux, `prctl(PR_SET_PDEATHSIG)`). The request is made between fork and exec, so
+that there is no moment at which a process runs without it, and it holds while C++ code waits in a rendezvous. It is tied to the
+*thread* that forked: whoever starts a process from a thread must keep that thread for as long as the process lives.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_POLL_SECONDS = 1.0
+_CANNOT_EXECUTE = 126
+# Found before any fork: in a forked child another thread may have held the loader's lock for ever.
+_prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies (Linux); ends this process if `parent` is not its parent any more."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Take `die_with` back, in the same thread, for a process that notices by itself and has something to say."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def belong_to(parent: int) -> None:
+    """Die with the parent, and lead a process group, so that what this process starts can be ended with it."""
+    die_with(parent)
+    os.setpgid(0, 0)
+
+
+@contextlib.contextmanager
+def tied_interpreters() -> Iterator[None]:
+    """Let the fresh interpreters that `multiprocessing` starts inside belong to this process before they run a line of Python.
+
+    Importing what they need takes seconds, in which they would notice nothing. `multiprocessing.util.spawnv_passfds` (Python 3.11 to
+    3.14), which has no place for a function to call before exec, is replaced meanwhile.
+    """
+    from multiprocessing import resource_tracker, util
+
+    resource_tracker.ensure_running()  # a process that all share, started before those that are tied
+    module: Any = util
+    before, parent = module.spawnv_passfds, os.getpid()
+
+    def start(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: this one executes another program at once
+            pid = os.fork()
+        if pid > 0:
+            return pid
+        try:
+            belong_to(parent)
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, True)
+            os.execv(path, arguments)
+        finally:
+            os._exit(_CANNOT_EXECUTE)
+
+    module.spawnv_passfds = start
+    try:
+        yield
+    finally:
+        module.spawnv_passfds = before
+
+
+def tie_workers(loader: Any) -> None:
+    """Let the worker processes of a DataLoader end within seconds after this process, also in the middle of reading a sample.
+
+    torch's own workers look for their parent between two batches only.
+    """
+    given = getattr(loader, "worker_init_fn", None)
+    if getattr(loader, "num_workers", 0) > 0 and getattr(given, "func", None) is not _begin_worker:
+        loader.worker_init_fn = partial(_begin_worker, os.getpid(), given)
+
+
+def _begin_worker(parent: int, given: Callable[[int], None] | None, number: int) -> None:
+    threading.Thread(target=_follow, args=(parent,), name="lightning_3d-parent", daemon=True).start()
+    if given is not None:
+        given(number)
+
+
+def _follow(parent: int) -> None:
+    """End this process when another one has ended, which may not be its parent: a fork server starts workers, too."""
+    while not _has_ended(parent):
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _has_ended(process: int) -> bool:
+    if os.getppid() == process:
+        return False
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+    return False
