@@ -127,7 +127,8 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     """Lightning's launcher that runs the user's script once per local rank; None where the cluster already started the ranks.
 
     `_SubprocessScriptLauncher` is not public (Lightning 2.6), but it is what DDPStrategy uses. Its `launch` is overridden, because
-    the observer that it starts kills rank 0 when a child has failed, and the children that it starts outlive rank 0. Attribute `children`: who watches instead, None before.
+    the observer that it starts kills rank 0 when a child has failed, and the children that it starts outlive rank 0. Attribute
+    `children`: who watches instead, None before.
 
     Raises:
         ConfigError: from its `launch`: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.

@@ -20,7 +20,7 @@ CHOSEN_VARIABLE = "LIGHTNING_3D_PORT"
 
 _REACH_SECONDS = 5.0
 _RESOLVE_SECONDS = 60.0
-_ADVICE = "Unset MASTER_PORT to take a free port, or set it to another one."
+_ADVICE = "Unset {name} to take a free port, or set it to another one."
 _SAME_ADVICE = "Set it to a free port, the same for all ranks."
 _LOCAL = "All ranks run on this machine: unset MASTER_ADDR, or set it to 127.0.0.1."
 
@@ -32,7 +32,7 @@ def read_port(text: str, name: str = "MASTER_PORT", advice: str = _ADVICE) -> in
         ConfigError: not a number of a port.
     """
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise ConfigError(f"{name} must be a whole number from 1 to 65535; got {text!r}. {advice}")
+        raise ConfigError(f"{name} must be a whole number from 1 to 65535; got {text!r}. {advice.format(name=name)}")
     return int(text)
 
 
@@ -112,7 +112,7 @@ def _bind(port: int, name: str, advice: str) -> socket.socket:
         holder.close()
         if error.errno == errno.EADDRINUSE:
             raise _taken(port, name, advice) from None
-        raise ConfigError(f"Rank 0 cannot listen on port {port} of {name}: {error.strerror}. {advice}") from None
+        raise ConfigError(f"Rank 0 cannot listen on port {port} of {name}: {error.strerror}. {advice.format(name=name)}") from None
     return holder
 
 
@@ -122,7 +122,7 @@ def _taken(port: int, name: str, advice: str) -> ConfigError:
             f"Port {port}, which was chosen for the ranks to meet, was taken by another program before rank 0 could listen on it. Start"
             " again, or set MASTER_PORT to a free port."
         )
-    return ConfigError(f"Port {port} of {name} is taken by another program, but rank 0 must listen on it. {advice}")
+    return ConfigError(f"Port {port} of {name} is taken by another program, but rank 0 must listen on it. {advice.format(name=name)}")
 
 
 def _resolve(address: str, seconds: float) -> list[Any]:
