@@ -48,16 +48,20 @@ def hold_meeting_point(cluster_environment: Any, num_nodes: int) -> socket.socke
     given = next((name for name in ("MASTER_PORT", "STANDALONE_PORT") if name in os.environ), None)
     if given is not None:
         read_port(os.environ[given], given)
-    elif num_nodes > 1 and not _knows_its_port(cluster_environment):
+    elif num_nodes > 1 and _takes_any_port(cluster_environment):
         raise ConfigError(
             f"A run on {num_nodes} nodes needs MASTER_ADDR and MASTER_PORT, the same on every node: the address of node 0 and a port that"
             " is free there."
         )
     if cluster_environment.node_rank() > 0:
         return None
-    if given is None and not _knows_its_port(cluster_environment):
+    if given is None and _takes_any_port(cluster_environment):
         holder = _bind(0, "MASTER_PORT", _ADVICE)
         os.environ["MASTER_PORT"] = os.environ[CHOSEN_VARIABLE] = str(holder.getsockname()[1])
+        if cluster_environment.main_port != holder.getsockname()[1]:  # it had been asked before, and stays with its answer
+            holder.close()
+            holder = _bind(int(cluster_environment.main_port), "MASTER_PORT", _ADVICE)
+            os.environ["MASTER_PORT"] = os.environ[CHOSEN_VARIABLE] = str(cluster_environment.main_port)
     else:
         name = given or type(cluster_environment).__name__
         holder = _bind(int(cluster_environment.main_port), name, _ADVICE if num_nodes == 1 else _SAME_ADVICE)
@@ -89,11 +93,11 @@ def explained_errors(rank: int) -> Iterator[None]:
         raise
 
 
-def _knows_its_port(cluster_environment: Any) -> bool:
-    """Whether a cluster environment has an idea of its own where the ranks meet; Lightning's takes variables, or any port."""
+def _takes_any_port(cluster_environment: Any) -> bool:
+    """Whether a cluster environment has no idea of its own where the ranks meet: Lightning's takes variables, or any port."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    return not isinstance(cluster_environment, LightningEnvironment) or cluster_environment._main_port != -1
+    return isinstance(cluster_environment, LightningEnvironment)
 
 
 def _bind(port: int, name: str, advice: str) -> socket.socket:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,21 @@ def test_fresh_interpreters_belong_to_the_supervisor_from_their_first_line(tmp_p
 def test_train_that_is_killed_takes_its_ranks_along(phase: str, markers: int, more: list[str], tmp_path: Path) -> None:
     callback = "+callbacks.phases._target_=orphans.phase_callback"
     Run([str(REPOSITORY / TRAIN[0]), *TRAIN[1:], callback, *more], phase, tmp_path).kill_at(markers)
+
+
+@FULL
+@pytest.mark.parametrize("command", [["verify", "parallelism=dp2"], ["profile", "--ranks=2"]], ids=lambda command: command[0])
+def test_other_commands_that_are_killed_take_their_ranks_along(command: list[str], tmp_path: Path) -> None:
+    run = Run(["-m", "lightning_3d", *command, "cluster=local_cpu"], "none", tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while len(run.members()) < 3:
+            assert run.process.poll() is None and time.monotonic() < deadline, run.log.read_text()
+            time.sleep(0.05)
+        run.kill()
+    finally:
+        for process in run.members():
+            process.kill()
 
 
 def test_rank_0_that_fails_before_the_ranks_meet_ends_them_all(tmp_path: Path) -> None:
@@ -183,6 +199,14 @@ def test_address_that_is_not_of_this_machine_is_one_message(
     if words == "cannot be resolved":
         with pytest.raises(ConfigError, match=words), explained_errors(0):
             pass
+
+
+def test_port_that_was_asked_for_before_is_kept_and_held(cluster: Any) -> None:
+    port = cluster.main_port
+    holder = hold_meeting_point(cluster, 1)
+    assert holder is not None
+    with holder:
+        assert holder.getsockname()[1] == port == int(os.environ["MASTER_PORT"])
 
 
 def test_nodes_must_know_where_they_meet(cluster: Any, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
