@@ -1,5 +1,6 @@
 """A user's own script under Lightning's launcher, where rank 0 starts the others: how it ends when a rank fails."""
 
+import inspect
 import signal
 import subprocess
 import sys
@@ -139,6 +140,16 @@ def test_script_ends_with_the_cause(case: str, results: dict[str, tuple[int, str
         assert output.count("lightning_3d: ") == (0 if expected == 0 else 1), output
     if "refuses" in case:
         assert "Traceback" not in output
+
+
+def test_lightning_says_how_a_script_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract of the private functions that `lightning_compat.subprocess_launcher` uses."""
+    from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+
+    monkeypatch.setattr(sys, "argv", ["mine.py", "one", "two"])
+    command = [*_basic_subprocess_cmd()]
+    assert command[0] == sys.executable and command[-2:] == ["one", "two"]
+    assert list(inspect.signature(_hydra_subprocess_cmd).parameters) == ["local_rank"]
 
 
 @pytest.mark.full
