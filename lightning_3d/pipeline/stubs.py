@@ -119,7 +119,7 @@ def _zeros(state: PipelineState) -> Tensor:
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A block outside the active chunk: hand over what was received, pass on, or end the step."""
     chunk = state.require_chunk()
-    hidden = _hidden_states(args, kwargs)
+    hidden = hidden_states_of(args, kwargs)
     if index >= chunk.layers.stop:
         raise StageBoundary(hidden)
     if index == chunk.layers.start - 1:
@@ -128,7 +128,7 @@ def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: di
     return (hidden, *([None] * (state.tuple_length - 1))) if state.tuple_length else hidden
 
 
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
         if isinstance(value, Tensor):
             return value
