@@ -330,7 +330,7 @@ class _Comparison:
         return "Likely cause: the plan does not say how something in it is divided over the ranks."
 
     def _advice(self) -> str:
-        axes = [axis for axis in ("tp", "cp", "ep") if self._layout.size(axis) > 1]
+        axes = [axis for axis in ("tp", "cp", "ep") if getattr(self._layout, axis) > 1]
         return f"Nothing was trained. See docs/your_model.md, or use {listed(f'{axis}=1' for axis in axes) or 'pp=1'}."
 
     def _explain_stages(self, failure: Deviation | Exception) -> str:
@@ -349,20 +349,26 @@ def _owner(name: str, cuts: dict[str, str]) -> str:
 def _deepest(rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The name of the innermost module that had begun and not returned when the model failed."""
     running: list[str] = []
-    failed: list[str] = []
     handles = []
     for stage in rewritten.modules():
         for name, child in stage.named_modules():
-            handles.append(child.register_forward_pre_hook(lambda child, given, name=name: running.append(name)))
-            handles.append(child.register_forward_hook(lambda child, given, output, name=name: running.pop()))
+
+            def begin(child: nn.Module, given: Any, name: str = name) -> None:
+                running.append(name)
+
+            def end(child: nn.Module, given: Any, output: Any) -> None:
+                running.pop()
+
+            handles += [child.register_forward_pre_hook(begin), child.register_forward_hook(end)]
     try:
-        rewritten(*args, **kwargs)
+        with torch.no_grad():
+            rewritten(*args, **kwargs)
     except Exception:
-        failed = list(running)
+        return running[-1] if running else None
     finally:
         for handle in handles:
             handle.remove()
-    return failed[-1] if failed else None
+    return None
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -44,7 +44,7 @@ def family_of(module: nn.Module, plan: ParallelPlan) -> str:
 def is_verified(module: nn.Module, plan: ParallelPlan, layout: Layout) -> bool:
     """Whether the family was compared with one process along every axis of the layout, with these versions of libraries."""
     axes = _verified().get(versions(), {}).get(family_of(module, plan), ())
-    return all(axis in axes for axis in _AXES if layout.size(axis) > 1)
+    return all(axis in axes for axis in _AXES if getattr(layout, axis) > 1)
 
 
 @lru_cache(maxsize=1)
