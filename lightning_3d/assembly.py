@@ -268,13 +268,14 @@ def take_part(
     Args:
         name: of the pipelined module in `root`. assignment: all stages; this rank takes those of `mesh.index("pp")`.
 
-    Communicates: groups are created.
+    Communicates: groups are created, but for a `StageMesh`.
     """
     layout, module = mesh.layout, root.get_submodule(name)
     owners = _Owners(root, name, plan, assignment)
     regions = _sequence_regions(module, plan, layout.tp, options.blocks.sequence_parallel)
     specs = _all_specs(root, name, module, plan, mesh, owners, regions)
-    _create_groups(specs.values(), mesh)
+    if isinstance(mesh, Mesh):  # who tries a plan on one stage sums gradients over the groups that are there
+        _create_groups(specs.values(), mesh)
 
     blueprint, stored = Blueprint(root), stored_values(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
@@ -457,7 +458,7 @@ def _all_specs(
     return specs
 
 
-def _create_groups(specs: Iterable[ShardSpec], mesh: Mesh | StageMesh) -> None:
+def _create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
     """Groups for partial gradients inside tp and for copies on two stages; all ranks pass the same list."""
     specs = list(specs)
     layout = mesh.layout

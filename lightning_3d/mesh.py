@@ -260,12 +260,6 @@ class StageMesh:
         """
         return self._mesh.group(*(axis for axis in axes if axis != "pp"))
 
-    def create(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Nothing: whoever tries a plan sums gradients over the groups that are there."""
-
-    def warm_up(self) -> None:
-        """Nothing: the groups of the mesh are warm."""
-
 
 def _world() -> dist.ProcessGroup:
     """The default process group."""

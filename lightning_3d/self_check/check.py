@@ -23,8 +23,9 @@ from lightning_3d.initializers import isolated_generators
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.model_options import ModelOptions
-from lightning_3d.plans import COLUMN_STYLES, ROW_STYLES, ParallelPlan
-from lightning_3d.self_check.compare import LARGEST, Deviation, first_different, largest_deviation
+from lightning_3d.plans import ParallelPlan
+from lightning_3d.self_check.compare import LARGEST, Deviation, largest_deviation
+from lightning_3d.self_check.explain import Explanation, first_line
 from lightning_3d.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes
 from lightning_3d.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
 from lightning_3d.self_check.remembered import identity, is_verified, recall, remember
@@ -186,9 +187,11 @@ class _Comparison:
             if failure is None:
                 return sizes
         assert failure is not None
+        explanation = Explanation(self._subject.model, self._plan, self._layout)
         if boundary is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
-            raise PlanError(self._explain_stages(failure))
-        raise PlanError(self._explain(failure, args, kwargs, sizes))
+            raise PlanError(explanation.of_stages(failure))
+        whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
+        raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
 
     def _no_room(self) -> str | None:
         """Why the check would not fit into this rank's memory; None where it does."""
@@ -223,7 +226,7 @@ class _Comparison:
                 return None
             if self._boundary is not None:
                 self._boundary = len(every) // 2
-        return f"the whole model fails by itself ({type(error).__name__}: {_first_line(error)})."
+        return f"the whole model fails by itself ({type(error).__name__}: {first_line(error)})."
 
     def _whole(self, seed: int) -> nn.Module:
         whole = self._reduced()
@@ -286,93 +289,6 @@ class _Comparison:
                 if name.startswith(prefix):
                     everywhere |= {f"{layers}.{index}.{name.removeprefix(prefix)}": value for index in kind}
         return everywhere
-
-    # What is said of a difference
-
-    def _explain(self, failure: Deviation | Exception, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes) -> str:
-        whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
-        name = first_different(whole, rewritten, args, kwargs)
-        if name is None and isinstance(failure, Deviation) and failure.parameter:
-            name = failure.parameter.rpartition(".")[0]
-        if name is None and isinstance(failure, Exception):
-            name = _deepest(rewritten, args, kwargs)
-        cuts = {key: cut.style for key, _ in whole.named_modules() if (cut := self._plan.cut_of(key)) is not None}
-        owner = _owner(name or "", cuts)
-        where = f" The first module that differs is '{owner}' ({type(whole.get_submodule(owner)).__name__})." if owner else ""
-        return f"{self._what(failure)}{where} {self._cause(owner, cuts)} {self._advice()}"
-
-    def _what(self, failure: Deviation | Exception) -> str:
-        layout = self._layout.name
-        if isinstance(failure, Exception):
-            error = f"{type(failure).__name__}: {_first_line(failure)}"
-            return f"Self-check: {self._subject.model} as it is rewritten for {layout} fails ({error})."
-        size = f" by {failure.error:.1e} (at most {LARGEST:g} is rounding)" if failure.error == failure.error else ""
-        what = f"{failure.what} differs{size}"
-        return f"Self-check: {self._subject.model} as it is rewritten for {layout} computes something else than whole: {what}."
-
-    def _cause(self, owner: str, cuts: dict[str, str]) -> str:
-        inside = {key: style for key, style in cuts.items() if not owner or key.startswith(f"{owner}.") or key == owner}
-        columns = [key.rpartition(".")[2] for key, style in inside.items() if style in COLUMN_STYLES]
-        rows = [key.rpartition(".")[2] for key, style in inside.items() if style in ROW_STYLES]
-        if self._layout.tp > 1 and columns and rows:
-            return (
-                f"Likely cause: between {listed(dict.fromkeys(columns))} (cut by columns) and {listed(dict.fromkeys(rows))} (cut by rows) a"
-                f" rank has 1/{self._layout.tp} of the features. The code there must take sizes such as the number of heads from the tensor"
-                " it finds, for example x.unflatten(-1, (-1, head_width)); a layer that packs several matrices (qkv, gate and up) needs"
-                " Cut('packed_colwise', parts=...)."
-            )
-        if self._layout.tp > 1 and (columns or rows):
-            missing, there = ("rowwise", columns) if columns else ("colwise", rows)
-            return (
-                f"Likely cause: the plan cuts {listed(dict.fromkeys(there))} but names no '{missing}' layer beside it: what enters by"
-                " columns must leave by rows."
-            )
-        return "Likely cause: the plan does not say how something in it is divided over the ranks."
-
-    def _advice(self) -> str:
-        axes = [axis for axis in ("tp", "cp", "ep") if getattr(self._layout, axis) > 1]
-        return f"Nothing was trained. See docs/your_model.md, or use {listed(f'{axis}=1' for axis in axes) or 'pp=1'}."
-
-    def _explain_stages(self, failure: Deviation | Exception) -> str:
-        return (
-            f"{self._what(failure)} Without a pipeline it is right, so some module reads a value of an earlier stage that is no hidden"
-            " state: an embedding, a buffer or an attribute that an earlier block has set. Let blocks hand on everything in the hidden"
-            " states, or use pp=1."
-        )
-
-
-def _owner(name: str, cuts: dict[str, str]) -> str:
-    """The module to look at: for a layer that is cut by rows, whose input is wrong already, the one around it."""
-    return name.rpartition(".")[0] if cuts.get(name) in ROW_STYLES or cuts.get(name) in COLUMN_STYLES else name
-
-
-def _deepest(rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The name of the innermost module that had begun and not returned when the model failed."""
-    running: list[str] = []
-    handles = []
-    for stage in rewritten.modules():
-        for name, child in stage.named_modules():
-
-            def begin(child: nn.Module, given: Any, name: str = name) -> None:
-                running.append(name)
-
-            def end(child: nn.Module, given: Any, output: Any) -> None:
-                running.pop()
-
-            handles += [child.register_forward_pre_hook(begin), child.register_forward_hook(end)]
-    try:
-        with torch.no_grad():
-            rewritten(*args, **kwargs)
-    except Exception:
-        return running[-1] if running else None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return None
-
-
-def _first_line(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or ["without a message"])[0].rstrip(".")
 
 
 @contextmanager
