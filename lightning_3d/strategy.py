@@ -31,6 +31,7 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
+from lightning_3d.data_order import require_equal_orders
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -302,7 +303,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_unsupported(trainer)
-        keep_sample_order(trainer)
+        keep_sample_order(trainer, lambda: next(self._resumed_orders, None))
         self._build()
         if fitting:
             self.setup_optimizers(trainer)
@@ -467,6 +468,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         to_come = None if trainer.predicting and self.zero.stage < 3 and self.layout.ep == 1 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
+        if to_come is not None and not trainer.predicting:
+            require_equal_orders(loader, self.root_device)
         self._same_batch.check(batch)
         return cut_batch(
             batch,
