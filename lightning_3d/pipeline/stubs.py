@@ -127,7 +127,7 @@ class GatedLayer:
         state.random.layer(self.pipeline_index)
         if order is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        order.look_at_inputs(self.pipeline_index, _hidden_states(args, kwargs), args, kwargs)
+        order.look_at_inputs(self.pipeline_index, hidden_states_of(args, kwargs), args, kwargs)
         with order.in_block(self.pipeline_index):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         order.leave_block(output[0] if isinstance(output, tuple) else output)

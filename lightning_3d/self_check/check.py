@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.block_options import BlockOptions
 from lightning_3d.containers import rows_of, tensors_of
-from lightning_3d.errors import PlanError, listed
+from lightning_3d.errors import Lightning3DError, PlanError, listed
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.initializers import isolated_generators
 from lightning_3d.layout import Layout
@@ -187,6 +187,8 @@ class _Comparison:
             if failure is None:
                 return sizes
         assert failure is not None
+        if isinstance(failure, Lightning3DError):
+            raise failure
         explanation = Explanation(self._subject.model, self._plan, self._layout)
         if boundary is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
             raise PlanError(explanation.of_stages(failure))
@@ -274,7 +276,6 @@ class _Comparison:
             boundary=boundary,
             seed=seed,
             device=self._device,
-            tuples=self._tuples,
         )
         for stage in model.modules():
             apply_local_sizes(stage, sizes)

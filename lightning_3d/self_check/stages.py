@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class RewrittenModel:
 
     Args:
         model: whole, without values; it stays as it is. boundary: the block with which the second of two stages begins; None: one stage.
-        mesh: of the run. tuples: see `leave_out_blocks`.
+        mesh: of the run.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class RewrittenModel:
         boundary: int | None,
         seed: int,
         device: torch.device,
-        tuples: Mapping[str, int],
     ) -> None:
-        self._mesh, self._tuples = mesh, tuples
+        self._mesh = mesh
         blocks = len(list(model.get_submodule(plan.layers).children())) if plan.layers else 0
         ranges = (range(blocks),) if boundary is None else (range(boundary), range(boundary, blocks))
         assignment = StageAssignment(ranges, tuple(range(len(ranges))))
@@ -74,10 +73,9 @@ class RewrittenModel:
         received: Tensor | None = None
         before: PipelineState | None = None
         for stage in self._stages:
-            stage.state.tuple_length = self._tuples.get("length", 0)
             if before is not None:
-                stage.state.sequence.length = before.sequence.length
-            with stage.state.random.isolated(), stage.state.running(stage.chunk, received):
+                stage.state.sides, stage.state.sequence.length = before.sides, before.sequence.length
+            with stage.state.random.isolated(), stage.state.running(stage.chunk, received, forward=True):
                 stage.state.random.begin(0, 0)
                 try:
                     return stage.module(*args, **kwargs)
