@@ -31,11 +31,11 @@ from lightning_3d.initialization import broadcast_eager, initialize
 from lightning_3d.initializers import Blueprint
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
-from lightning_3d.mesh import Mesh
+from lightning_3d.mesh import Mesh, StageMesh
 from lightning_3d.model_options import ModelOptions
 from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.plans import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
-from lightning_3d.pretrained import stored_values
+from lightning_3d.pretrained import Stored, stored_values
 from lightning_3d.randomness import RandomState
 from lightning_3d.sequence import SequenceShards
 from lightning_3d.sharding import ShardSpec, reduction_groups, replicated
@@ -183,6 +183,29 @@ def _submodule(root: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a model before its parameters have values.
+
+    Attributes:
+        specs: of every parameter that is here, by full name.
+        parameters: of each of this rank's stages, by stage.
+        state: shared by gates and engine. routers: of a mixture of experts.
+        blueprint, stored: what gives parameters their values, taken before the model was partitioned.
+    """
+
+    specs: dict[str, ShardSpec]
+    parameters: dict[int, list[nn.Parameter]]
+    state: PipelineState
+    routers: Routers | None
+    blueprint: Blueprint
+    stored: dict[str, Stored]
+
+
+Inspect = Callable[[str, nn.Module, ParallelPlan], None]
+"""Sees the name of the pipelined module, the module while it is whole, and its plan."""
+
+
 def assemble(
     root: nn.Module,
     mesh: Mesh,
@@ -194,12 +217,14 @@ def assemble(
     materialize: Callable[..., None] = initialize,
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
+    inspect: Inspect | None = None,
 ) -> LocalModel:
     """Turn `root`, the user's whole module, into this rank's part of it, in place.
 
     Args:
         device: what the model will run on. weights_device: where its weights are made; the same by default.
         materialize: gives what is on meta values, as `initialize` does.
+        inspect: called with the whole model, when every rank has the same one and before anything is partitioned.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -207,14 +232,50 @@ def assemble(
         PlanError: no plan, or parameters that no part of the plan covers. LayoutError: heads, layers, ... do not fit the layout.
         CheckpointError: pretrained weights that cannot be read or are not the model's.
     """
-    layout = mesh.layout
-    name, module, plan = _find_plan(root, layout, user_plan, pipeline_module)
-    _check(module, plan, layout, options)
+    name, module, plan = _find_plan(root, mesh.layout, user_plan, pipeline_module)
+    _check(module, plan, mesh.layout, options)
     broadcast_eager(root, mesh)
-    owners = _Owners(root, name, plan, assign_stages(module, plan, layout, options.schedule))
+    if inspect is not None:
+        inspect(name, module, plan)
+    assignment = assign_stages(module, plan, mesh.layout, options.schedule)
+    part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
+    materialize(
+        root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored
+    )
+    parameters = _by_stage(root, _Owners(root, name, plan, assignment), mesh.index("pp"))  # the ones that have values now
+    parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, part.routers)
+    cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
+    object.__setattr__(root, _PARTITION, Partition(parts, mesh, options, cut))
+    return parts
+
+
+def take_part(
+    root: nn.Module,
+    name: str,
+    plan: ParallelPlan,
+    mesh: Mesh | StageMesh,
+    options: ModelOptions,
+    assignment: StageAssignment,
+    *,
+    seed: int,
+    device: torch.device,
+) -> Part:
+    """Partition and rewrite `root`, whole, in place. Parameters that are on meta stay there.
+
+    The order matters: everything that looks at the whole model (specifications, the blueprint of its initializers, the regions of sequence
+    parallelism) comes before blocks of other stages are removed; layers are rewritten last, under the mixins of the blocks around them.
+
+    Args:
+        name: of the pipelined module in `root`. assignment: all stages; this rank takes those of `mesh.index("pp")`.
+
+    Communicates: groups are created, but for a `StageMesh`.
+    """
+    layout, module = mesh.layout, root.get_submodule(name)
+    owners = _Owners(root, name, plan, assignment)
     regions = _sequence_regions(module, plan, layout.tp, options.blocks.sequence_parallel)
     specs = _all_specs(root, name, module, plan, mesh, owners, regions)
-    _create_groups(specs.values(), mesh)
+    if isinstance(mesh, Mesh):  # who tries a plan on one stage sums gradients over the groups that are there
+        _create_groups(specs.values(), mesh)
 
     blueprint, stored = Blueprint(root), stored_values(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
@@ -231,7 +292,7 @@ def assemble(
     if regions is not None:
         deal_sequence(module, regions, context)
         random.deals_sequence = True
-    keep_owned(root, name, plan, owners.assignment, mesh.index("pp"), state)
+    keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
     local = _local_specs(root, specs)
     inner = {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local
     _cut_layers(module, plan, inner, mesh, context, regions)
@@ -239,14 +300,10 @@ def assemble(
     if routers is not None:
         routers.watch(module)
         attend_calls(module, routers)
-    materialize(root, seed, specs=local, device=weights_device or device, blueprint=blueprint, stored=stored)
-    parts = LocalModel(name, module, plan, local, owners.assignment, _by_stage(root, owners, mesh.index("pp")), state, routers)
-    cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
-    object.__setattr__(root, _PARTITION, Partition(parts, mesh, options, cut))
-    return parts
+    return Part(local, _by_stage(root, owners, mesh.index("pp")), state, routers, blueprint, stored)
 
 
-def context_of(mesh: Mesh, cp_kind: str) -> ContextParallel:
+def context_of(mesh: Mesh | StageMesh, cp_kind: str) -> ContextParallel:
     """The ranks that share a sequence with this one."""
     return ContextParallel(mesh.group("cp"), mesh.size("cp"), mesh.index("cp"), cp_kind)
 
@@ -255,7 +312,7 @@ def _cut_layers(
     module: nn.Module,
     plan: ParallelPlan,
     specs: dict[str, ShardSpec],
-    mesh: Mesh,
+    mesh: Mesh | StageMesh,
     tensor: TensorParallel,
     regions: SequenceRegions | None,
 ) -> None:
@@ -377,7 +434,7 @@ def _all_specs(
     name: str,
     module: nn.Module,
     plan: ParallelPlan,
-    mesh: Mesh,
+    mesh: Mesh | StageMesh,
     owners: _Owners,
     regions: SequenceRegions | None,
 ) -> dict[str, ShardSpec]:

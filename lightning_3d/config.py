@@ -44,6 +44,7 @@ from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_libra
 from lightning_3d.pretrained_config import complete_model
 from lightning_3d.remote_path import RemotePath, place
 from lightning_3d.schedules import find_schedule
+from lightning_3d.self_check.mode import check_mode
 from lightning_3d.training.optimizers import check_optimizer
 from lightning_3d.zero_options import NONE, ZeroOptions
 
@@ -84,6 +85,7 @@ class ParallelismConfig:
     checkpoint_timeout_seconds: float = 1800.0
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
+    self_check: str = "auto"
 
 
 @dataclass
@@ -227,6 +229,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     check_cp_kind(parallelism.cp_kind)
+    check_mode(parallelism.self_check)
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)

@@ -181,7 +181,8 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     """Tell the cluster environment this process's place and initialize the default process group.
 
     `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
-    both. `reset_seed` keeps the seed of `seed_everything` in launched processes.
+    both. Unlike there, generators that have the same state on all ranks keep it, which one process would have: drawing goes on behind
+    what a model was made from. Where they differ, `reset_seed` puts them where `seed_everything` had put them.
 
     The group is not bound to a device, as DDPStrategy binds it: NCCL communicators of a bound group are made eagerly, and in them
     all messages of a rank are serialized, so that a send of a middle pipeline stage would wait behind the receives posted before
@@ -192,10 +193,10 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+    from lightning_3d.data_order import generators_differ
     from lightning_3d.failures import connect_store, store_outlives_ranks
     from lightning_3d.rendezvous import explained_errors
 
-    reset_seed()
     environment = strategy.cluster_environment
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
     environment.set_world_size(strategy.num_nodes * strategy.num_processes)
@@ -209,6 +210,8 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
         place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
     with explained_errors(strategy.global_rank):
         _init_dist_connection(environment, backend, timeout=timeout, **place)
+    if generators_differ(device):
+        reset_seed()
 
 
 @contextmanager
@@ -368,24 +371,42 @@ def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
     return metadata
 
 
-def keep_sample_order(trainer: Any) -> None:
-    """Let a training data loader that does not shuffle keep its order, as on one process.
+def keep_sample_order(trainer: Any, resumed: Callable[[], dict[str, Any] | None]) -> None:
+    """Let every data loader keep the order that it has on one process, of which each data-parallel rank reads its part.
 
-    With several ranks Lightning 2.6 injects a sampler into the training loader that shuffles whatever the user asked for
-    (`_process_dataloader` sets `is_shuffled = True`), so that a layout would change the order of the data. Its own question,
-    `_is_dataloader_shuffled`, is asked here for training as it already is for validation.
+    With several ranks Lightning 2.6 injects a `DistributedSampler` into the training loader, which shuffles whatever the user asked for,
+    and by its own seed. Its `_DataConnector._resolve_sampler` is asked here for another one, except for prediction, whose samples are not
+    repeated.
+
+    Args:
+        resumed: what the next sampler of a training loader resumes, if anything.
     """
-    from lightning.pytorch.utilities.data import _is_dataloader_shuffled
+    from lightning.pytorch.trainer.states import RunningStage
+
+    from lightning_3d.data_order import OneProcessOrder
+    from lightning_3d.randomness import global_seed
 
     connector = trainer._data_connector
-    if "_prepare_dataloader" in vars(connector):
-        return
-    prepare = connector._prepare_dataloader
+    inject = type(connector)._resolve_sampler
 
-    def prepare_as_given(dataloader: object, shuffle: bool, mode: Any) -> object:
-        return prepare(dataloader, shuffle=shuffle and _is_dataloader_shuffled(dataloader), mode=mode)
+    def resolve(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        if mode == RunningStage.PREDICTING or not connector._requires_distributed_sampler(dataloader):
+            return inject(connector, dataloader, shuffle, mode)
+        batches = dataloader.batch_sampler  # given by the user, it has the user's sampler, and the loader a sequential one
+        sampler = OneProcessOrder(
+            getattr(batches, "sampler", dataloader.sampler),
+            dataloader.dataset,
+            **trainer.distributed_sampler_kwargs,
+            drop_last=bool(getattr(batches, "drop_last", False)),
+            device=trainer.strategy.root_device,
+            seed=global_seed(),
+        )
+        state = resumed() if mode == RunningStage.TRAINING else None
+        if state is not None:
+            sampler.resume(state)
+        return sampler
 
-    connector._prepare_dataloader = prepare_as_given
+    connector._resolve_sampler = resolve
 
 
 def evaluation_place(trainer: Any) -> tuple[object, int]:

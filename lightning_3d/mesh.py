@@ -11,6 +11,7 @@ every process.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -222,6 +223,42 @@ class Mesh:
             dist.send(number, receiver, group=group)
         elif self.rank == receiver:
             dist.recv(number, sender, group=group)
+
+
+class StageMesh:
+    """One pipeline stage of a mesh as if it were alone: the same groups over tp, cp, dp and the experts, and a pipeline of one process.
+
+    A model that is put together over it runs all `stages` of a pipeline one after the other on every rank, to try a plan.
+
+    Args:
+        mesh: of the run. stage: the one that `index("pp")` names, out of `stages`.
+    """
+
+    def __init__(self, mesh: Mesh, stage: int, stages: int) -> None:
+        self._mesh, self._stage, self._stages = mesh, stage, stages
+        self.layout = replace(mesh.layout, pp=1, vp=1)
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        return self._mesh.expert_group
+
+    @property
+    def expert_index(self) -> int:
+        return self._mesh.expert_index
+
+    def index(self, axis: str) -> int:
+        return self._stage if axis == "pp" else self._mesh.index(axis)
+
+    def size(self, axis: str) -> int:
+        return self._stages if axis == "pp" else self._mesh.size(axis)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group over these axes without the pipeline.
+
+        Raises:
+            LookupError: see `Mesh.group`.
+        """
+        return self._mesh.group(*(axis for axis in axes if axis != "pp"))
 
 
 def _world() -> dist.ProcessGroup:

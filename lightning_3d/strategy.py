@@ -31,6 +31,7 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
+from lightning_3d.data_order import require_equal_orders
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -56,6 +57,8 @@ from lightning_3d.pipeline import PipelineEngine, runs_now
 from lightning_3d.precision import precision_of
 from lightning_3d.randomness import global_seed
 from lightning_3d.schedules import find_schedule
+from lightning_3d.self_check.check import SelfCheck
+from lightning_3d.self_check.mode import check_mode
 from lightning_3d.step import LossWeights, MicroBatches, StepResult, StepRunner, cut_batch, repeated_rows
 from lightning_3d.step.batches import SplitBatch
 from lightning_3d.step.checks import SameBatch, check_equal_batches, most_micro_batches
@@ -95,6 +98,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
             saved, see `CheckpointStore`.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
+        self_check: with tp, pp, cp or ep above 1 the model as rewritten is compared with itself whole, before its first forward. "auto":
+            unless this combination of model, plan, layout and versions is known to be right; "always"; "never". See docs/your_model.md.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
         split_batch: function (batch, n) -> n micro-batches, for batches that cannot be cut along dimension 0.
         trace_every_n_steps: of steps whose number is a multiple of it `last_step.trace` tells what each rank did when, and what its
@@ -137,6 +142,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
+        self_check: str = "auto",
         split_batch: SplitBatch | None = None,
         trace_every_n_steps: int | None = None,
         seed: int | None = None,
@@ -167,6 +173,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self.mesh: Mesh | None = None
         self._plan = plan
         self._pipeline_module = pipeline_module
+        self._self_check = check_mode(self_check)
         self._split_batch = split_batch
         self._seed = seed
         self._timeout = timeout or timedelta(minutes=30)
@@ -303,7 +310,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_unsupported(trainer)
-        keep_sample_order(trainer)
+        keep_sample_order(trainer, lambda: next(self._resumed_orders, None))
         self._build()
         if fitting:
             self.setup_optimizers(trainer)
@@ -324,6 +331,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         if earlier is not None:
             self.model_parts = earlier.hand_over(self._require_mesh().layout, self.options)
         else:
+            check = SelfCheck("never" if self._shape_only else self._self_check, self._require_mesh(), self.options, self.root_device)
             self.model_parts = assemble(
                 module,
                 self._require_mesh(),
@@ -334,7 +342,9 @@ class Lightning3DStrategy(TrainerCheckpoints):
                 materialize=self._materialize,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
+                inspect=check.inspect,
             )
+            check.attach(self.model_parts.module)
         if self.options.blocks.compile:
             self.compilation = Compilation(self.root_device, self.schedule, len(self.model_parts.blocks))
         multiply_in_float8(self.model_parts.blocks, on=self.fp8)
@@ -465,6 +475,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         to_come = None if trainer.predicting and self.zero.stage < 3 and self.layout.ep == 1 else batches_to_come(trainer)
         if to_come is not None and self.data_parallel_size > 1:
             check_equal_batches(to_come, self._require_mesh(), self.root_device)
+        if to_come is not None and not trainer.predicting:
+            require_equal_orders(loader, self.root_device)
         self._same_batch.check(batch)
         return cut_batch(
             batch,

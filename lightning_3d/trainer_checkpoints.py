@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_3d.callbacks import averages, restore_average, without_average
 from lightning_3d.checkpoint import (
     BATCHES,
+    ORDERS,
     CheckpointStore,
     LocalState,
     Names,
@@ -28,6 +29,7 @@ from lightning_3d.checkpoint import (
     share_groups,
     take_groups,
 )
+from lightning_3d.data_order import orders_in, resumed_orders
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.lightning_compat import finished_requeue, go_on_in_data
@@ -48,6 +50,7 @@ class TrainerCheckpoints(TrainerCollectives):
     _backend: DataParallelBackend | None
     _group_names: Names
     _resumed_from: tuple[Tensor | None, float | None] | None = None
+    _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
 
     @property
@@ -114,6 +117,7 @@ class TrainerCheckpoints(TrainerCollectives):
         checkpoint = without_average(trainer, checkpoint)
         checkpoint = share_groups(checkpoint, self._require_mesh())
         checkpoint[BATCHES] = trainer.num_training_batches
+        checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
         must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
         now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
@@ -131,11 +135,12 @@ class TrainerCheckpoints(TrainerCollectives):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
         checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
-        batches = checkpoint.pop(BATCHES, None)
+        batches, orders = checkpoint.pop(BATCHES, None), checkpoint.pop(ORDERS, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         restore_average(self.lightning_module.trainer, checkpoint)
         self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
+        self._resumed_orders = resumed_orders(orders, int(checkpoint.get("epoch", 0)))
         return take_groups(checkpoint, self._group_names)
 
     @override
@@ -156,9 +161,18 @@ class TrainerCheckpoints(TrainerCollectives):
     def on_train_start(self) -> None:
         """After a resume: the data loader stands where it stood, and so do the random number generators."""
         resumed, self._resumed_from = self._resumed_from, None
-        if resumed is not None and self.lightning_module is not None:
-            generators, batches = resumed
-            go_on_in_data(self.lightning_module.trainer, batches, lambda: self._local_state().restore_generators(generators))
+        if resumed is None or self.lightning_module is None:
+            return
+        generators, batches = resumed
+        trainer = self.lightning_module.trainer
+
+        def restore_generators() -> None:
+            self._local_state().restore_generators(generators)
+            for order in orders_in(trainer.train_dataloader):
+                order.restore_own()
+
+        go_on_in_data(trainer, batches, restore_generators)
+        self._resumed_orders = iter(())  # loaders that are made again later begin an epoch
 
     @override
     def on_train_end(self) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.plans import ParallelPlan, read_plan
+from lightning_3d.self_check.local_sizes import apply_local_sizes, find_local_sizes
 from lightning_3d.sequence import SequenceShards
 from lightning_3d.sharding import ShardSpec
 from lightning_3d.tensor_parallel import (
@@ -84,11 +85,14 @@ def run_whole(name: str, dtype: torch.dtype = torch.float64, length: int = model
 
 
 def cut(
-    model: nn.Module, plan: dict[str, Any] | None = None, random: Any = None, *, sequence: bool = False
+    model: nn.Module, plan: dict[str, Any] | None = None, random: Any = None, *, sequence: bool = False, example: Tensor | None = None
 ) -> tuple[ParallelPlan, dict[str, ShardSpec]]:
-    """Cut a whole model over all ranks, in place; with `sequence` parallelism."""
+    """Cut a whole model over all ranks, in place; with `sequence` parallelism. Where it is not one of Transformers', `example` is an input
+    with which the head counts of a rank are found.
+    """
     parsed = read_plan(model, plan)
     size, rank = dist.get_world_size(), dist.get_rank()
+    sizes = find_local_sizes(model, parsed, size, (example,), {}) if example is not None else {}
     regions = find_regions(model, parsed, resolve(model, parsed, size)) if sequence else None
     specs = shard_specs(model, parsed, size, rank, regions)
     group = dist.group.WORLD
@@ -98,6 +102,7 @@ def cut(
         gather_regions(model, regions, context)
         deal_sequence(model, regions, context)
     rewrite(model, parsed, specs, context, regions)
+    apply_local_sizes(model, sizes)
     return parsed, specs
 
 

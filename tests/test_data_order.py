@@ -1,13 +1,18 @@
 """The order of samples depends on the seed and the global batch, never on the layout."""
 
+from pathlib import Path
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from parity import Module, Rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from lightning_3d.errors import DataError
 
 GLOBAL_BATCH, STEPS, EPOCHS = 8, 3, 2
 LAYOUTS = ["tp1", "dp2", "dp4", "pp2_dp2", "tp2_dp2"]
@@ -63,3 +68,177 @@ def test_shuffled_batches_are_the_same_in_every_layout() -> None:
     assert sorted(sum(expected[:STEPS], [])) == list(range(STEPS * GLOBAL_BATCH))
     for layout in LAYOUTS[1:]:
         assert global_batches(layout, shuffle=True) == expected, layout
+
+
+# The order of one process: a script's module in a plain Trainer, and in this strategy.
+
+SAMPLES = 23
+
+
+class Numbers(Dataset):
+    """The numbers of the samples. `noisy`: each draws as many random numbers as it says, so that data ranks draw unequally many."""
+
+    def __init__(self, noisy: bool) -> None:
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.noisy:
+            torch.rand(index)
+        return torch.tensor([float(index)])
+
+
+class Script(pl.LightningModule):
+    """A model that is made at once, as in a script, and so draws from the generator that loaders shuffle by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append([int(number) for number in batch.flatten()])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Its loader draws too."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-4)
+
+
+def loader(kind: str, rows: int, plan: Any) -> DataLoader:
+    """A training loader of `rows` rows a batch and rank."""
+    data = Numbers(noisy=kind == "noisy")
+    if kind == "own generator":
+        return DataLoader(data, rows, shuffle=True, generator=torch.Generator().manual_seed(5))
+    if kind == "weighted":
+        return DataLoader(data, rows, sampler=WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], 19))
+    if kind == "batch sampler":
+        return DataLoader(data, batch_sampler=Batches(RandomSampler(data), rows, False))
+    if kind == "distributed":
+        return DataLoader(data, rows, sampler=DistributedSampler(data, **plan.distributed_sampler_kwargs, seed=7))
+    return DataLoader(data, rows, shuffle=True, drop_last=kind == "drop_last")
+
+
+class Batches(BatchSampler):
+    """A batch sampler of one's own."""
+
+
+class SaveInTheMiddle(pl.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == STEPS + 2:
+            trainer.save_checkpoint(f"{self.folder}/middle")
+
+
+def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False) -> list[list[int]]:
+    """The rows by step of this rank; `dp` 0 is plain Lightning."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    pl.seed_everything(7, verbose=False)
+    module, plan = Script(), Lightning3DStrategy(f"dp{dp}") if dp else None
+    options: dict[str, Any] = {"strategy": plan, "devices": dp} if plan else {"devices": 1}
+    validation = DataLoader(Numbers(noisy=False), 5, shuffle=True)
+    callbacks = [SaveInTheMiddle(folder)] if folder and not resume else []
+    trainer = quiet_trainer(max_epochs=3, callbacks=callbacks, limit_val_batches=2, **options)
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return loader(kind, GLOBAL_BATCH // max(dp, 1), plan)
+
+        def val_dataloader(self) -> DataLoader:
+            return validation
+
+    trainer.fit(module, datamodule=Data(), ckpt_path=f"{folder}/middle" if resume else None)
+    return module.seen
+
+
+def together(parts: list[list[list[int]]]) -> list[set[int]]:
+    """Global batches from those of the ranks; repeated rows are in the first or the last batch of an epoch anyway."""
+    return [set(sum(rows, [])) for rows in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "drop_last", "own generator", "weighted", "batch sampler"])
+def test_shuffled_batches_are_those_of_one_process(kind: str) -> None:
+    (alone,) = run_ranks(seen_in_script, 1, kind, 0, process_group=False)
+    epoch = len(alone) // 3
+    assert len(alone) == 3 * (2 if kind == "drop_last" else 3) and alone[:epoch] != alone[epoch : 2 * epoch]
+    for dp in (1, 2, 4) if kind == "shuffle" else (2,):
+        found = together(run_ranks(seen_in_script, dp, kind, dp, process_group=False))
+        for batch, (rows, expected) in enumerate(zip(found, alone, strict=True)):
+            # To give all ranks as many, the last batch of an epoch also holds rows from its beginning, which weigh nothing.
+            first = set(alone[batch // epoch * epoch])
+            assert rows == set(expected) or (batch % epoch == epoch - 1 and set(expected) < rows <= set(expected) | first), (dp, batch)
+
+
+def test_ranks_that_draw_unequally_read_every_sample_once() -> None:
+    found = together(run_ranks(seen_in_script, 2, "noisy", 2, process_group=False))
+    for epoch in range(3):
+        assert set.union(*found[3 * epoch : 3 * epoch + 3]) == set(range(SAMPLES))
+
+
+@pytest.mark.parametrize("kind", ["noisy", "own generator", "weighted"])
+def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    whole = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), process_group=False))
+    same = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), True, process_group=False))
+    assert same == whole[STEPS + 2 :]
+    other = together(run_ranks(seen_in_script, 1, kind, 1, str(tmp_path), True, process_group=False))
+    assert other[0] <= same[0] and len(other) == len(same)
+    if kind == "own generator":
+        assert all(rows <= expected for rows, expected in zip(other, same, strict=True))
+
+
+def resume_without_order(folder: str) -> tuple[list[list[int]], list[str]]:
+    """Resume a checkpoint as it was before orders were saved."""
+    import warnings
+
+    from lightning_3d.checkpoint import ORDERS, CheckpointStore
+
+    load = CheckpointStore.load
+    CheckpointStore.load = lambda *args: {key: value for key, value in load(*args).items() if key != ORDERS}  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            seen = seen_in_script("shuffle", 2, folder, True)
+    finally:
+        CheckpointStore.load = load  # type: ignore[method-assign]
+    return seen, [str(warning.message) for warning in caught]
+
+
+def test_a_checkpoint_from_before_orders_were_saved_goes_on_in_the_order_that_it_had(tmp_path: Path) -> None:
+    """That of Lightning's DistributedSampler, which this strategy's loaders had: no row is read twice."""
+    whole = together(run_ranks(seen_in_script, 2, "distributed", 2, str(tmp_path), process_group=False))
+    parts = run_ranks(resume_without_order, 2, str(tmp_path), process_group=False)
+    found = together([seen for seen, _ in parts])
+    assert found[0] == whole[STEPS + 2]
+    assert set.union(*found[1:4]) == set(range(SAMPLES)) and found[1:4] != whole[2 * STEPS :]
+    assert any("does not say from which random numbers" in warning for warning in parts[0][1])
+
+
+class OfItsRank(RandomSampler):
+    """A mistake: every rank draws its own order."""
+
+    def __iter__(self) -> Any:
+        import torch.distributed as dist
+
+        yield from torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(dist.get_rank())).tolist()
+
+
+def orders_that_differ() -> None:
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    trainer = quiet_trainer(strategy=Lightning3DStrategy("dp2"), devices=2, max_epochs=1)
+    data = Numbers(noisy=False)
+    trainer.fit(Script(), DataLoader(data, 4, sampler=OfItsRank(data)))
+
+
+def test_ranks_whose_orders_differ_are_refused() -> None:
+    with pytest.raises(DataError, match="OfItsRank gives the ranks different orders of the samples"):
+        run_ranks(orders_that_differ, 2, process_group=False)

@@ -193,7 +193,7 @@ def run_hand_written(plan: dict[str, str | Cut]) -> float:
     whole(x).square().sum().backward()
     model = copy.deepcopy(whole)
     model.zero_grad()
-    _, specs = sharded.cut(model, {"tp": plan})
+    _, specs = sharded.cut(model, {"tp": plan}, example=x)
     out = model(x)
     out.square().sum().backward()
     check_replicated_gradients(model, specs, dist.group.WORLD)
@@ -336,7 +336,7 @@ def run_repeated() -> float:
     model = copy.deepcopy(whole)
     model.zero_grad()
     plan = {**HAND_WRITTEN_PLAN, "kv_norm": "replicated_with_grad_allreduce"}
-    _, specs = sharded.cut(model, {"tp": {f"blocks.*.{name}": style for name, style in plan.items()}})
+    _, specs = sharded.cut(model, {"tp": {f"blocks.*.{name}": style for name, style in plan.items()}}, example=x)
     assert specs["blocks.1.q.weight"].tied_to == "blocks.0.q.weight"
     model(x).square().sum().backward()
     gradients = sharded.summed_gradients(model, specs)
@@ -391,8 +391,8 @@ def run_checkpoint_function() -> float:
     """Recomputing a part that begins inside a region's parent."""
     torch.manual_seed(0)
     model = HandWritten().double()
-    _, specs = sharded.cut(model, {"tp": {**HAND_WRITTEN_PLAN, "kv_norm": "replicated_with_grad_allreduce"}})
     x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
+    sharded.cut(model, {"tp": {**HAND_WRITTEN_PLAN, "kv_norm": "replicated_with_grad_allreduce"}}, example=x)
     model(x).square().sum().backward()
     expected = x.grad.clone()
     x.grad = None

@@ -31,7 +31,7 @@ from lightning_3d.checkpoint.state import (
     LocalState,
     OptimizerOwner,
 )
-from lightning_3d.checkpoint.store import BATCHES, PATH, CheckpointStore
+from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointStore
 from lightning_3d.errors import CheckpointError
 from lightning_3d.remote_path import place
 
@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointStore",
     "LocalState",
     "Names",
+    "ORDERS",
     "describe_optimizer",
     "load_full_state_dict",
     "load_optimizer",

@@ -34,6 +34,9 @@ PATH = "lightning_3d_path"
 BATCHES = "lightning_3d_batches_per_epoch"
 """And the number of batches of a training epoch, in which the loop's position is counted."""
 
+ORDERS = "lightning_3d_orders"
+"""And from where the order of that epoch was drawn, for each training loader whose sampler is a `data_order.OneProcessOrder`."""
+
 _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
 """Tensors are written by the ranks that hold them; the other entry is the class of omegaconf containers: dicts here."""
 

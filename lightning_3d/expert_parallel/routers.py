@@ -18,7 +18,7 @@ from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.expert_parallel.dispatch import DispatchedExperts
 from lightning_3d.expert_parallel.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
 from lightning_3d.lightning_compat import autograd_is_running
-from lightning_3d.mesh import Mesh
+from lightning_3d.mesh import Mesh, StageMesh
 from lightning_3d.sequence import SequenceShards
 
 ROUTER_NAMES = ("gate", "router")
@@ -69,7 +69,7 @@ class Routers:
         options: ExpertOptions,
         names: Sequence[str],
         experts: Sequence[int],
-        mesh: Mesh,
+        mesh: Mesh | StageMesh,
         device: torch.device,
         shards: SequenceShards | None = None,
     ) -> None:
@@ -284,7 +284,7 @@ def make_routers(
     module: nn.Module,
     experts: Sequence[str],
     options: ExpertOptions,
-    mesh: Mesh,
+    mesh: Mesh | StageMesh,
     device: torch.device,
     shards: SequenceShards | None = None,
 ) -> Routers | None:

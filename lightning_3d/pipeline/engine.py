@@ -16,7 +16,7 @@ from lightning_3d.lightning_compat import backward_input, backward_weight
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.partition import StageAssignment
 from lightning_3d.pipeline.schedule import Action, Kind, Order, forward_order, training_order
-from lightning_3d.pipeline.state import Chunk, PipelineState, StageBoundary
+from lightning_3d.pipeline.state import Chunk, PipelineState, Sides, StageBoundary
 from lightning_3d.pipeline.transport import Message, Transport
 from lightning_3d.tracing.recorder import Recorder
 from lightning_3d.tracing.trace import BACKWARD, FORWARD, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WEIGHT_GRADIENT
@@ -47,7 +47,7 @@ class Boundary:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tuple_length: int
+    sides: Sides | None
     length: int
 
 
@@ -161,7 +161,7 @@ class PipelineEngine:
         if self._assignment.stages == 1:
             return None
         boundary = self._boundary((signature, torch.is_grad_enabled()), step)
-        self._state.tuple_length, self._state.sequence.length = boundary.tuple_length, boundary.length
+        self._state.sides, self._state.sequence.length = boundary.sides, boundary.length
         owners = list(self._assignment.rank_of_stage)
         return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device)
 
@@ -178,7 +178,7 @@ class PipelineEngine:
                 output = self._early.output
                 assert output is not None
                 state = self._state
-                told = [Boundary(tuple(output.shape), output.dtype, state.tuple_length, state.sequence.length)]
+                told = [Boundary(tuple(output.shape), output.dtype, state.sides, state.sequence.length)]
             dist.broadcast_object_list(told, self._mesh.ranks("pp")[first], group=self._mesh.control)
             assert told[0] is not None
             self._boundaries[key] = told[0]
@@ -201,7 +201,7 @@ class PipelineEngine:
         """Run the user's step with `chunk` active."""
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_(True)
-        with self._state.running(chunk, received), self.recorder.span(FORWARD, chunk.stage, micro_batch):
+        with self._state.running(chunk, received, forward=True), self.recorder.span(FORWARD, chunk.stage, micro_batch):
             step.enter(micro_batch)
             try:
                 output = step(micro_batch)

@@ -10,8 +10,18 @@ from torch import nn
 from lightning_3d.balance import split_layers
 from lightning_3d.classes import specialize
 from lightning_3d.layout import Layout
+from lightning_3d.pipeline.order import PlanOrder
 from lightning_3d.pipeline.state import Chunk, PipelineState
-from lightning_3d.pipeline.stubs import Absent, AbsentInput, AbsentLayer, CountedModel, GatedInput, GatedLayer
+from lightning_3d.pipeline.stubs import (
+    Absent,
+    AbsentInput,
+    AbsentLayer,
+    AbsentOutput,
+    CountedModel,
+    GatedInput,
+    GatedLayer,
+    GatedOutput,
+)
 from lightning_3d.plans import ParallelPlan
 from lightning_3d.schedules import find_schedule, stages_of_rank
 
@@ -103,18 +113,11 @@ def keep_owned(
         if state.random.enabled and plan.layers:
             _gate_layers(module, plan, chunks, state)
         return chunks
+    blocks = len(list(module.get_submodule(plan.layers).children()))
+    state.plan = PlanOrder(type(module).__name__, plan.before, plan.layers, plan.after, blocks)
     _gate_layers(module, plan, chunks, state)
-    owns_first = any(chunk.is_first for chunk in chunks)
-    owns_last = any(chunk.is_last for chunk in chunks)
-    for name in plan.before:
-        child = module.get_submodule(name)
-        if owns_first:
-            specialize(child, GatedInput, pipeline_state=state)
-        elif _has_parameters(child):
-            module.set_submodule(name, AbsentInput(name, child, state))
-    if not owns_last:
-        for name in plan.after:
-            module.set_submodule(name, Absent(name, module.get_submodule(name)))
+    _gate_ends(module, plan, chunks, state)
+    if not any(chunk.is_last for chunk in chunks):
         _remove_beside(root, module_name)
     specialize(module, CountedModel, pipeline_state=state)
     return chunks
@@ -129,6 +132,22 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
             specialize(layer, GatedLayer, pipeline_state=state, pipeline_index=index)
         else:
             layers[index] = AbsentLayer(f"{plan.layers}.{index}", layer, index, state)
+
+
+def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
+    """What has parameters before and after the blocks. What has none computes the same on every rank, wherever it is called."""
+    owns_first = any(chunk.is_first for chunk in chunks)
+    owns_last = any(chunk.is_last for chunk in chunks)
+    for names, owned, gate, absent in (
+        (plan.before, owns_first, GatedInput, AbsentInput),
+        (plan.after, owns_last, GatedOutput, AbsentOutput),
+    ):
+        for name in names:
+            child = module.get_submodule(name)
+            if owned and _has_parameters(child):
+                specialize(child, gate, pipeline_state=state, pipeline_name=name)
+            elif _has_parameters(child):
+                module.set_submodule(name, absent(name, child, state))
 
 
 def _remove_beside(root: nn.Module, module_name: str) -> None:

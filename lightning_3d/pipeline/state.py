@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.pipeline.order import CallOrder, PlanOrder
 from lightning_3d.sequence import SequenceShards
 
 if TYPE_CHECKING:
@@ -50,14 +52,20 @@ class Chunk:
         return self.stage == self.stages - 1
 
 
+Sides = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+"""What blocks return behind the hidden states: shape and type of floating-point tensors, None for anything else."""
+
+
 class PipelineState:
     """Shared by the engine and by the gates inside the model.
 
     Attributes:
         chunk: the chunk that is running, None outside a step.
         received: hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage.
-        tuple_length: blocks return a tuple of this length with the hidden states first; 0 when they return the bare tensor.
+        sides: blocks return a tuple with the hidden states first, and these behind them; None when they return the bare tensor.
             The first stage sees it, the others are told, so that a stub returns what a block would.
+        plan: the order of execution that the plan gives; None as long as nothing is partitioned.
+        order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
         whole: this rank holds all blocks (no pipeline), so that the model works outside a step too.
         sequence: how the hidden states between blocks are dealt to tensor-parallel ranks.
     """
@@ -67,19 +75,33 @@ class PipelineState:
         self.sequence = sequence or SequenceShards()
         self.chunk: Chunk | None = None
         self.received: Tensor | None = None
-        self.tuple_length = 0
+        self.sides: Sides | None = None
         self.whole = False
+        self.plan: PlanOrder | None = None
+        self.order: CallOrder | None = None
         self._calls = 0
+        self._looked: set[tuple[int, bool]] = set()
 
     @contextmanager
-    def running(self, chunk: Chunk, received: Tensor | None) -> Iterator[None]:
+    def running(self, chunk: Chunk, received: Tensor | None, *, forward: bool = False) -> Iterator[None]:
         """Make `chunk` the active one for a forward or a backward (where recomputation runs blocks again)."""
-        before = (self.chunk, self.received, self._calls)
+        before = (self.chunk, self.received, self._calls, self.order)
         self.chunk, self.received, self._calls = chunk, received, 0
+        self.order = self._follow(chunk) if forward else None
         try:
             yield
         finally:
-            self.chunk, self.received, self._calls = before
+            self.chunk, self.received, self._calls, self.order = before
+
+    def _follow(self, chunk: Chunk) -> CallOrder | None:
+        """What follows the calls of a forward; the first training and the first evaluation of a chunk are looked at closely."""
+        if self.plan is None or chunk.stages == 1:
+            return None
+        key = (chunk.stage, torch.is_grad_enabled())
+        order = CallOrder(self.plan, look=not chunk.is_first and key not in self._looked)
+        self._looked.add(key)
+        order.receive(self.received)
+        return order
 
     def require_chunk(self) -> Chunk:
         if self.chunk is None:

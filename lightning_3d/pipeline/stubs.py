@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
-from lightning_3d.pipeline.state import PipelineState, StageBoundary
+from lightning_3d.pipeline.state import PipelineState, Sides, StageBoundary
 
 
 class Absent(nn.Module):
@@ -37,14 +38,32 @@ class Absent(nn.Module):
 
 
 class AbsentInput(Absent):
-    """In the place of a module that runs before the blocks (an embedding): zeros of the shape of the hidden states."""
+    """In the place of a module that runs before the blocks (an embedding): NaN of the shape of the hidden states.
+
+    Until the received hidden states enter nothing may be computed from it that counts.
+    """
 
     def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
         super().__init__(name, original)
         self.state = state
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _zeros(self.state)
+        if self.state.order is not None:
+            self.state.order.call_before(self.absent_name)
+        return _nothing(self.state)
+
+
+class AbsentOutput(Absent):
+    """In the place of a module that runs after the blocks."""
+
+    def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
+        super().__init__(name, original)
+        self.state = state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.order is not None:
+            self.state.order.call_after(self.absent_name)
+        return super().forward(*args, **kwargs)
 
 
 class AbsentLayer(Absent):
@@ -56,6 +75,8 @@ class AbsentLayer(Absent):
         self.state = state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.order is not None:
+            self.state.order.enter_block(self.index)
         return _outside(self.state, self.index, args, kwargs)
 
 
@@ -63,10 +84,28 @@ class GatedInput:
     """Mixin for an owned module before the blocks: it runs only while the first stage is active."""
 
     pipeline_state: PipelineState
+    pipeline_name: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.pipeline_state.require_chunk().is_first:
-            return _zeros(self.pipeline_state)
+        state = self.pipeline_state
+        if state.order is not None:
+            state.order.call_before(self.pipeline_name)
+        if not state.require_chunk().is_first:
+            return _nothing(state)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class GatedOutput:
+    """Mixin for an owned module after the blocks."""
+
+    pipeline_state: PipelineState
+    pipeline_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        order = self.pipeline_state.order
+        if order is not None:
+            order.call_after(self.pipeline_name)
+            order.look_at_hidden([args, kwargs], f"'{self.pipeline_name}'")
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -80,11 +119,19 @@ class GatedLayer:
         state = self.pipeline_state
         if state.chunk is None and state.whole:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if self.pipeline_index not in state.require_chunk().layers:
+        chunk, order = state.require_chunk(), state.order
+        if order is not None:
+            order.enter_block(self.pipeline_index)
+        if self.pipeline_index not in chunk.layers:
             return _outside(state, self.pipeline_index, args, kwargs)
         state.random.layer(self.pipeline_index)
-        output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        state.tuple_length = len(output) if isinstance(output, tuple) else 0
+        if order is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        order.look_at_inputs(self.pipeline_index, hidden_states_of(args, kwargs), args, kwargs)
+        with order.in_block(self.pipeline_index):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        order.leave_block(output[0] if isinstance(output, tuple) else output)
+        state.sides = _sides(output)
         return output
 
 
@@ -97,38 +144,54 @@ def runs_now(block: nn.Module) -> bool:
 
 
 class CountedModel:
-    """Mixin for the pipelined module: refuses a second call in one step."""
+    """Mixin for the pipelined module: refuses a second call in one step, and one that leaves blocks out."""
 
     pipeline_state: PipelineState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.pipeline_state.require_chunk()
         self.pipeline_state.count_call()
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        order = self.pipeline_state.order
+        if order is not None:
+            order.finish()
+            order.look_at_hidden(output if isinstance(output, Tensor) else getattr(output, "logits", None), "the step")
+        return output
 
 
-def _zeros(state: PipelineState) -> Tensor:
+def _nothing(state: PipelineState) -> Tensor:
+    """NaN, so that whatever is computed from a value that is not here cannot pass for a result."""
     state.require_chunk()
     assert state.received is not None, "only the first stage has nothing received, and it owns its inputs"
     shape = list(state.received.shape)
     if state.sequence.active:
         shape[1] = state.sequence.length
-    return state.received.new_zeros(shape)
+    return state.received.new_full(shape, torch.nan)
+
+
+def _sides(output: Any) -> Sides | None:
+    if not isinstance(output, tuple):
+        return None
+    return tuple((tuple(side.shape), side.dtype) if isinstance(side, Tensor) and side.is_floating_point() else None for side in output[1:])
 
 
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A block outside the active chunk: hand over what was received, pass on, or end the step."""
     chunk = state.require_chunk()
-    hidden = _hidden_states(args, kwargs)
+    hidden = hidden_states_of(args, kwargs)
     if index >= chunk.layers.stop:
+        if state.order is not None:
+            state.order.look_at_hidden(hidden, "the next stage")
         raise StageBoundary(hidden)
     if index == chunk.layers.start - 1:
         assert state.received is not None
         hidden = state.received
-    return (hidden, *([None] * (state.tuple_length - 1))) if state.tuple_length else hidden
+    if state.sides is None:
+        return hidden
+    return (hidden, *(None if side is None else hidden.new_full((), torch.nan, dtype=side[1]).expand(side[0]) for side in state.sides))
 
 
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
         if isinstance(value, Tensor):
             return value

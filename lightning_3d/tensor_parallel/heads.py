@@ -59,8 +59,16 @@ def heads_of(module: nn.Module, parent_name: str, cuts: Mapping[str, Cut]) -> He
     return Heads(queries, _declared_keys(parent) or queries)
 
 
+def belongs_to_transformers(module: nn.Module) -> bool:
+    """Whether Transformers wrote the class or one that it derives from: its attributes have names that are known."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
+
+
 def local_attributes(parent: nn.Module, heads: Heads, tp_size: int) -> dict[str, int]:
-    """Attributes of an attention module that count heads -> what they are on a rank, which sees its own heads only."""
+    """Attributes of an attention module that count heads by their names -> what they are on a rank, which sees its own heads only.
+
+    Names are known in Transformers. In other modules they are a first guess, which `self_check.local_sizes` tries.
+    """
     local = heads.on_one_rank(tp_size)
     found: dict[str, int] = {}
     for name, value in vars(parent).items():

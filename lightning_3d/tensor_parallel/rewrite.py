@@ -19,7 +19,7 @@ from lightning_3d.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.tensor_parallel.context import TensorParallel
 from lightning_3d.tensor_parallel.cuts import resolve, share, width
 from lightning_3d.tensor_parallel.experts import TensorParallelExperts
-from lightning_3d.tensor_parallel.heads import heads_of, local_attributes
+from lightning_3d.tensor_parallel.heads import belongs_to_transformers, heads_of, local_attributes
 from lightning_3d.tensor_parallel.layers import (
     ColumnParallelLinear,
     GatheredColumnLinear,
@@ -90,7 +90,7 @@ def rewrite(
     """Turn `module` into this rank's shard, in place. No communication.
 
     Every cut layer becomes an instance of a subclass of its class, under the same name; parameters become the local
-    shards (on meta they stay there); head counts that an attention's code reads become local. Modules that are not here
+    shards (on meta they stay there); head counts that an attention of Transformers reads become local. Modules that are not here
     any more are passed over.
 
     Args:
@@ -252,16 +252,16 @@ def _become(layer: nn.Module, kind: type[nn.Module], attributes: dict[str, Any])
 
 
 def _correct_heads(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> None:
-    """Give attention modules the head counts of one rank."""
+    """Give attention modules of Transformers the head counts of one rank. Those of others: see `self_check.local_sizes`."""
     parents = dict.fromkeys(
         name.rpartition(".")[0] for name, cut in cuts.items() if cut.style in ("colwise", "packed_colwise")
     )
     for parent_name in parents:
+        parent = module.get_submodule(parent_name)
         inside = {name: cut for name, cut in cuts.items() if name.rpartition(".")[0] == parent_name}
-        heads = heads_of(module, parent_name, inside)
+        heads = heads_of(module, parent_name, inside) if belongs_to_transformers(parent) else None
         if heads is None:
             continue
-        parent = module.get_submodule(parent_name)
         for name, value in local_attributes(parent, heads, tp_size).items():
             setattr(parent, name, value)
         if any(cut.style == "packed_colwise" for cut in inside.values()) and hasattr(parent, "config"):

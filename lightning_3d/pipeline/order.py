@@ -1,0 +1,177 @@
+"""Follows the calls of a plan's modules within one forward of a stage, and refuses what a pipeline would compute wrongly.
+
+What runs before the blocks is on the first stage only, what runs after them on the last, and every block on one. A module that is called at
+another place than the plan's "pp" part gives it would find nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import PlanError
+
+_ADVICE = "Use a layout with pp = 1."
+
+
+@dataclass(frozen=True)
+class PlanOrder:
+    """The order of execution that a plan gives.
+
+    Attributes:
+        model: class of the pipelined module.
+        before, after: names of the modules around the blocks.
+        layers: name of their list. blocks: their number.
+    """
+
+    model: str
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+    blocks: int
+
+
+class CallOrder:
+    """The calls of one forward of one stage. Recomputation in the backward is not followed.
+
+    Args:
+        plan: what the order should be.
+        look: also look for NaN, which absent values are, in what blocks are given beside the received hidden states. That synchronizes
+            with the device, so it is done in first forwards only.
+    """
+
+    def __init__(self, plan: PlanOrder, *, look: bool = False) -> None:
+        self._plan = plan
+        self._next = 0
+        self._inside: int | None = None
+        self._preceded: list[str] = []
+        self._followed: list[str] = []
+        self.looks = look
+        self._clean = True
+
+    # The order of calls
+
+    def enter_block(self, index: int) -> None:
+        """Block `index` is called, on whatever stage it is."""
+        if index == self._next:
+            self._next += 1
+            return
+        plan = self._plan
+        called = f"The forward of {plan.model} calls block '{plan.layers}.{index}'"
+        if index < self._next:
+            what = f"{called} after '{plan.layers}.{self._next - 1}'"
+        else:
+            what = f"{called} but skips '{plan.layers}.{self._next}' (layers that are dropped at random?)"
+        raise PlanError(
+            f"{what}. A pipeline runs every block once, in the order of '{plan.layers}', which the plan's 'pp' part names. {_ADVICE}"
+        )
+
+    @contextmanager
+    def in_block(self, index: int) -> Iterator[None]:
+        """While block `index` runs."""
+        self._inside = index
+        try:
+            yield
+        finally:
+            self._inside = None
+
+    def call_before(self, name: str) -> None:
+        """A module is called that the plan names before the blocks."""
+        if self._next == 0:
+            self._preceded.append(name)
+            return
+        plan = self._plan
+        self._refuse_within(name)
+        rest = [other for other in plan.before if other != name]
+        after = [*self._followed, name, *plan.after]
+        self._refuse_order(f"'{name}' runs after the blocks, but the plan names it before them. Name it after '{plan.layers}'", rest, after)
+
+    def call_after(self, name: str) -> None:
+        """A module is called that the plan names after the blocks."""
+        plan = self._plan
+        if self._next == plan.blocks and self._inside is None:
+            self._followed.append(name)
+            return
+        self._refuse_within(name)
+        rest = [other for other in plan.after if other != name]
+        self._refuse_order(
+            f"'{name}' runs before the blocks, but the plan names it after them. Name it before '{plan.layers}'",
+            [*self._preceded, name, *plan.before],
+            rest,
+        )
+
+    def finish(self) -> None:
+        """The model has returned, on the last stage."""
+        plan = self._plan
+        if self._next < plan.blocks:
+            raise PlanError(
+                f"{plan.model} returned without calling block '{plan.layers}.{self._next}' of {plan.blocks}. A pipeline runs every block"
+                f" once in every step. {_ADVICE}"
+            )
+
+    def _refuse_within(self, name: str) -> None:
+        plan = self._plan
+        if self._inside is not None:
+            where = f"inside the block '{plan.layers}.{self._inside}'"
+        elif 0 < self._next < plan.blocks:
+            where = f"between the blocks '{plan.layers}.{self._next - 1}' and '{plan.layers}.{self._next}'"
+        else:
+            return
+        raise PlanError(
+            f"'{name}' of {plan.model} runs {where}, but its parameters are on one pipeline stage. The plan's 'pp' part can name what runs"
+            f" before all blocks or after all blocks. {_ADVICE}"
+        )
+
+    def _refuse_order(self, what: str, before: Iterable[str], after: Iterable[str]) -> None:
+        names = ", ".join(dict.fromkeys([*before, self._plan.layers, *after]))
+        raise PlanError(f"The plan's 'pp' part has the wrong order for {self._plan.model}: {what}. The right order is: {names}.")
+
+    # Absent values
+
+    def receive(self, received: Tensor | None) -> None:
+        """The hidden states from the stage before; NaN that is in them already comes from training."""
+        if self.looks:
+            self._clean = not has_nan(received)
+
+    def look_at_inputs(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse absent values in what a block of this stage is given."""
+        self.look_at_hidden(hidden, f"'{self._plan.layers}.{index}'")
+        if not self.looks or not self._clean:
+            return
+        named: list[tuple[str, Any]] = [(str(place), value) for place, value in enumerate(args, 1)]
+        for name, value in [*named, *((f"'{key}'", value) for key, value in kwargs.items())]:
+            if value is not hidden and has_nan(value):
+                raise PlanError(
+                    f"Block '{self._plan.layers}.{index}' of {self._plan.model} reads a value of an earlier stage (argument {name})"
+                    " that is not on this stage: only the hidden states are sent. A value that several blocks read, such as the embedding,"
+                    f" cannot be split over stages. {_ADVICE}"
+                )
+
+    def look_at_hidden(self, hidden: Any, reader: str) -> None:
+        """Refuse hidden states that became NaN between blocks."""
+        if self.looks and self._clean and has_nan(hidden):
+            raise PlanError(
+                f"{self._plan.model} mixes a value of an earlier pipeline stage into the hidden states before {reader} reads them, outside"
+                f" the blocks, and that value is not on this stage: only the hidden states are sent. {_ADVICE}"
+            )
+
+    def leave_block(self, hidden: Any) -> None:
+        """What a block of this stage returned."""
+        if self.looks and self._clean:
+            self._clean = not has_nan(hidden)
+
+
+def has_nan(value: Any) -> bool:
+    """Whether plain tensors in nested tuples, lists and dicts hold NaN. Others (fake ones, stand-ins) are not looked at."""
+    if isinstance(value, (tuple, list)):
+        return any(has_nan(item) for item in value)
+    if isinstance(value, dict):
+        return any(has_nan(item) for item in value.values())
+    if type(value) not in (Tensor, nn.Parameter) or value.is_meta or not value.is_floating_point():
+        return False
+    return bool(torch.isnan(value.detach()).any())

@@ -1,0 +1,344 @@
+"""Before the first forward: a block of each kind whole, against the same block as it was rewritten for the ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_3d.block_options import BlockOptions
+from lightning_3d.containers import rows_of, tensors_of
+from lightning_3d.errors import Lightning3DError, PlanError, listed
+from lightning_3d.expert_options import ExpertOptions
+from lightning_3d.initializers import isolated_generators
+from lightning_3d.layout import Layout
+from lightning_3d.mesh import Mesh
+from lightning_3d.model_options import ModelOptions
+from lightning_3d.plans import ParallelPlan
+from lightning_3d.self_check.compare import LARGEST, Deviation, largest_deviation
+from lightning_3d.self_check.explain import Explanation, first_line
+from lightning_3d.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes
+from lightning_3d.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
+from lightning_3d.self_check.remembered import identity, is_verified, recall, remember
+from lightning_3d.self_check.stages import RewrittenModel
+from lightning_3d.transformers_compat import is_transformers_model
+
+_ROWS = 2
+_TOKENS = 512
+"""Of a micro-batch, as much as a check needs."""
+
+_SEEDS = (0, 1)
+"""A token on the border between two experts may go either way in a forward that rounds otherwise: what is wrong is wrong with both."""
+
+
+class SelfCheck:
+    """Checks a model once, when it is first called, and remembers that it did.
+
+    Args:
+        mode: "auto": unless the combination of model, plan, layout and versions is known to be right. "always". "never".
+        mesh: of the run. options: of the model. device: where it runs.
+
+    The check needs the memory of one block of each kind, whole, with its gradients, and of this rank's part of it.
+    """
+
+    def __init__(self, mode: str, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+        self._mode, self._mesh, self._device = mode, mesh, device
+        blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
+        self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind)
+        self._subject: _Subject | None = None
+        self._sizes: LocalSizes = {}
+        self._handle: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SelfCheck:
+        """A copied model (weight averaging) is the one that is checked."""
+        return self
+
+    def inspect(self, name: str, module: nn.Module, plan: ParallelPlan) -> None:
+        """Look at the whole model, before anything is cut, and decide on all ranks alike whether it is to be checked.
+
+        Communicates: one small object from rank 0 to all.
+        """
+        layout = self._mesh.layout
+        if self._mode == "never" or layout.tp * layout.pp * layout.cp * layout.ep == 1:
+            return
+        if self._mode == "auto" and is_verified(module, plan, layout):
+            return
+        key = identity(module, plan, layout, [self._options.blocks.sequence_parallel, self._options.cp_kind])
+        known: list[LocalSizes | None] = [recall(key) if self._mode == "auto" and self._mesh.rank == 0 else None]
+        dist.broadcast_object_list(known, src=0)
+        if known[0] is not None:
+            self._sizes = known[0]
+            return
+        copied = copy_without_values(module)
+        apply_whole_config(copied)
+        self._subject = _Subject(copied, plan, type(module).__name__, key)
+
+    def attach(self, module: nn.Module) -> None:
+        """Let this rank's part of the model be checked at its first call; where it was checked before, set what was found then."""
+        apply_local_sizes(module, self._sizes)
+        if self._subject is not None:
+            self._handle = module.register_forward_pre_hook(self._before_first_call, with_kwargs=True)
+
+    @property
+    def is_due(self) -> bool:
+        """The model is to be checked, and has not been called yet."""
+        return self._subject is not None
+
+    def _before_first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        subject, self._subject = self._subject, None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if subject is None:
+            return
+        started = time.monotonic()
+        with _own_context(self._device):
+            args, kwargs = self._example(subject, args, kwargs)
+            sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._mode == "always")
+        if sizes is None:
+            return
+        apply_local_sizes(module, sizes)
+        if self._mesh.rank == 0:
+            remember(subject.key, sizes, subject.model)
+        _say(subject, self._mesh.layout, sizes, time.monotonic() - started)
+
+    def _example(self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A few rows of what the model is called with; with experts on several data-parallel ranks the same on all of them."""
+        layout = self._mesh.layout
+        args, kwargs = rows_of(tuple(args), slice(None)), dict(kwargs)
+        if is_transformers_model(subject.whole):
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+            kwargs |= {key: False for key in ("output_router_logits", "output_hidden_states", "use_cache") if key in kwargs}
+            args, kwargs = _shortened(args, kwargs, 2 * layout.tp * layout.cp)
+        rows = {tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.ndim}
+        if len(rows) == 1 and rows.pop() > _ROWS:
+            args, kwargs = rows_of(args, slice(_ROWS)), rows_of(kwargs, slice(_ROWS))
+        if layout.ep > 1 and layout.dp > 1:
+            group = self._mesh.group("dp", "cp")
+            shared: list[Any] = [(_moved(args, "cpu"), _moved(kwargs, "cpu"))]
+            dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group=group)
+            args, kwargs = _moved(shared[0][0], self._device), _moved(shared[0][1], self._device)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is checked.
+
+    Attributes:
+        whole: a copy of the whole model, without values. model: name of its class. key: under which the result is remembered.
+    """
+
+    whole: nn.Module
+    plan: ParallelPlan
+    model: str
+    key: str
+
+
+def apply_whole_config(module: nn.Module) -> None:
+    """Turn off what a whole model computes beside its outputs, and ranks compute otherwise: the loss of its routers."""
+    config = getattr(module, "config", None)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # type: ignore[union-attr]
+
+
+class _Comparison:
+    """One check: the whole copy, and the copies that were partitioned and rewritten."""
+
+    def __init__(self, subject: _Subject, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+        self._subject, self._mesh, self._options, self._device = subject, mesh, options, device
+        self._plan, self._layout = subject.plan, mesh.layout
+        blocks = list(subject.whole.get_submodule(self._plan.layers).children()) if self._plan.layers else []
+        self._kinds = kinds_of(blocks)
+        self._kept: list[int] = []
+        self._boundary: int | None = None
+        if blocks:
+            self._kept, self._boundary = kept_blocks(self._kinds)
+        self._tuples: dict[str, int] = {}
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> LocalSizes | None:
+        """The local sizes that were found. None: the whole model cannot be run here, which was said.
+
+        Raises:
+            PlanError: the rewritten model computes something else, on all ranks that share the model's stage.
+        """
+        reason = self._no_room()
+        if reason is None:
+            reason = self._run_whole(args, kwargs)
+        if reason is not None:
+            if must:
+                raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=auto or never.")
+            _print(f"self-check of {self._subject.model} left out: {reason} `lightning-3d verify` tries a layout in small.")
+            return None
+        sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
+        sizes = self._for_all_blocks(sizes)
+        boundary = self._boundary if self._layout.pp > 1 else None
+        for seed in _SEEDS:
+            failure = self._compare(args, kwargs, sizes, seed, boundary)
+            if failure is None:
+                return sizes
+        assert failure is not None
+        if isinstance(failure, Lightning3DError):
+            raise failure
+        explanation = Explanation(self._subject.model, self._plan, self._layout)
+        if boundary is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
+            raise PlanError(explanation.of_stages(failure))
+        whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
+        raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
+
+    def _no_room(self) -> str | None:
+        """Why the check would not fit into this rank's memory; None where it does."""
+        left_out = self._left_out(self._subject.whole)
+        parameters = sum(p.numel() for name, p in self._subject.whole.named_parameters() if not name.startswith(left_out))
+        need = 4 * parameters * 4  # whole and local values with gradients, float32
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0]
+        else:
+            free = psutil.virtual_memory().available // max(1, self._layout.world_size)
+        if need <= free // 2:
+            return None
+        return f"a block of each kind takes about {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free for this rank."
+
+    def _left_out(self, whole: nn.Module) -> tuple[str, ...]:
+        layers = self._plan.layers
+        count = len(list(whole.get_submodule(layers).children())) if layers else 0
+        return tuple(f"{layers}.{index}." for index in range(count) if index not in self._kept) or ("\0",)
+
+    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Try the whole copy without most of its blocks, then with all. Why it cannot run; None: it can."""
+        error: Exception | None = None
+        every = list(range(sum(len(kind) for kind in self._kinds)))
+        for kept in (self._kept, every):
+            self._kept = kept
+            try:
+                with torch.no_grad():
+                    self._whole(0)(*_floats(args), **_floats(kwargs))
+            except Exception as failed:
+                error = failed
+            else:
+                return None
+            if self._boundary is not None:
+                self._boundary = len(every) // 2
+        return f"the whole model fails by itself ({type(error).__name__}: {first_line(error)})."
+
+    def _whole(self, seed: int) -> nn.Module:
+        whole = self._reduced()
+        fill(whole, {}, seed, self._device)
+        return whole
+
+    def _reduced(self) -> nn.Module:
+        reduced = copy_without_values(self._subject.whole)
+        if self._plan.layers:
+            leave_out_blocks(reduced, self._plan, self._kept, self._tuples)
+        return reduced
+
+    def _compare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, seed: int, boundary: int | None
+    ) -> Deviation | Exception | None:
+        """What differs, or what the rewritten model raised; None: nothing. All ranks of the stage find the same."""
+        failure: Deviation | Exception | None = None
+        try:
+            whole, rewritten = self._whole(seed), self._rewritten(sizes, seed, boundary)
+            outputs, gradients = largest_deviation(whole, rewritten, args, kwargs)
+            failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
+        except Exception as error:
+            failure = error
+        differs = torch.tensor([float(failure is not None)], device=self._device)
+        for group in self._groups():
+            dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
+        if failure is None and differs.item():
+            return Deviation("a parameter of another rank", float("nan"))
+        return failure
+
+    def _groups(self) -> Iterator[dist.ProcessGroup]:
+        if self._layout.tp * self._layout.cp > 1:
+            yield self._mesh.group("tp", "cp")
+        if self._layout.ep > 1:
+            yield self._mesh.expert_group
+            if self._layout.dp * self._layout.cp > 1:
+                yield self._mesh.group("dp", "cp")
+
+    def _rewritten(self, sizes: LocalSizes, seed: int, boundary: int | None) -> RewrittenModel:
+        model = RewrittenModel(
+            self._reduced(),
+            self._plan,
+            self._mesh,
+            self._options,
+            boundary=boundary,
+            seed=seed,
+            device=self._device,
+        )
+        for stage in model.modules():
+            apply_local_sizes(stage, sizes)
+        return model
+
+    def _for_all_blocks(self, sizes: LocalSizes) -> LocalSizes:
+        """What was found for one block of a kind holds for all of them."""
+        layers, everywhere = self._plan.layers, dict(sizes)
+        for kind in self._kinds:
+            for name, value in sizes.items():
+                prefix = f"{layers}.{kind[0]}."
+                if name.startswith(prefix):
+                    everywhere |= {f"{layers}.{index}.{name.removeprefix(prefix)}": value for index in kind}
+        return everywhere
+
+
+@contextmanager
+def _own_context(device: torch.device) -> Iterator[None]:
+    """Gradients, float32 and no trace in random generators, whatever the caller's context."""
+    with (
+        isolated_generators(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return _mapped(value, lambda tensor: tensor.detach().to(device))
+
+
+def _floats(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(item, function) for item in value)
+    return value
+
+
+def _shortened(args: tuple[Any, ...], kwargs: dict[str, Any], multiple: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """At most so many tokens, a multiple of what ranks need, where all tensors are (batch, sequence, ...)."""
+    lengths = {tensor.shape[1] if tensor.ndim > 1 else -1 for tensor in tensors_of((args, kwargs))}
+    wanted = _TOKENS // multiple * multiple
+    if len(lengths) != 1 or -1 in lengths or lengths.pop() <= wanted or wanted == 0:
+        return args, kwargs
+    return _mapped(args, lambda tensor: tensor[:, :wanted]), _mapped(kwargs, lambda tensor: tensor[:, :wanted])
+
+
+def _say(subject: _Subject, layout: Layout, sizes: LocalSizes, seconds: float) -> None:
+    changed = ""
+    if sizes:
+        names = sorted({name.rpartition(".")[2] for name in sizes})
+        changed = f"; on a rank {listed(names)} {'is' if len(names) == 1 else 'are'} smaller"
+    _print(f"self-check of {subject.model}: as rewritten for {layout.name} it computes what it computes whole ({seconds:.1f} s){changed}")
+
+
+@rank_zero_only
+def _print(text: str) -> None:
+    print(f"lightning_3d: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,18 @@
+"""The option `self_check`. Pure: no torch."""
+
+from __future__ import annotations
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+
+MODES = ("auto", "always", "never")
+
+
+def check_mode(mode: str) -> str:
+    """Return `mode`.
+
+    Raises:
+        ConfigError: it does not exist.
+    """
+    if mode not in MODES:
+        raise ConfigError(f'self_check must be {listed(MODES, last="or")}; got "{mode}".{did_you_mean(str(mode), MODES)}')
+    return mode

@@ -1,0 +1,131 @@
+"""A copy of a model as the ranks run it: every stage of a pipeline, one after the other, on each rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.assembly import take_part
+from lightning_3d.layout import Layout
+from lightning_3d.mesh import Mesh, StageMesh
+from lightning_3d.model_options import ModelOptions
+from lightning_3d.pipeline import PipelineState, StageAssignment, StageBoundary
+from lightning_3d.pipeline.state import Chunk
+from lightning_3d.plans import ParallelPlan
+from lightning_3d.self_check.model_copy import fill
+from lightning_3d.sharding import ShardSpec
+
+
+@dataclass(frozen=True)
+class _Stage:
+    module: nn.Module
+    specs: dict[str, ShardSpec]
+    state: PipelineState
+    chunk: Chunk
+
+
+class RewrittenModel:
+    """The stages of a model, partitioned and rewritten by the code that does so for training.
+
+    Args:
+        model: whole, without values; it stays as it is. boundary: the block with which the second of two stages begins; None: one stage.
+        mesh: of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        options: ModelOptions,
+        *,
+        boundary: int | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._mesh = mesh
+        blocks = len(list(model.get_submodule(plan.layers).children())) if plan.layers else 0
+        ranges = (range(blocks),) if boundary is None else (range(boundary), range(boundary, blocks))
+        assignment = StageAssignment(ranges, tuple(range(len(ranges))))
+        self._stages = []
+        for stage in range(len(ranges)):
+            module = copy.deepcopy(model)
+            part = take_part(module, "", plan, StageMesh(mesh, stage, len(ranges)), options, assignment, seed=seed, device=device)
+            fill(module, part.specs, seed, device, part.blueprint)
+            self._stages.append(_Stage(module, part.specs, part.state, assignment.chunks_of(stage)[0]))
+
+    @property
+    def layout(self) -> Layout:
+        return self._mesh.layout
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The stages."""
+        return (stage.module for stage in self._stages)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all."""
+        received: Tensor | None = None
+        before: PipelineState | None = None
+        for stage in self._stages:
+            if before is not None:
+                stage.state.sides, stage.state.sequence.length = before.sides, before.sequence.length
+            with stage.state.random.isolated(), stage.state.running(stage.chunk, received, forward=True):
+                stage.state.random.begin(0, 0)
+                try:
+                    return stage.module(*args, **kwargs)
+                except StageBoundary as end:
+                    received, before = end.hidden, stage.state
+        raise AssertionError("the last stage has no boundary")
+
+    def sequence_part(self, hidden: Tensor, whole: Tensor) -> Tensor | None:
+        """What this rank's `hidden` must be of the `whole`: the same tensor, or its part of the tokens; None: it cannot be told."""
+        if hidden.shape == whole.shape:
+            return whole
+        sequence = self._stages[-1].state.sequence
+        if not sequence.active or hidden.ndim < 3 or hidden.shape[1] != sequence.part or whole.shape[1] != sequence.length:
+            return None
+        rank = self._mesh.index("tp")
+        return whole[:, rank * sequence.part : rank * sequence.part + sequence.real(rank)]
+
+    def gradients(self) -> dict[str, tuple[Tensor, ShardSpec]]:
+        """The gradient of each trained parameter, summed over all ranks that have a part of it, by its canonical name.
+
+        With as many data-parallel ranks as see the same input, those of experts that are dealt to ranks are so many times too large.
+        Communicates over the tensor, context and expert groups; all ranks have the same parameters in the same order.
+        """
+        local: dict[str, tuple[Tensor, ShardSpec]] = {}
+        for stage in self._stages:
+            for name, parameter in stage.module.named_parameters():
+                if parameter.requires_grad:
+                    spec = stage.specs[name]
+                    canonical = spec.tied_to or spec.name
+                    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                    local[canonical] = (local[canonical][0] + gradient if canonical in local else gradient), spec
+        return {name: (self._total(gradient, spec), spec) for name, (gradient, spec) in local.items()}
+
+    def total_of_input(self, gradient: Tensor) -> Tensor:
+        """The gradient of a floating-point input, of which context-parallel ranks have a part each."""
+        total = gradient.detach().contiguous().clone()
+        if self._mesh.size("cp") > 1:
+            dist.all_reduce(total, group=self._mesh.group("cp"))
+        return total
+
+    def _total(self, gradient: Tensor, spec: ShardSpec) -> Tensor:
+        total = gradient.detach().contiguous().clone()
+        if spec.expert:
+            if dist.get_world_size(self._mesh.expert_data_group) > 1:
+                dist.all_reduce(total, group=self._mesh.expert_data_group)
+            return total / self._mesh.size("dp")
+        if spec.tp_grad_sum:
+            parts = [torch.empty_like(total) for _ in range(self._mesh.size("tp"))]
+            dist.all_gather(parts, total, group=self._mesh.group("tp"))
+            total = torch.stack([parts[coordinate] for coordinate in spec.tp_grad_sum]).sum(0)
+        if self._mesh.size("cp") > 1:
+            dist.all_reduce(total, group=self._mesh.group("cp"))
+        return total
