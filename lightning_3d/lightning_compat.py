@@ -169,7 +169,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from lightning_3d.data_order import generators_differ
+    from lightning_3d.data_order import reset_unequal_generators
     from lightning_3d.failures import connect_store, store_outlives_ranks
 
     environment = strategy.cluster_environment
@@ -184,8 +184,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     if store_outlives_ranks() and strategy.world_size > 1:  # torch 2.13 would read the addresses of ranks that are gone
         place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
     _init_dist_connection(environment, backend, timeout=timeout, **place)
-    if generators_differ(device):
-        reset_seed()
+    reset_unequal_generators(reset_seed, device)
 
 
 @contextmanager
