@@ -12,7 +12,7 @@ import base64
 import json
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ DISTRIBUTED = "distributed"
 class OneProcessOrder(DistributedSampler[Any]):
     """One data-parallel rank's samples of the order that a sampler gives on one process.
 
-    Ranks whose generators differ when an epoch begins (a data set that draws random numbers moves them unequally) all take rank 0's.
-    Where they are equal, drawing the order moves the generators as it does on one process.
+    Of generators that differ between ranks when an epoch begins (a data set that draws random numbers moves them unequally) all take rank
+    0's. Where they are equal, drawing the order moves them as it does on one process.
 
     Args:
         sampler: of the user's loader.
@@ -74,7 +74,7 @@ class OneProcessOrder(DistributedSampler[Any]):
         self._start: str | None = None
         self._given: str | None = None
         self._own_then: str | None = None
-        self._common: str | None = None
+        self._common: dict[str, Any] = {}
         self._after: str | None = None
         self._meet()
 
@@ -109,9 +109,9 @@ class OneProcessOrder(DistributedSampler[Any]):
             _set_own_state(self.sampler, self._own_then)
 
     def _meet(self) -> None:
-        """Find out whether all ranks would draw the same order, and remember rank 0's state if not."""
+        """Remember the states of rank 0's generators that other ranks do not share."""
         self._after = None
-        self._common = None if isinstance(self.sampler, SequentialSampler) else _state_unless_equal(_read(self.sampler), self._device)
+        self._common = {} if isinstance(self.sampler, SequentialSampler) else _unequal_states(_read(self.sampler), self._device)
 
     def _order(self) -> list[Any]:
         if isinstance(self.sampler, SequentialSampler):
@@ -124,14 +124,17 @@ class OneProcessOrder(DistributedSampler[Any]):
         """A loader that is read a second time in an epoch draws on from where the first reading ended: other ranks may have drawn
         other random numbers since, and a resumed epoch must find the same."""
         mine = _read(self.sampler)
-        start = self._given if self._after is None and self._given is not None else self._after or self._common or mine
+        first = self._after is None
+        earlier = self._after if not first else self._given
+        start = earlier or json.dumps(json.loads(mine) | self._common)
         _set(self.sampler, start)
         order = list(self.sampler)
-        if self._after is None:
-            self._start = start
         self._after = _read(self.sampler)
-        if start != mine:
-            _set(self.sampler, mine)
+        if first:
+            self._start = start
+        before, drawn_from = json.loads(mine), json.loads(start)
+        own_again = {name: before[name] for name in before if before[name] != drawn_from[name]}
+        _set(self.sampler, mine if earlier is not None and earlier != mine else json.dumps(json.loads(self._after) | own_again))
         return order
 
     def _distributed_order(self) -> list[Any]:
@@ -181,13 +184,19 @@ def require_equal_orders(loaders: Any, device: torch.device) -> None:
         )
 
 
-def generators_differ(device: torch.device) -> bool:
-    """Whether not all ranks would draw the same random numbers now. Two small collectives over all ranks.
+def reset_unequal_generators(reset: Callable[[], Any], device: torch.device) -> None:
+    """Reset the generators that not all ranks have in the same state; others stay as they are. Two small collectives over all ranks.
 
     Args:
-        device: where their tensors live.
+        reset: puts all generators where `seed_everything` had put them.
+        device: where tensors for collectives live.
     """
-    return _state_unless_equal(_read(None), device) is not None
+    before = json.loads(_read(None))
+    unequal = _unequal_states(json.dumps(before), device)
+    if unequal:
+        reset()
+        after = json.loads(_read(None))
+        _set(None, json.dumps(before | {name: after[name] for name in unequal}))
 
 
 def resumed_orders(saved: Sequence[dict[str, Any] | None] | None, epoch: int) -> Iterator[dict[str, Any] | None]:
@@ -211,26 +220,27 @@ def _checksum(order: list[Any]) -> int:
         return zlib.crc32(repr(order).encode())
 
 
-def _state_unless_equal(mine: str, device: torch.device) -> str | None:
-    """Rank 0's state where not all ranks have it; None where they do."""
+def _unequal_states(mine: str, device: torch.device) -> dict[str, Any]:
+    """Rank 0's states of those generators that do not have it on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    row = torch.frombuffer(bytearray(mine.encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
-    common = row.to(device, copy=True)
-    dist.broadcast(common, 0)
-    equal = torch.tensor(int(torch.equal(common.cpu(), row)), device=device)
-    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
-    return None if equal.item() else bytes(common.tolist()).decode().rstrip()
+        return {}
+    row = torch.frombuffer(bytearray(mine.encode().ljust(_STATE_BYTES)), dtype=torch.uint8).to(device)
+    dist.broadcast(row, 0)
+    own, common = json.loads(mine), json.loads(bytes(row.tolist()))
+    unequal = torch.tensor([own[name] != common[name] for name in sorted(own)], dtype=torch.int32, device=device)
+    dist.all_reduce(unequal, op=dist.ReduceOp.MAX)
+    return {name: common[name] for name, differs in zip(sorted(own), unequal.tolist(), strict=True) if differs}
 
 
 def _read(sampler: Any) -> str:
-    """States of all generators that a sampler may draw from."""
-    return json.dumps([bytes(read_generators(_HOST).tolist()).decode().rstrip(), _own_state(sampler)])
+    """States of all generators that a sampler may draw from, by name."""
+    states = json.loads(bytes(read_generators(_HOST).tolist()))
+    return json.dumps(states | {"own": _own_state(sampler)})
 
 
-def _set(sampler: Any, state: str) -> None:
-    row, own = json.loads(state)
-    set_generators(torch.frombuffer(bytearray(row.encode()), dtype=torch.uint8), _HOST)
+def _set(sampler: Any, states: str) -> None:
+    set_generators(torch.frombuffer(bytearray(states.encode()), dtype=torch.uint8), _HOST)
+    own = json.loads(states)["own"]
     if own is not None:
         _set_own_state(sampler, own)
 

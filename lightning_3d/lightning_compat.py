@@ -193,7 +193,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from lightning_3d.data_order import generators_differ
+    from lightning_3d.data_order import reset_unequal_generators
     from lightning_3d.failures import connect_store, store_outlives_ranks
     from lightning_3d.rendezvous import explained_errors
 
@@ -210,8 +210,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
         place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
     with explained_errors(strategy.global_rank):
         _init_dist_connection(environment, backend, timeout=timeout, **place)
-    if generators_differ(device):
-        reset_seed()
+    reset_unequal_generators(reset_seed, device)
 
 
 @contextmanager
