@@ -40,6 +40,7 @@ from lightning_3d.layout_rules import (
 from lightning_3d.lora_options import LoraOptions
 from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
+from lightning_3d.nonfinite import check_nonfinite
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.pretrained_config import complete_model
 from lightning_3d.remote_path import RemotePath, place
@@ -104,6 +105,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = None
     log_every_n_steps: int = 10
     trace_every_n_steps: int | None = None
+    nonfinite: str = "stop"
     checkpoint_every_n_steps: int = MISSING
     resume: str | None = None
     auto_resume: bool = False
@@ -449,6 +451,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
     if trainer.resume is not None:
         _check_resume(trainer.resume)
+    check_nonfinite("trainer.nonfinite", trainer.nonfinite)
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
