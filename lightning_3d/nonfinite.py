@@ -115,7 +115,7 @@ class StepGuard:
 
 def _where(found: Found, layout: Layout) -> str:
     """The ranks to look at, where these are fewer than all."""
-    if found.data and layout.dp > 1:
+    if 0 < len(found.data) < layout.dp:
         return f" (not finite on data-parallel {_ranks(found.data)} of {layout.dp})"
     if found.ranks and not found.data and len(found.ranks) < layout.world_size:
         return f" (gradients not finite on {_ranks(found.ranks)} of {layout.world_size})"

@@ -276,9 +276,9 @@ def test_the_losses_of_all_batches_of_a_step_count() -> None:
     assert judged(StepGuard("ignore"), math.nan, (math.nan, 8.0))
 
 
-def refused(guard: StepGuard, found: Found = Found(), layout: str = "dp2_pp2", precision: str = "32-true") -> str:
+def refused(guard: StepGuard, found: Found | None = None, layout: str = "dp2_pp2", precision: str = "32-true") -> str:
     judged(guard, math.nan, (3.0, 8.0))
-    return guard.refuse(1, math.nan, found, Layout.parse(layout), 0.1, precision)
+    return guard.refuse(1, math.nan, found or Found(), Layout.parse(layout), 0.1, precision)
 
 
 def test_the_message_names_what_is_known() -> None:
