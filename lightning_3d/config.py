@@ -41,6 +41,7 @@ from lightning_3d.lora_options import LoraOptions
 from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.nonfinite import check_nonfinite
+from lightning_3d.plan_options import PlanOptions
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.pretrained_config import complete_model
 from lightning_3d.remote_path import RemotePath, place
@@ -129,6 +130,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    plan: PlanOptions = field(default_factory=PlanOptions)
     seed: int = 0
     force: bool = False
     profile: str | None = None
@@ -141,8 +143,8 @@ class Advice(Protocol):
     def choose(self, run: RunConfig, precision: str) -> dict[str, Any]:
         """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
-    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> None:
-        """Raise LayoutError for what does not fit on the GPUs."""
+    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
+        """Raise LayoutError for what does not fit on the GPUs; return warnings of what fits badly."""
 
     def refuse_here(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
@@ -234,6 +236,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = choose_precision(run, accelerator)
     _check_trainer(run.trainer)
+    run.plan.check()
     _check_targets(run)
     LoraOptions.of(run.model)
     run.model = complete_model(run.model, dry=run.trainer.dry)
@@ -266,8 +269,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
 def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
     """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
     if accelerator == "gpu":
-        advice.refuse(run, *planned)
-        return ()
+        return advice.refuse(run, *planned)
     try:
         advice.refuse_here(run, *planned, here)
     except LayoutError as error:
@@ -289,6 +291,7 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
     run.model = complete_model(run.model, dry=run.trainer.dry)
     run.cluster.check()
+    run.plan.check()
     for key in ("sequence_length", "global_batch_size"):
         check_sizes(**{f"data.{key}": run.data.get(key)})
         if run.data.get(key) is None:
