@@ -346,7 +346,7 @@ def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path) -> None:
         try:
             again(run)
         except ConfigError as error:
-            os._exit(7 if "has not ended" in str(error) else 1)
+            os._exit(7 if "is in progress" in str(error) else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
