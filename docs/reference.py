@@ -29,6 +29,7 @@ from lightning_3d.config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, 
 from lightning_3d.config_files import conf_folder, recipes_folder  # noqa: E402
 from lightning_3d.launchers import KINDS  # noqa: E402
 from lightning_3d.lora_options import LoraOptions  # noqa: E402
+from lightning_3d.plan_options import PlanOptions  # noqa: E402
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 Row = tuple[str, str, str, str]
@@ -268,6 +269,8 @@ def run_keys() -> str:
     said, values = comments(conf_folder() / "config.yaml"), read(conf_folder() / "config.yaml")
     hints = get_type_hints(RunConfig)
     rows = [(key, type_name(hints[key]), written(values[key]), said[key]) for key in ("seed", "force", "run_folder")]
+    limits, reserve = get_type_hints(PlanOptions), flat({"plan": values["plan"]})
+    rows += [(key, type_name(limits[key.partition(".")[2]]), written(value), said[key]) for key, value in reserve]
     size = "data.global_batch_size"
     return table([*rows, (size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"])])
 

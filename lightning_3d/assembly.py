@@ -89,6 +89,11 @@ class LocalModel:
         if self.routers is not None:
             self.routers.update_biases()
 
+    def after_skipped_step(self) -> None:
+        """Forget what `after_optimizer_step` would have changed the model by."""
+        if self.routers is not None:
+            self.routers.forget_loads()
+
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks that this rank has, in the order in which they are called."""

@@ -40,6 +40,8 @@ from lightning_3d.layout_rules import (
 from lightning_3d.lora_options import LoraOptions
 from lightning_3d.model_families import FAMILIES
 from lightning_3d.model_spec import ModelSpec
+from lightning_3d.nonfinite import check_nonfinite
+from lightning_3d.plan_options import PlanOptions
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
 from lightning_3d.pretrained_config import complete_model
 from lightning_3d.remote_path import RemotePath, place
@@ -106,6 +108,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = None
     log_every_n_steps: int = 10
     trace_every_n_steps: int | None = None
+    nonfinite: str = "stop"
     checkpoint_every_n_steps: int = MISSING
     resume: str | None = None
     auto_resume: bool = False
@@ -129,6 +132,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    plan: PlanOptions = field(default_factory=PlanOptions)
     seed: int = 0
     force: bool = False
     profile: str | None = None
@@ -141,8 +145,8 @@ class Advice(Protocol):
     def choose(self, run: RunConfig, precision: str) -> dict[str, Any]:
         """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
-    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> None:
-        """Raise LayoutError for what does not fit on the GPUs."""
+    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
+        """Raise LayoutError for what does not fit on the GPUs; return warnings of what fits badly."""
 
     def refuse_here(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
@@ -235,6 +239,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     accelerator, warnings = choose_accelerator(run, layout, outside)
     precision = choose_precision(run, accelerator)
     _check_trainer(run.trainer)
+    run.plan.check()
     _check_targets(run)
     LoraOptions.of(run.model)
     run.model = complete_model(run.model, dry=run.trainer.dry)
@@ -267,8 +272,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
 def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
     """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
     if accelerator == "gpu":
-        advice.refuse(run, *planned)
-        return ()
+        return advice.refuse(run, *planned)
     try:
         advice.refuse_here(run, *planned, here)
     except LayoutError as error:
@@ -290,6 +294,7 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
     run.model = complete_model(run.model, dry=run.trainer.dry)
     run.cluster.check()
+    run.plan.check()
     for key in ("sequence_length", "global_batch_size"):
         check_sizes(**{f"data.{key}": run.data.get(key)})
         if run.data.get(key) is None:
@@ -452,6 +457,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
     if trainer.resume is not None:
         _check_resume(trainer.resume)
+    check_nonfinite("trainer.nonfinite", trainer.nonfinite)
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."

@@ -35,6 +35,12 @@ class CheckpointError(Lightning3DError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
 
 
+class NonFiniteError(Lightning3DError):
+    """A loss, a gradient norm or a weight that is not finite during training. All ranks raise it at the same place."""
+
+    exit_code = 1
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` for the known word nearest to `word`, whatever its case; empty when none is near."""
     by_lower = {name.lower(): name for name in known}

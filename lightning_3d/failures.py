@@ -71,6 +71,7 @@ class Failure:
 
     Attributes:
         exit_code: 2 for a mistake that the user can repair, 1 for everything else.
+        plain: the text is a message of our own, which is shown alone.
         text: what to show: the message alone, or a traceback.
         lost_peer: it may only be the consequence of another rank's failure.
         time: seconds since the epoch.
@@ -81,6 +82,7 @@ class Failure:
     text: str
     lost_peer: bool
     time: float
+    plain: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
@@ -89,11 +91,11 @@ class Failure:
         code = exit_code_of(error)
         refused = isinstance(error, Lightning3DError)
         text = str(error) if refused else "".join(traceback.format_exception(error)).rstrip()
-        return cls(rank, code, text, not refused and is_lost_peer(error), time.time())
+        return cls(rank, code, text, not refused and is_lost_peer(error), time.time(), refused)
 
     def message(self, world_size: int) -> str:
         """What is printed, once for the whole run."""
-        if self.exit_code == Lightning3DError.exit_code:
+        if self.plain or self.exit_code == Lightning3DError.exit_code:
             return f"lightning_3d: {self.text}"
         reason = " after it lost a peer that left no word (killed, or out of memory?)" if self.lost_peer else ""
         return f"lightning_3d: rank {self.rank} of {world_size} failed{reason}:\n{self.text}"

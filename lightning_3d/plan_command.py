@@ -25,6 +25,7 @@ the first, and writes plan.json and plan.html.
 
   parallelism=auto parallelism.KEY=VALUE   fixes what is not to be searched: schedule, micro_batch_size, zero_stage, recompute,
                                            sequence_parallel, order
+  plan.memory_reserve=SHARE                of each GPU's memory that no proposal may use; 0.12 unless given
   profile=FILE.json                        what lightning-3d profile measured, instead of constants
   --out FOLDER                             where to write; the current folder unless given
   --validate K                             also trains with the K best layouts for a few steps each, on this machine, and prints what was
@@ -120,7 +121,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config import check_keys, choose_precision
     from lightning_3d.hydra_app import compose
     from lightning_3d.planner.page import page
-    from lightning_3d.planner.text import as_data, describe, found_table, memory_table
+    from lightning_3d.planner.text import as_data, describe, found_table, margin, memory_table
     from lightning_3d.prediction import machine_of, plan, planned_accelerator
     from lightning_3d.pretrained_config import complete_model
     from lightning_3d.validation import require_here, validate
@@ -129,6 +130,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
         raise ConfigError(f"There is no folder {folder} to write plan.json and plan.html to.")
     run = check_keys(compose([*overrides, "trainer.dry=true"]))
     run.cluster.check()
+    run.plan.check()
     run.model = complete_model(run.model, dry=True)
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
         raise ConfigError("data.sequence_length and data.global_batch_size must be given, in tokens and in sequences.")
@@ -139,10 +141,11 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     assert machine is not None
     first = found.best[0]
     title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
-    data, gpus = run.data, machine.gpus
+    data, gpus, reserve = run.data, machine.gpus, run.plan.memory_reserve
     print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step{_length_left_open(run, overrides)}\n")
-    print(found_table(found, gpus, machine.peak))
-    print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}\n\n{describe(first.job)}")
+    print(found_table(found, machine))
+    print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
+    print(f"  {margin(first.memory, machine)}\n\n{describe(first.job)}")
     content = {
         "title": title,
         "gpus": gpus,
@@ -150,13 +153,14 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
         "global_batch_size": data["global_batch_size"],
         "shapes": found.shapes,
         "expanded": found.expanded,
-        "best": [as_data(one, gpus, machine.peak) for one in found.best],
+        "memory_reserve": reserve,
+        "best": [as_data(one, machine) for one in found.best],
         "simulated": len(found.simulated),
-        "seen": [as_data(one, gpus, machine.peak) for one in found.seen],
+        "seen": [as_data(one, machine) for one in found.seen],
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (Path(__file__).parent / "report" / "assets" / "style.css").read_text("utf-8")
-    (folder / "plan.html").write_text(page(found, machine, title, style), encoding="utf-8")
+    (folder / "plan.html").write_text(page(found, machine, title, style, reserve), encoding="utf-8")
     counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
     print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
     if validated:

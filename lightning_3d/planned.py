@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,6 +12,7 @@ from lightning_3d.config import ParallelismConfig, RunConfig, largest_micro_batc
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import AXES
 from lightning_3d.layout_rules import check_batch, check_sizes, resolve_layout
+from lightning_3d.plan_options import MEMORY_RESERVE, PlanOptions
 from lightning_3d.precision import PRECISIONS, unknown_precision
 from lightning_3d.prediction import Advice
 
@@ -28,6 +30,7 @@ def planned(
     precision: str = "bf16",
     profile: str | None = None,
     force: bool = False,
+    memory_reserve: float = MEMORY_RESERVE,
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments of `Lightning3DStrategy` that the planner has looked at, before a model is built or a rank started:
@@ -42,6 +45,7 @@ def planned(
         precision: a name of the group `precision`: bf16, bf16_mixed, fp8, fp32, fp64.
         profile: a file of `lightning-3d profile`.
         force: nothing is refused.
+        memory_reserve: share of each GPU's memory that `auto` leaves free; a named layout that uses it is warned of.
         options: other arguments of the strategy. What is among them of schedule, micro_batch_size, zero_stage, recompute,
             sequence_parallel and order is not searched.
 
@@ -62,7 +66,9 @@ def planned(
         cluster=_cluster(cluster),
         force=force,
         profile=profile,
+        plan=PlanOptions(memory_reserve),
     )
+    run.plan.check()
     advice = Advice()
     if layout == "auto":
         return options | advice.choose(run, precision)
@@ -75,7 +81,8 @@ def planned(
     if run.cluster.accelerator == "cpu":
         advice.refuse_here(run, precision, resolved, schedule, size, resolved.world_size // run.cluster.nodes)
     else:
-        advice.refuse(run, precision, resolved, schedule, size)
+        for warning in advice.refuse(run, precision, resolved, schedule, size):
+            warnings.warn(warning, stacklevel=2)
     return options | {"layout": layout}
 
 

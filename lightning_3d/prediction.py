@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from lightning_3d.planner.job import Job, Stack
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.profiled import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
-from lightning_3d.planner.search import Fixed, Found, search
-from lightning_3d.planner.text import gigabytes, memory_table
+from lightning_3d.planner.search import Candidate, Fixed, Found, search
+from lightning_3d.planner.text import gigabytes, margin, memory_table
 
 _BYTES = {  # precision: (of a weight, of the optimizer's state of it, of a product)
     "bf16": (2.0, 12.0, "bf16"),
@@ -178,19 +179,23 @@ class Advice:
             "micro_batch_size": best.micro_batch,
         }
 
-    def refuse(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int) -> None:
+    def refuse(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Refuse what does not fit on the cluster's GPUs, where these and the model's parameters are known.
+
+        Returns:
+            Warnings: what fits, but uses the reserve that proposals leave free.
 
         Raises:
             LayoutError: with a table of what needs how much, and what would fit.
         """
         machine = machine_of(run.cluster, run.profile)
         if machine is None or ModelSpec.from_config(run.model["config"]).shapes is None:
-            return
-        job = job_of(run, precision, layout, schedule, micro_batch)
+            return ()
+        job, reserve = job_of(run, precision, layout, schedule, micro_batch), run.plan.memory_reserve
         memory = memory_of(job)
         if memory.total > machine.memory:
-            raise LayoutError(_too_large(job, memory, machine))
+            raise LayoutError(_too_large(job, memory, machine, reserve))
+        return (_tight(job, memory, machine, reserve),) if memory.total > (1 - reserve) * machine.memory else ()
 
     def refuse_here(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Refuse what the memory of this machine cannot hold, with `ranks` of the run on its cores. A model whose parameters are not known
@@ -250,23 +255,46 @@ def plan(run: Any, precision: str, *, most: int = 5) -> Found:
         sequence_parallel=parallelism.sequence_parallel if automatic else None,
         order=tuple(parallelism.order) if automatic and parallelism.order is not None else None,
     )
-    found = search(job, machine, fixed=fixed, most=most)
+    reserve = run.plan.memory_reserve
+    found = search(job, machine, fixed=fixed, most=most, reserve=reserve)
     if not found.best:
         smallest = f"{job.model.parameters / 1e9:.1f} billion parameters on {machine.gpus} GPUs with {gigabytes(machine.memory)} each"
+        tight = search(job, machine, fixed=fixed, most=1).best if reserve else ()
         raise LayoutError(
-            f"No layout of {smallest} fits with sequences of {job.seq} tokens and a global batch of {job.global_batch}. Use more GPUs, or"
-            " shorter sequences, or a global batch that more layouts divide."
+            f"No layout of {smallest} fits with sequences of {job.seq} tokens and a global batch of {job.global_batch}"
+            f"{_without_reserve(tight, machine, reserve)}. Use more GPUs, or shorter sequences, or a global batch that more layouts divide."
         )
     return found
 
 
-def _too_large(job: Job, memory: Memory, machine: Machine) -> str:
+def _without_reserve(tight: Sequence[Candidate], machine: Machine, reserve: float) -> str:
+    """What would fit if nothing were left free."""
+    if not tight:
+        return ""
+    share = tight[0].memory.total / machine.memory
+    return (
+        f" and {reserve:.0%} of the memory left free (plan.memory_reserve={reserve:g}). {tight[0].job.layout.name} would fill {share:.0%},"
+        f" which plan.memory_reserve={floor(100 * (1 - share)) / 100:g} allows; with less than 0.12 runs often run out of memory"
+    )
+
+
+def _room(machine: Machine, reserve: float) -> Callable[[Job], float | None]:
+    """Of a job the bytes that it needs, None where they use the reserve."""
+    return lambda one: total if (total := memory_of(one).total) <= (1 - reserve) * machine.memory else None
+
+
+def _tight(job: Job, memory: Memory, machine: Machine, reserve: float) -> str:
+    """The warning of a layout that fits and leaves too little free."""
+    advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
+    return (
+        f"{job.layout.name} is predicted to fill {margin(memory, machine)}, on its fullest rank. That leaves less than the reserve of"
+        f" {reserve:.0%} (plan.memory_reserve), where predictions are not safe: it may run out of memory. {advice}."
+    )
+
+
+def _too_large(job: Job, memory: Memory, machine: Machine, reserve: float) -> str:
     """Why it does not fit, in numbers, and the nearest that does."""
-
-    def fits(one: Job) -> float | None:
-        return total if (total := memory_of(one).total) <= machine.memory else None
-
-    advice = _nearest(job, fits) or "Use more GPUs or a larger tp or pp"
+    advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
     return (
         f"{job.layout.name} needs about {gigabytes(memory.total)} on its fullest rank, but {machine.gpu} has {gigabytes(machine.memory)}.\n"
         f"{memory_table(memory)}\n{advice}, or parallelism=auto to let the planner choose. force=true starts it nevertheless."

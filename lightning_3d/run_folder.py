@@ -15,8 +15,9 @@ import yaml
 
 from lightning_3d.checkpoint_names import checkpoints_in, recover_all, steps_of
 from lightning_3d.errors import ConfigError, listed
+from lightning_3d.holder import Holder, is_held, moment
 from lightning_3d.remote_path import Place, RemotePath, place
-from lightning_3d.run_status import RunStatus, read_status
+from lightning_3d.run_status import RUNNING, RunStatus, read_status
 
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
@@ -66,7 +67,7 @@ class RunFolder:
                 raise ConfigError(
                     f"The run folder {candidate} cannot be made: {error.strerror}. Set {option}."
                 ) from error
-        raise ConfigError(f"{path} holds the files of another run. Set {option} to a new folder, or remove it.")
+        raise ConfigError(_taken(path, option))
 
     @classmethod
     def _claim(cls, path: Path) -> RunFolder:
@@ -129,14 +130,16 @@ class RunFolder:
         """
         path = path.absolute()
         folder = cls(path, (), frozenset(entry.name for entry in path.iterdir()))
-        status = read_status(path)
         try:
             if folder.holds_results():
                 raise FileExistsError
             RunStatus.begun().write(path, first=True)
             _hold(path)
         except FileExistsError:
-            how = f" (status: {status.status})" if status is not None else ""
+            status = read_status(path)  # of a try at the same time, perhaps
+            holder = holder_of(path) if status is not None and status.status == RUNNING else None
+            who = f"; {holder.describe()}" if holder is not None else ""
+            how = f" (status: {status.status}{who})" if status is not None else ""
             raise ConfigError(f"{path} holds a run already{how}. --folder NEW repeats it in a new folder.") from None
         except OSError as error:
             raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
@@ -224,6 +227,57 @@ def _hold(path: Path) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         os.close(descriptor)
-        raise ConfigError(f"{path} belongs to a run that has not ended. Wait for its end, or set another folder.") from None
+        raise ConfigError(_in_progress(path, holder_of(path), "set another folder")) from None
     except OSError:
-        return
+        pass
+    Holder.this_process().write(descriptor)
+
+
+def holder_of(path: Path) -> Holder | None:
+    """The process that works, or worked last, in a run folder; None where nothing names it."""
+    holder, status = Holder.read(path / _LOCK), read_status(path)
+    return holder or (Holder(status.pid, status.host, since=status.started) if status is not None else None)
+
+
+def in_progress(path: Path) -> bool | None:
+    """Whether a run works in a folder; None where that cannot be seen from here."""
+    holder, status = holder_of(path), read_status(path)
+    said = status is None or status.status == RUNNING
+    if holder is None:
+        return False
+    if holder.is_here and holder.process == os.getpid():  # which keeps the lock when its run has ended
+        return said
+    held = is_held(path / _LOCK)
+    if held:
+        return True
+    if not said or (held is False and holder.is_here):
+        return False
+    return holder.exists if holder.is_here else None
+
+
+def _in_progress(path: Path, holder: Holder | None, other: str) -> str:
+    """Why nobody else may work in a folder now, and what to do."""
+    if holder is None:
+        return f"{path} belongs to a run that is in progress. Wait until it ends, or {other}."
+    return f"{path} belongs to a run that is in progress ({holder.describe()}). {holder.what_to_do(other)}"
+
+
+def _taken(path: Path, option: str) -> str:
+    """Why a folder cannot be made this run's own, and what to do. What may be alive is never to be removed."""
+    holder, status, works = holder_of(path), read_status(path), in_progress(path)
+    if works:
+        return _in_progress(path, holder, f"set {option} to another folder")
+    again = " trainer.auto_resume=true continues that run." if option == "hydra.run.dir" else ""
+    new = f"Set {option} to a new folder.{again}"
+    if works is None and holder is not None:
+        return (
+            f"{path} holds the files of another run, which was in progress on another host when it last said so ({holder.describe()})."
+            f" This host cannot see whether it still is: look there before anything else. Set {option} to another folder."
+        )
+    if holder is not None and (status is None or status.status == RUNNING):
+        return (
+            f"{path} holds the files of another run, which has ended without a word: its process is gone ({holder.describe()}). {new}"
+        )
+    if status is None or status.ended is None:
+        return f"{path} holds the files of another run. {new}"
+    return f"{path} holds the files of another run ({status.status}, {moment(status.ended)}). {new}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +33,7 @@ from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
 from lightning_3d.data_order import require_equal_orders
-from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.errors import ConfigError, LayoutError, NonFiniteError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
 from lightning_3d.fp8 import multiply_in_float8, require_fp8
@@ -53,6 +54,7 @@ from lightning_3d.lightning_compat import (
 )
 from lightning_3d.mesh import Mesh
 from lightning_3d.model_options import ModelOptions
+from lightning_3d.nonfinite import STOP, StepGuard, find_nonfinite, trained_weights
 from lightning_3d.pipeline import PipelineEngine, runs_now
 from lightning_3d.precision import precision_of
 from lightning_3d.randomness import global_seed
@@ -104,6 +106,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         split_batch: function (batch, n) -> n micro-batches, for batches that cannot be cut along dimension 0.
         trace_every_n_steps: of steps whose number is a multiple of it `last_step.trace` tells what each rank did when, and what its
             memory held; None: only of those that `trace_next_step` asks for.
+        nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop" raises `NonFiniteError` on all ranks before
+            the optimizer steps, "skip" leaves the optimizer step out, "ignore" steps nevertheless.
         seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
         timeout: of collectives.
 
@@ -145,6 +149,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self_check: str = "auto",
         split_batch: SplitBatch | None = None,
         trace_every_n_steps: int | None = None,
+        nonfinite: str = STOP,
         seed: int | None = None,
         timeout: timedelta | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -169,6 +174,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self.micro_batch_size = micro_batch_size
         self.last_step: StepResult | None = None
         self._tracer = StepTracer(trace_every_n_steps)
+        self.guard = StepGuard(nonfinite)
         self.model_parts: LocalModel | None = None
         self.mesh: Mesh | None = None
         self._plan = plan
@@ -267,6 +273,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         super().setup_environment()
         assert self.layout is not None
         self._failed, self._terminated, self._batches_of_step = False, False, 0
+        self.guard.begin()
         connect_process_group(self, self._timeout)
         if self.lightning_module is not None and self.world_size > 1:
             obey_signals_together(self.lightning_module.trainer)
@@ -438,10 +445,29 @@ class Lightning3DStrategy(TrainerCheckpoints):
             if ends:
                 with self._tracer.recorder.span(OPTIMIZER):
                     self.last_step.grad_norm = self._backend.grad_norm()
+        self._judge(self.last_step, begins=place == 0)
         if ends and self.compilation is not None and not self._told:
             self._told = True
             self.compilation.warn()
         return outputs
+
+    def _judge(self, step: StepResult, *, begins: bool) -> None:
+        """Before the optimizer changes anything: stop, or mark the step to be skipped, where loss or norm is not finite."""
+        assert self._runner is not None and self._backend is not None and self.layout is not None and self.lightning_module is not None
+        if self._shape_only:
+            return
+        if begins:
+            self.guard.begin_step()
+        finite = isfinite(step.loss)
+        self.guard.note(step.loss, step.weight, lost_here=not finite and not self._runner.has_finite_loss())
+        if step.grad_norm is None or self.guard.accepts(step.grad_norm):
+            return
+        gradients, weights = self._backend.reduced_gradients(), trained_weights(self.lightning_module, self._backend)
+        found = find_nonfinite(self.guard, gradients, weights, self.layout, self.global_rank, self.root_device)
+        number, lr = self.lightning_module.trainer.global_step + 1, float(self.optimizers[0].param_groups[0]["lr"])
+        warning = self.guard.refuse(number, step.grad_norm, found, self.layout, lr, str(self.precision_plugin.precision))
+        rank_zero_warn(warning)
+        step.skipped = True
 
     def trace_next_step(self) -> None:
         """Trace the next optimizer step, whatever `trace_every_n_steps` is. All ranks call it, as a callback's hook does."""
@@ -516,10 +542,14 @@ class Lightning3DStrategy(TrainerCheckpoints):
     ) -> Any:
         assert self._backend is not None and self.lightning_module is not None and self.model_parts is not None
         result = closure()
-        run_after_closure(self.precision_plugin, self.lightning_module, optimizer)
-        with self._tracer.optimizer():
-            self._backend.step()
-            self.model_parts.after_optimizer_step()
+        if self.last_step is not None and self.last_step.skipped:
+            self._backend.discard()
+            self.model_parts.after_skipped_step()
+        else:
+            run_after_closure(self.precision_plugin, self.lightning_module, optimizer)
+            with self._tracer.optimizer():
+                self._backend.step()
+                self.model_parts.after_optimizer_step()
         if self.last_step is not None:
             self.last_step.trace = self._tracer.finish(self._backend)
         return result
@@ -540,10 +570,10 @@ class Lightning3DStrategy(TrainerCheckpoints):
         """Whether a callback communicates because of an exception (to save a checkpoint), which other ranks know nothing of.
 
         They cannot take part. Lightning tells callbacks before it tells the strategy, so the failure is posted here. All ranks see
-        SIGTERM together.
+        SIGTERM, and a step that is not finite, together.
         """
         error = sys.exception()
-        if error is None or isinstance(error, SIGTERMException) or self.world_size == 1 or self.lightning_module is None:
+        if error is None or isinstance(error, _TOGETHER) or self.world_size == 1 or self.lightning_module is None:
             return False
         if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
@@ -557,11 +587,12 @@ class Lightning3DStrategy(TrainerCheckpoints):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits. SIGTERM ends all ranks
-        together: a save that is under way is finished first."""
-        if isinstance(exception, SIGTERMException):
+        """Tell the other ranks before any connection is torn down, so that the cause is shown once and nobody waits. SIGTERM, and a step
+        that is not finite, end all ranks together: a save that is under way is finished first."""
+        together = isinstance(exception, _TOGETHER)
+        if together:
             self._store.finish()
-        self._failed, self._terminated = True, isinstance(exception, SIGTERMException)
+        self._failed, self._terminated = True, together
         if self._failures is not None:
             self._failures.note(exception)
 
@@ -590,6 +621,10 @@ class Lightning3DStrategy(TrainerCheckpoints):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("lightning_3d", cls, description=(cls.__doc__ or "").splitlines()[0])
+
+
+_TOGETHER = (SIGTERMException, NonFiniteError)
+"""What all ranks raise at the same place, so that they can still communicate."""
 
 
 def _keep_gradients(*args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,9 +31,10 @@ from lightning_3d.checkpoint import (
     take_groups,
 )
 from lightning_3d.data_order import orders_in, resumed_orders
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.layout import Layout
 from lightning_3d.lightning_compat import finished_requeue, go_on_in_data
+from lightning_3d.nonfinite import IGNORE, StepGuard, require_finite_weights, trained_weights
 from lightning_3d.trainer_collectives import TrainerCollectives
 from lightning_3d.transformers_compat import describe_models
 from lightning_3d.zero import DataParallelBackend
@@ -52,6 +54,7 @@ class TrainerCheckpoints(TrainerCollectives):
     _resumed_from: tuple[Tensor | None, float | None] | None = None
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
+    guard: StepGuard
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -114,6 +117,8 @@ class TrainerCheckpoints(TrainerCollectives):
             "transformers": describe_models(self.lightning_module),
         }
         trainer = self.lightning_module.trainer
+        if not self._has_finite_weights(trainer, filepath):
+            return
         checkpoint = without_average(trainer, checkpoint)
         checkpoint = share_groups(checkpoint, self._require_mesh())
         checkpoint[BATCHES] = trainer.num_training_batches
@@ -121,6 +126,19 @@ class TrainerCheckpoints(TrainerCollectives):
         must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
         now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
+
+    def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
+        """Whether the weights of a fit may be saved. Raises NonFiniteError where they are not finite; warns where the fit has failed."""
+        if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._backend is None:
+            return True
+        try:
+            require_finite_weights(trained_weights(trainer.lightning_module, self._backend), self.root_device, filepath)
+        except NonFiniteError as error:
+            if trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            rank_zero_warn(str(error))
+            return False
+        return True
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:

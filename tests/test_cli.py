@@ -1,6 +1,7 @@
 """`lightning-3d train` from the command line to the run folder, and how a run ends in which a rank fails."""
 
 import csv
+import json
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ LINES: dict[str, list[str]] = {
     "spawn": [*QUICK, "trainer.start_method=spawn"],
     "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3"],
     "quiet": [*QUICK, "callbacks=none", "logger=csv"],
+    "diverges": [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null", "trainer.checkpoint_every_n_steps=1"],
+    "skips": [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null", "trainer.nonfinite=skip"],
 }
 
 
@@ -179,3 +182,22 @@ def test_fifty_runs_in_a_row_end_well(tmp_path: Path) -> None:
         if done.returncode != 0:
             failed[number] = (done.returncode, done.stdout + done.stderr)
     assert failed == {}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(results: dict[str, Result], folder: Path) -> None:
+    output = results["diverges"].output
+    assert results["diverges"].code == 1, output
+    assert output.count("lightning_3d: Step 2: the loss is nan and the gradient norm is nan.") == 1
+    assert "Traceback" not in output and "lower learning rate (now 1e+20)" in output
+    status = json.loads((folder / "diverges" / "status.json").read_text())
+    assert (status["status"], status["exit_code"]) == ("failed", 1) and "Step 2: the loss is nan" in status["reason"]
+    assert [path.name for path in (folder / "diverges" / "checkpoints").glob("*")] == ["step_1.ckpt"]
+
+
+def test_a_run_that_skips_steps_says_how_many(results: dict[str, Result]) -> None:
+    output = results["skips"].output
+    assert results["skips"].code == 0, output
+    assert "Step 2: the loss is nan" in output and "The optimizer skips it (skipped so far: 1)." in output
+    [row] = [line for line in output.splitlines() if line.startswith("skipped steps")]
+    assert row.split("  ")[-1].strip() == "1: loss or gradient norm was not finite"
+    assert "training loss      nan" not in output

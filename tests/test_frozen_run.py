@@ -149,7 +149,7 @@ def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp
 def test_of_two_runs_one_takes_a_prepared_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     RunFolder.adopt(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds a run already \(status: running\)"):
+    with pytest.raises(ConfigError, match=r"holds a run already \(status: running; process \d+ "):
         RunFolder.adopt(tmp_path)
 
 

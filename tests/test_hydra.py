@@ -359,5 +359,5 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> Non
 
 def test_f37_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     RunFolder.claim(tmp_path / "run", numbered=False)
-    with pytest.raises(ConfigError, match="holds the files of another run"):
+    with pytest.raises(ConfigError, match="belongs to a run that is in progress"):
         RunFolder.claim(tmp_path / "run", numbered=False)

@@ -328,7 +328,7 @@ def test_folder_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     run = new_run(tmp_path / "run").path
     with pytest.raises(ConfigError, match="its data and seed differ"):
         again(run, data={"b": 3}, seed=1)
-    with pytest.raises(ConfigError, match="holds the files of another run"):
+    with pytest.raises(ConfigError, match="belongs to a run that is in progress"):
         again(run, trainer={"auto_resume": False})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert again(run, trainer={"auto_resume": False}).path == run, "SLURM has started the job again"
@@ -346,7 +346,7 @@ def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path) -> None:
         try:
             again(run)
         except ConfigError as error:
-            os._exit(7 if "has not ended" in str(error) else 1)
+            os._exit(7 if "is in progress" in str(error) else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 

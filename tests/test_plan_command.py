@@ -10,6 +10,8 @@ from browser import look
 from command_line import Result, run_commands
 
 LARGE = ["model=llama3_70b", "cluster=h100_32x8", "data.global_batch_size=1024", "data.sequence_length=8192"]
+TIGHT = ["model=mixtral_8x7b", "cluster=h100_4x8", "data.global_batch_size=512", "data.sequence_length=4096"]
+TIGHT_BY_HAND = [*TIGHT, "trainer.dry=true", "parallelism=dp32_ep8", "parallelism.micro_batch_size=1", "parallelism.zero_stage=3"]
 SMALL = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096", "trainer.dry=true"]
 
 
@@ -17,6 +19,7 @@ SMALL = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     (folder / "short").mkdir()
+    (folder / "tight").mkdir()
     return folder
 
 
@@ -26,6 +29,10 @@ def answers(folder: Path) -> dict[str, Result]:
         "large": ["plan", *LARGE, "parallelism=auto", "parallelism.zero_stage=1", "--out", str(folder)],  # with a pipeline
         "auto": ["train", *SMALL, "parallelism=auto"],
         "auto, some set": ["train", *SMALL, "parallelism=auto", "parallelism.micro_batch_size=4", "parallelism.recompute=full"],
+        "tight": ["plan", *TIGHT, "--out", str(folder / "tight")],
+        "tight by hand": ["train", *TIGHT_BY_HAND],
+        "all reserved": ["plan", *SMALL, "plan.memory_reserve=0.85"],
+        "more than all reserved": ["train", *SMALL, "parallelism=dp8", "plan.memory_reserve=1"],
         "too large": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4"],
         "forced": ["train", *SMALL, "parallelism=dp8", "parallelism.micro_batch_size=4", "force=true"],
         "too large for this machine": ["train", "model=llama3_70b"],
@@ -83,6 +90,36 @@ def test_a_browser_shows_the_page(answers: dict[str, Result], folder: Path, widt
     assert (seen.ground == "rgb(13, 18, 24)") is dark
 
 
+def test_proposals_leave_the_reserve_and_show_the_margin(answers: dict[str, Result], folder: Path) -> None:
+    """Without a reserve the first would be dp32_ep8, at 97 % of a GPU."""
+    answer = answers["tight"]
+    assert answer.code == 0, answer.output
+    head, *rows = [re.split(r" {2,}", line) for line in answer.output.splitlines()[2:8]]
+    shares = [int(row[head.index("of GPU")].rstrip("%")) for row in rows]
+    free = [int(row[head.index("GB free")]) for row in rows]
+    assert len(shares) == 5 and max(shares) <= 88
+    content = json.loads((folder / "tight" / "plan.json").read_text())
+    assert content["memory_reserve"] == 0.12
+    assert all(one["bytes"] + one["bytes_free"] == pytest.approx(80e9) for one in content["seen"])
+    assert all(one["memory_share"] <= 0.88 for one in content["seen"])
+    assert [round(100 * one["memory_share"]) for one in content["best"]] == shares
+    assert [round(one["bytes_free"] / 1e9) for one in content["best"]] == free
+    first = content["best"][0]
+    margin = f"{first['memory_share']:.0%} of 80.0 GB, {first['bytes_free'] / 1e9:.1f} GB free"
+    page = (folder / "tight" / "plan.html").read_text()
+    assert margin in answer.output and f"{margin}, fullest rank" in page and "without the reserve of 12%" in page
+
+
+def test_a_layout_of_ones_own_inside_the_reserve_is_warned_of(answers: dict[str, Result]) -> None:
+    answer = answers["tight by hand"]
+    assert answer.code == 0 and "dp32_ep8: 32 ranks on GPUs" in answer.output
+    [warning] = [line for line in answer.output.splitlines() if "plan.memory_reserve" in line]
+    assert warning.startswith("lightning_3d: dp32_ep8 is predicted to fill 97% of 80.0 GB, ")
+    advice = warning.partition(". Use ")[2].partition(" (")[0].split()
+    (advised,) = run_commands([["train", *TIGHT_BY_HAND, *advice]])
+    assert advice and advised.code == 0 and "plan.memory_reserve" not in advised.output, "what is advised leaves the reserve"
+
+
 def test_a_plan_says_when_its_sequences_are_the_short_ones_of_the_data(answers: dict[str, Result]) -> None:
     said = "64 sequences of 128 tokens a step, the length of data=python_stdlib; the model takes up to data.sequence_length=131072"
     assert answers["no length"].output.splitlines()[0].endswith(said)
@@ -137,6 +174,8 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
     [
         ("auto on what is not known", "needs to know the GPUs of the cluster, but local does not say"),
         ("nothing fits", "No layout of 70.6 billion parameters on 8 GPUs with 80.0 GB each fits"),
+        ("all reserved", "and 85% of the memory left free (plan.memory_reserve=0.85). dp8 would fill"),
+        ("more than all reserved", "plan.memory_reserve is 1.0, but must be a finite number between 0 and 0.9."),
         ("no such model", "llama9"),
         ("no such option", "--evalute is no option of lightning-3d plan"),
         ("no such file", "There is no file x.csv with measured runs."),

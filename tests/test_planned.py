@@ -1,6 +1,7 @@
 """`lightning_3d.planned`: the planner for a Trainer of one's own."""
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -46,6 +47,21 @@ def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
         planned(CONFIG, **LARGE, **small)
     assert planned(CONFIG, **LARGE, **small, force=True) == small
     assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
+
+
+def test_a_reserve_is_left_free_and_a_named_layout_that_uses_it_is_warned_of() -> None:
+    mixtral = yaml.safe_load((REPOSITORY / "conf/model/mixtral_8x7b.yaml").read_text())["config"]
+    where: dict[str, Any] = {"cluster": "h100_4x8", "sequence_length": 4096, "global_batch_size": 512}
+    full = planned(mixtral, **where, memory_reserve=0)
+    assert full["layout"] != planned(mixtral, **where)["layout"]
+    named = {"layout": full["layout"], "micro_batch_size": full["micro_batch_size"], "zero_stage": full["zero_stage"]}
+    with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 80.0 GB, [0-9.]+ GB free, on its fullest rank"):
+        assert planned(mixtral, **where, **named) == named
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(mixtral, **where, **named, memory_reserve=0.02) == planned(mixtral, **where, **named, force=True) == named
+    with pytest.raises(ConfigError, match="plan.memory_reserve is 2, but must be"):
+        planned(mixtral, **where, memory_reserve=2)
 
 
 def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:

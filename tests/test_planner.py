@@ -270,7 +270,7 @@ def test_the_search_finds_what_trying_everything_finds(model: str, gpus: int, ba
     best: dict[tuple[int, ...], float] = {}
     for shape in shapes(job, where, Fixed()):
         for scheduled in schedules(shape, Fixed()):
-            for candidate, _ in fits(scheduled, where, Fixed()):
+            for candidate, _ in fits(scheduled, where.memory, Fixed()):
                 layout = candidate.layout
                 degrees = (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep)
                 best[degrees] = min(best.get(degrees, float("inf")), step_of(candidate, where).seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -14,6 +13,7 @@ from typing import Any
 
 from lightning_3d.checkpoint.agreement import StorageError, reason
 from lightning_3d.errors import CheckpointError
+from lightning_3d.holder import Holder
 from lightning_3d.remote_path import RemotePath
 
 _NAME = ".lightning_3d.lock"
@@ -33,7 +33,7 @@ class Lease:
 
     def __init__(self, folder: RemotePath, patience_seconds: float) -> None:
         self._folder, self._path = folder, folder / _NAME
-        self._own = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid(), "machine": _machine()}
+        self._own = {"token": uuid.uuid4().hex, "machine": _machine(), **Holder.this_process().facts()}
         self._beats = 0
         self._ended = threading.Event()
         self._lost = False
@@ -57,8 +57,7 @@ class Lease:
                     self._path.unlink(missing_ok=True)
             elif alive and now - began > patience_seconds:
                 raise CheckpointError(
-                    f"{self._folder} belongs to another run that has not ended{_holder(seen)}. Two runs cannot write their checkpoints into"
-                    " one folder: wait for its end, or set another folder."
+                    f"{self._folder} belongs to another run that has not ended{named(Holder.of(seen))}"
                 )
             else:
                 time.sleep(min(0.2, _RENEWED_SECONDS))
@@ -129,5 +128,9 @@ def _is_gone(marker: dict[str, Any]) -> bool:
     return False
 
 
-def _holder(marker: dict[str, Any] | None) -> str:
-    return f" (process {marker['process']} on {marker['host']})" if marker and {"process", "host"} <= marker.keys() else ""
+def named(holder: Holder | None) -> str:
+    """The rest of a message that says that a folder of checkpoints is held."""
+    shared = "Two runs cannot write their checkpoints into one folder."
+    if holder is None:
+        return f". {shared} Wait until it ends, or set another folder."
+    return f" ({holder.describe()}). {shared} {holder.what_to_do('set another folder')}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import time
 from pathlib import Path
 
 from lightning_3d.checkpoint.agreement import StorageError
-from lightning_3d.checkpoint.lease import Lease
+from lightning_3d.checkpoint.lease import Lease, named
 from lightning_3d.errors import CheckpointError
+from lightning_3d.holder import Holder
 from lightning_3d.remote_path import Place, RemotePath
 
 _NAME = ".lightning_3d.lock"
@@ -42,8 +42,7 @@ class FolderLock:
             while not self._take():
                 if time.monotonic() > deadline:
                     raise CheckpointError(
-                        f"{folder} belongs to another run that has not ended{self._holder()}. Two runs cannot write their checkpoints into"
-                        " one folder: wait for its end, or set another folder."
+                        f"{folder} belongs to another run that has not ended{named(Holder.read(self._path))}"
                     )
                 time.sleep(0.2)
         except OSError as error:
@@ -62,16 +61,9 @@ class FolderLock:
             os.close(descriptor)  # who held it has just released it, and the file with it
             return False
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
+        os.write(descriptor, json.dumps(Holder.this_process().facts()).encode())
         self._descriptor = descriptor
         return True
-
-    def _holder(self) -> str:
-        try:
-            known = json.loads(self._path.read_text())
-            return f" (process {known['process']} on {known['host']})"
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
 
     def check(self) -> None:
         """It cannot be lost."""

@@ -186,6 +186,10 @@ class Routers:
             step = torch.sign(counts.mean() - counts) * self.options.bias_update
             getattr(router, BIAS).add_(step.to(getattr(router, BIAS).dtype))
 
+    def forget_loads(self) -> None:
+        """After an optimizer step that was skipped: its tokens move no bias."""
+        self._loads = torch.zeros_like(self._loads)
+
     def routed(self, layer: int, output: Any, *, training: bool) -> Any:
         """What a router returned, with its losses attached and without the pairs for which there is no room."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):

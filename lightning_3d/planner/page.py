@@ -9,7 +9,7 @@ from math import ceil, log10
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step import step_of
-from lightning_3d.planner.text import PARTS, describe, gigabytes, reason, share_of_peak, tokens_per_second
+from lightning_3d.planner.text import PARTS, describe, gigabytes, margin, reason, share_of_peak, tokens_per_second
 
 _STAGES = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#0c9bb5", "#b5524a")
 _PARTS = ("forward", "backward", "send", "receive", "reduce", "optimizer")
@@ -35,17 +35,20 @@ td.layout { white-space: normal; min-width: 210px; } td.layout b { display: bloc
   .figure svg text { font-size: 17px; } }
 """
 
+_PARETO_NOTE = "numbers are the rows above; joined: none is both faster and smaller"
 
-def page(found: Found, machine: Machine, title: str, style: str = "") -> str:
+
+def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0) -> str:
     """The whole page.
 
     Args:
         style: that of reports, so that all pages look alike.
+        reserve: share of each GPU's memory that no layout may use, 0 to 1.
     """
     first = found.best[0]
     cards = [
         _card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
-        _card("Memory against speed", "numbers are the rows above; joined: none is both faster and smaller", _pareto(found, machine)),
+        _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, reserve)),
         _card("Where a step's time goes", "of the rank that works most", _bars(found.best)),
         _card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
     ]
@@ -65,12 +68,12 @@ def _card(heading: str, note: str, content: str) -> str:
 
 
 def _tiles(first: Candidate, machine: Machine) -> str:
-    step, memory = first.step, first.memory.total
+    step = first.step
     tiles = (
         ("Tokens/s", f"{tokens_per_second(first):,.0f}", f"MFU {share_of_peak(first, machine.gpus, machine.peak):.0%}"),
         ("Step", f"{step.seconds:.3g} s", f"{first.job.global_batch:,} sequences of {first.job.seq:,}"),
         ("Bubble", f"{step.bubble / step.seconds:.1%}", "of the step"),
-        ("Memory", gigabytes(memory), f"{memory / machine.memory:.0%} of {gigabytes(machine.memory)}, fullest rank"),
+        ("Memory", gigabytes(first.memory.total), f"{margin(first.memory, machine)}, fullest rank"),
         ("GPUs", f"{machine.gpus:,}", f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu}"),
     )
     cells = (
@@ -82,9 +85,9 @@ def _tiles(first: Candidate, machine: Machine) -> str:
 
 
 def _table(found: Found, machine: Machine) -> str:
-    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "loses by")
+    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "loses by")
     number = ' class="number"'
-    head = "".join(f"<th{number if 2 <= place <= 5 else ''}>{name}</th>" for place, name in enumerate(names))
+    head = "".join(f"<th{number if 2 <= place <= 7 else ''}>{name}</th>" for place, name in enumerate(names))
     rows = []
     for place, one in enumerate(found.best, 1):
         name, *keys = describe(one.job).replace("parallelism=", "").replace("parallelism.", "").split()
@@ -93,6 +96,8 @@ def _table(found: Found, machine: Machine) -> str:
             f"{tokens_per_second(one):,.0f}",
             f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
             gigabytes(one.memory.total),
+            f"{one.memory.total / machine.memory:.0%}",
+            gigabytes(machine.memory - one.memory.total),
         )
         row = f'<td>{place}</td><td class="layout"><b>{escape(name)}</b><span class="muted">{escape(" ".join(keys))}</span></td>'
         row += "".join(f"<td{number}>{escape(cell)}</td>" for cell in cells)
@@ -117,7 +122,7 @@ def marks_between(low: float, high: float, count: int) -> list[float]:
     return [place * step for place in range(ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)]
 
 
-def _pareto(found: Found, machine: Machine) -> str:
+def _pareto(found: Found, machine: Machine, reserve: float) -> str:
     width, height, left, right, top, bottom = 1100, 340, 76, 24, 28, 44
     sizes = [one.memory.total / 1e9 for one in found.seen]
     speeds = [tokens_per_second(one) for one in found.seen]
@@ -144,6 +149,11 @@ def _pareto(found: Found, machine: Machine) -> str:
     full = across(machine.memory / 1e9)
     marks.append(f'<line x1="{full:.1f}" x2="{full:.1f}" y1="{top}" y2="{height - bottom}" stroke="var(--bad)" stroke-dasharray="5 4"/>')
     marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a GPU: {gigabytes(machine.memory)}</text>')
+    if reserve:
+        room = across((1 - reserve) * machine.memory / 1e9)
+        ends = f'x1="{room:.1f}" x2="{room:.1f}" y1="{top}" y2="{height - bottom}"'
+        marks.append(f'<line {ends} stroke="var(--muted)" stroke-dasharray="2 4"/>')
+        marks.append(f'<text x="{room - 6:.1f}" y="{top + 8}" text-anchor="end">without the reserve of {reserve:.0%}</text>')
     front = " ".join(f"{across(one.memory.total / 1e9):.1f},{up(tokens_per_second(one)):.1f}" for one in pareto(found.seen))
     marks.append(f'<polyline points="{front}" fill="none" stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="5 4"/>')
     places = {id(one): place for place, one in enumerate(found.best, 1)}

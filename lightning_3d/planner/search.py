@@ -70,18 +70,21 @@ class Found:
     too_large: int
 
 
-def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int = 5, limit: int = MOST_SIMULATED) -> Found:
+def search(
+    job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int = 5, limit: int = MOST_SIMULATED, reserve: float = 0.0
+) -> Found:
     """Find the fastest candidates with different degrees of parallelism.
 
     Args:
         job: model, batch and precision; its layout and what belongs to it are only where the search begins.
         machine: all of whose GPUs are used.
         most: layouts to return. limit: candidates to simulate.
+        reserve: share of each GPU's memory that stays free, 0 to 1.
 
     Returns:
         With an empty `best` when nothing fits.
     """
-    fixed = fixed or Fixed()
+    fixed, room = fixed or Fixed(), (1 - reserve) * machine.memory
     number = count()
     queue: list[tuple[float, int, Job | Candidate | tuple[Job, Memory]]] = []
 
@@ -93,7 +96,7 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
         considered += 1
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
         leaner = (shape if level == shape.recompute else replace(shape, recompute=level) for level in levels)
-        lean = next((one for one in leaner if least_memory(one) <= machine.memory), None)
+        lean = next((one for one in leaner if least_memory(one) <= room), None)
         if lean is None:
             too_large += 1
             continue
@@ -111,7 +114,7 @@ def search(job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int 
                 push(max(bound, least_span(scheduled, machine, work)), scheduled)
         elif isinstance(item, Job):
             works: dict[str, Work] = {}
-            for way in fits(item, machine, fixed):
+            for way in fits(item, room, fixed):
                 level = way[0].recompute
                 works[level] = works.get(level) or work_of(way[0], machine)
                 least = step_of(way[0], machine, pipeline="bound", work=works[level])
@@ -189,10 +192,10 @@ def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
                 yield replace(job, layout=replace(layout, vp=vp), schedule=info.name)
 
 
-def fits(job: Job, machine: Machine, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
-    """What fits, with each ZeRO stage that makes a difference and the least recomputation: stage 0 sends more than stage 1, and with a
-    pipeline stage 2 does what stage 1 does. Selective recomputation does not run with a split backward (see `block_options`), and stage 3
-    would hold all parameters there."""
+def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
+    """What fits in so many bytes, with each ZeRO stage that makes a difference and the least recomputation: stage 0 sends more than
+    stage 1, and with a pipeline stage 2 does what stage 1 does. Selective recomputation does not run with a split backward (see
+    `block_options`), and stage 3 would hold all parameters there."""
     split = find_schedule(job.schedule).split_backward and job.layout.pp > 1
     stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
     levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE[_RECOMPUTE.index(job.recompute) :]
@@ -203,7 +206,7 @@ def fits(job: Job, machine: Machine, fixed: Fixed) -> Iterator[tuple[Job, Memory
         for stage in [fixed.zero] if fixed.zero is not None else stages:
             candidate = replace(job, recompute=recompute, zero=stage)
             memory = memory_of(candidate)
-            if memory.total <= machine.memory:
+            if memory.total <= room:
                 fitting += 1
                 yield candidate, memory
         if fitting == len(stages):  # more recomputation is slower with every stage

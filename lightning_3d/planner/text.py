@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step import Step
@@ -32,6 +33,12 @@ def memory_table(memory: Memory) -> str:
     """What the bytes of a rank are for, one line each."""
     rows = {**asdict(memory), "all": memory.total}
     return "\n".join(f"  {name:<12} {gigabytes(size):>10}" for name, size in rows.items())
+
+
+def margin(memory: Memory, machine: Machine) -> str:
+    """The share of a GPU that a rank is predicted to fill, and what stays free."""
+    free = machine.memory - memory.total
+    return f"{memory.total / machine.memory:.0%} of {gigabytes(machine.memory)}, {gigabytes(free)} free"
 
 
 def describe(job: Job) -> str:
@@ -76,9 +83,9 @@ def _seconds(step: Step, part: str) -> float:
     return float(getattr(step, part))
 
 
-def found_table(found: Found, gpus: int, peak: float) -> str:
+def found_table(found: Found, machine: Machine) -> str:
     """The best candidates, one row each."""
-    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "loses by")
+    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "of GPU", "GB free", "loses by")
     rows = [head]
     for one in found.best:
         job = one.job
@@ -91,8 +98,10 @@ def found_table(found: Found, gpus: int, peak: float) -> str:
                 job.recompute,
                 f"{one.step.seconds:.3g}",
                 f"{tokens_per_second(one):,.0f}",
-                f"{share_of_peak(one, gpus, peak):.0%}",
+                f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
                 f"{one.memory.total / 1e9:.0f}",
+                f"{one.memory.total / machine.memory:.0%}",
+                f"{(machine.memory - one.memory.total) / 1e9:.0f}",
                 reason(one, found.best[0]),
             )
         )
@@ -100,7 +109,7 @@ def found_table(found: Found, gpus: int, peak: float) -> str:
     return "\n".join("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def as_data(candidate: Candidate, gpus: int, peak: float) -> dict[str, Any]:
+def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
     """A candidate as plain values."""
     job = candidate.job
     return {
@@ -117,7 +126,9 @@ def as_data(candidate: Candidate, gpus: int, peak: float) -> dict[str, Any]:
         "seconds": candidate.step.seconds,
         "seconds_of": {part: _seconds(candidate.step, part) for part in PARTS},
         "tokens_per_second": tokens_per_second(candidate),
-        "mfu": share_of_peak(candidate, gpus, peak),
+        "mfu": share_of_peak(candidate, machine.gpus, machine.peak),
         "bytes": candidate.memory.total,
+        "bytes_free": machine.memory - candidate.memory.total,
+        "memory_share": candidate.memory.total / machine.memory,
         "bytes_of": asdict(candidate.memory),
     }

@@ -39,6 +39,7 @@ class StepResult:
         grad_norm: global norm before clipping; None until it was computed.
         routers: of a mixture of experts; their losses are not in `loss`.
         trace: where the step was traced; its events are on rank 0.
+        skipped: the optimizer did not take it, because loss or norm is not finite.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class StepResult:
     grad_norm: float | None = None
     routers: RouterStatistics | None = None
     trace: StepTrace | None = None
+    skipped: bool = False
 
     @property
     def tokens(self) -> float:
@@ -235,6 +237,10 @@ class StepRunner:
         counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
         self._sums.append(torch.stack([counted, weight]))
         return loss * weight.to(loss.dtype)
+
+    def has_finite_loss(self) -> bool:
+        """Whether what this rank added to the loss of the last batch is finite; True before the last stage. Local."""
+        return not self._sums or bool(torch.stack(self._sums).isfinite().all())
 
     def _share(self) -> tuple[float, float, int, bool]:
         """(mean loss, total weight, checksum of the log keys, whether a step returned more than a loss) over all micro-batches and

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,9 +13,10 @@ import yaml
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.frozen import move_to
+from lightning_3d.holder import Holder
 from lightning_3d.job import frozen_text
-from lightning_3d.run_folder import CONFIG_FILE, SAME, candidates, missing_folders
-from lightning_3d.run_status import FINISHED, RUNNING, RunStatus, read_status
+from lightning_3d.run_folder import CONFIG_FILE, SAME, candidates, holder_of, in_progress, missing_folders
+from lightning_3d.run_status import FINISHED, RUNNING, read_status
 from lightning_3d.sweep.jobs import LOG_FILE, Job
 
 LOCK_FILE = ".sweep_lock"
@@ -60,7 +60,10 @@ class SweepFolder:
                 continue
             except OSError as error:
                 raise ConfigError(f"The sweep folder {place} cannot be used: {error.strerror}. Set hydra.sweep.dir.") from error
-        raise ConfigError(f"Another sweep is at work in {path}. Wait for its end, or set hydra.sweep.dir to another folder.")
+        other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
+        if holder is None:
+            raise ConfigError(f"Another sweep is at work in {path}. Wait until it ends, or {other}.")
+        raise ConfigError(f"Another sweep is at work in {path} ({holder.describe()}). {holder.what_to_do(other)}")
 
     @classmethod
     def _take(cls, path: Path) -> SweepFolder:
@@ -75,6 +78,7 @@ class SweepFolder:
             raise
         except OSError:  # a file system without locks, as some clusters mount them
             pass
+        Holder.this_process().write(lock.fileno())
         return cls(path, created, before, lock)
 
     def close(self, *, used: bool) -> None:
@@ -103,8 +107,10 @@ def is_finished(job: Job) -> bool:
     status = read_status(job.folder)
     if status is None:
         return False
-    if status.status == RUNNING and _is_alive(status):
-        raise ConfigError(f"{job.folder} holds a run that goes on (process {status.pid} on {status.host}). Wait for its end, or end it.")
+    if status.status == RUNNING and in_progress(job.folder):
+        holder = holder_of(job.folder)
+        who = f" ({holder.describe()}). {holder.what_to_do('set hydra.sweep.dir to another folder')}" if holder is not None else "."
+        raise ConfigError(f"{job.folder} holds a run that is in progress{who}")
     if status.status != FINISHED:
         return False
     difference = first_difference(_moved(_config_in(job.folder), job.folder), _as_read(job.config))
@@ -161,19 +167,6 @@ def _put_aside(sweep: Path, folder: Path) -> Path | None:
     place.parent.mkdir(parents=True, exist_ok=True)
     os.rename(folder, place)
     return place
-
-
-def _is_alive(status: RunStatus) -> bool:
-    """Whether the process that wrote a status still exists; not known of other machines."""
-    if status.host != socket.gethostname():
-        return False
-    try:
-        os.kill(status.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _config_in(folder: Path) -> Any:

@@ -313,6 +313,7 @@ class Summary(Callback):
         self._stream = stream
         self._clock = StepClock()
         self._steps: int = 0
+        self._skipped = 0
         self._tokens = 0.0
         self._seconds = 0.0
         self._losses: deque[float] = deque(maxlen=20)
@@ -337,7 +338,10 @@ class Summary(Callback):
         self._steps += 1
         self._tokens += numbers.tokens
         self._seconds += numbers.seconds
-        self._losses.append(numbers.loss)
+        if numbers.skipped:
+            self._skipped += 1
+        else:
+            self._losses.append(numbers.loss)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -359,8 +363,11 @@ class Summary(Callback):
         rows.append(("tokens", f"{self._tokens:,.0f}"))
         rows.append(("time in steps", f"{format_seconds(self._seconds)} ({self._seconds / self._steps:.3f} s/step)"))
         rows.append(("speed", f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"))
-        mean = sum(self._losses) / len(self._losses)
-        rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))
+        if self._skipped:
+            rows.append(("skipped steps", f"{self._skipped:,}: loss or gradient norm was not finite"))
+        if self._losses:
+            mean = sum(self._losses) / len(self._losses)
+            rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))
         rows += _validation_rows(trainer, unit)
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
         rows.append(("checkpoint", checkpoint or "none"))

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_3d.deepspeed_compat import import_deepspeed
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.launch import outside_rank
+from lightning_3d.nonfinite import STOP
 from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
@@ -66,6 +67,8 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     more = {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
     every = config["trainer"].get("trace_every_n_steps")  # a configuration of an earlier version has none
     more |= {"trace_every_n_steps": every} if every is not None else {}
+    nonfinite = config["trainer"].get("nonfinite", STOP)
+    more |= {"nonfinite": nonfinite} if nonfinite != STOP else {}
     strategy = make_object("parallelism", {**config["parallelism"], **more})
     if not isinstance(strategy, Lightning3DStrategy):
         raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is no Lightning3DStrategy.")

@@ -26,6 +26,7 @@ class StepNumbers:
             checkpoints are not in it.
         routers: of a mixture of experts, see `lightning_3d.expert_parallel.RouterStatistics`; None for a dense model.
         trace: of a step that was traced, see `lightning_3d.tracing.trace.StepTrace`.
+        skipped: the optimizer did not take it (`nonfinite="skip"`).
     """
 
     step: int
@@ -36,6 +37,7 @@ class StepNumbers:
     seconds: float
     routers: Any = None
     trace: StepTrace | None = None
+    skipped: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,7 +80,7 @@ class StepClock:
         weights = [count / total for count in counts] if total else [1 / len(counts)] * len(counts)
         loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
         norm = None if grad_norm is None else float(grad_norm)
-        more = getattr(last, "routers", None), getattr(last, "trace", None)
+        more = getattr(last, "routers", None), getattr(last, "trace", None), getattr(last, "skipped", False)
         return StepNumbers(trainer.global_step, loss, norm, self._lr, total, sum(seconds), *more)
 
 

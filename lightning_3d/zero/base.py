@@ -274,6 +274,14 @@ class DataParallelBackend(ABC):
             for gradient in self._gradients():
                 gradient.clamp_(-value, value)
 
+    def discard(self) -> None:
+        """In the place of `step`: drop the reduced gradients. Weights and the optimizer's state stay as they are. Local."""
+        self._sums.clear()
+
+    def reduced_gradients(self) -> Iterator[Tensor]:
+        """What the optimizer of this rank would step with, after `reduce`. Local."""
+        return self._gradients()
+
     @abstractmethod
     def step(self) -> None:
         """Run the optimizer on the reduced gradients and bring the new weights to all ranks that use them."""

@@ -94,6 +94,11 @@ class BucketedBackend(DataParallelBackend):
         for parameter, master in self._masters.items():
             parameter.copy_(master)
 
+    def discard(self) -> None:
+        for master in self._masters.values():
+            master.grad = None
+        super().discard()
+
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
         for parameter, master in self._masters.items():

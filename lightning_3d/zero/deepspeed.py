@@ -363,9 +363,12 @@ class DeepSpeedBackend(DataParallelBackend):
         with self._groups_for_deepspeed(self._optimizer), self._kept(self._untouched):
             self.library.set_deepspeed_gradients(self._engine, list(self._gradients()))
             self._engine.step()
+        self.discard()
+
+    def discard(self) -> None:
         for partition in self._partitions:
             partition.gradient = None
-        self._sums.clear()
+        super().discard()
 
     @contextmanager
     def _kept(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -1,0 +1,122 @@
+"""Who works in a folder: what a lock says of the process that holds it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that works in a folder.
+
+    Attributes:
+        process: its id on `host`.
+        user: its owner; empty where nobody says.
+        since: seconds since the epoch; 0 where nobody says.
+    """
+
+    process: int
+    host: str
+    user: str = ""
+    since: float = 0.0
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """This process, which begins to work now."""
+        try:
+            user = getpass.getuser()
+        except (OSError, KeyError):  # an id without a name, as in some containers
+            user = ""
+        return cls(os.getpid(), socket.gethostname(), user, time.time())
+
+    @classmethod
+    def of(cls, told: Any) -> Holder | None:
+        """The holder that a marker names, whatever else is in it; None where it names none."""
+        if not (isinstance(told, Mapping) and isinstance(told.get("process"), int) and isinstance(told.get("host"), str)):
+            return None
+        since = told.get("since", 0.0)
+        return cls(told["process"], told["host"], str(told.get("user", "")), since if isinstance(since, (int, float)) else 0.0)
+
+    @classmethod
+    def read(cls, path: Path) -> Holder | None:
+        """The holder that a lock file names; None where it names none."""
+        try:
+            return cls.of(json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError):
+            return None
+
+    def facts(self) -> dict[str, Any]:
+        """What `of` reads."""
+        return asdict(self)
+
+    def write(self, descriptor: int) -> None:
+        """Name this holder in an open lock file. A full disk costs the name, not the lock."""
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(self.facts()).encode(), 0)
+        except OSError:
+            return
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this host."""
+        return self.host == socket.gethostname()
+
+    @property
+    def exists(self) -> bool:
+        """Whether a process of this host has its id."""
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # another user's
+            return True
+        return True
+
+    def describe(self) -> str:
+        """`process 4711 of ann on node3, since 2026-01-31 12:00:00`."""
+        owner = f" of {self.user}" if self.user else ""
+        since = f", since {moment(self.since)}" if self.since else ""
+        return f"process {self.process}{owner} on {self.host}{since}"
+
+    def what_to_do(self, other: str) -> str:
+        """What a second run can do while this one works.
+
+        Args:
+            other: how it takes another folder, for example "set hydra.run.dir to another folder".
+        """
+        return f"Wait until it ends, stop it (kill {self.process}{'' if self.is_here else f' on {self.host}'}), or {other}."
+
+
+def moment(seconds: float) -> str:
+    """A time as people write it, in this machine's zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether another process holds a POSIX lock of a file; None where the file or the file system does not tell.
+
+    Not for a file that this process holds itself: to close it here would give up the lock.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
