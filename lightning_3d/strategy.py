@@ -31,6 +31,7 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
+from lightning_3d.checkpoint.outcome import NotSaved
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -45,6 +46,7 @@ from lightning_3d.lightning_compat import (
     find_last_at_urls,
     hush_tree_warning,
     keep_sample_order,
+    obey_interrupt_alone,
     obey_signals_together,
     run_after_closure,
     steps_after_this_batch,
@@ -92,6 +94,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
             saved, see `CheckpointStore`.
+        checkpoint_check_space: refuse a fit before its first step when the checkpoints of its callbacks do not fit on the local disk.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
@@ -133,6 +136,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         checkpoint_fall_back: bool = False,
         checkpoint_asynchronous: bool = True,
         checkpoint_timeout_seconds: float = 1800.0,
+        checkpoint_check_space: bool = True,
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -182,6 +186,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
             asynchronous=checkpoint_asynchronous,
             timeout_seconds=checkpoint_timeout_seconds,
         )
+        self._check_space = checkpoint_check_space
         find_last_at_urls()
         self.compilation: Compilation | None = None
         self._advised = self._told = False
@@ -254,8 +259,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         assert self.layout is not None
         self._failed, self._terminated, self._batches_of_step = False, False, 0
         connect_process_group(self, self._timeout)
-        if self.lightning_module is not None and self.world_size > 1:
-            obey_signals_together(self.lightning_module.trainer)
+        if self.lightning_module is not None:
+            (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(self.lightning_module.trainer)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
             self._failures.watch(getattr(self._launcher, "children", None))
@@ -524,7 +529,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         SIGTERM together.
         """
         error = sys.exception()
-        if error is None or isinstance(error, SIGTERMException) or self.world_size == 1 or self.lightning_module is None:
+        if error is None or isinstance(error, SIGTERMException | NotSaved) or self.world_size == 1 or self.lightning_module is None:
             return False
         if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
@@ -542,7 +547,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         together: a save that is under way is finished first."""
         if isinstance(exception, SIGTERMException):
             self._store.finish()
-        self._failed, self._terminated = True, isinstance(exception, SIGTERMException)
+        self._failed, self._terminated = not isinstance(exception, NotSaved), isinstance(exception, SIGTERMException)
+        self._tell_end(exception)
         if self._failures is not None:
             self._failures.note(exception)
 

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from typing_extensions import override
 
+from lightning_3d.checkpoint.outcome import NotSaved, SaveOutcome
 from lightning_3d.metrics_file import column
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
 from lightning_3d.training.step_clock import StepClock, StepNumbers
@@ -341,6 +342,14 @@ class Summary(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, NotSaved):  # all steps were made
+            self._show(trainer, pl_module)
+
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and self._steps:
             out = self._stream if self._stream is not None else sys.stdout
             print("\n" + format_table(self.rows(trainer, pl_module)), file=out, flush=True)
@@ -362,8 +371,7 @@ class Summary(Callback):
         mean = sum(self._losses) / len(self._losses)
         rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))
         rows += _validation_rows(trainer, unit)
-        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
-        rows.append(("checkpoint", checkpoint or "none"))
+        rows.append(("checkpoint", _describe_checkpoint(trainer)))
         return rows
 
     def _describe_model(self, pl_module: LightningModule) -> str:
@@ -386,6 +394,17 @@ def _describe_layout(trainer: Trainer) -> str:
     if zero is not None:
         words.append(zero.describe())
     return ", ".join(word for word in words if word)
+
+
+def _describe_checkpoint(trainer: Trainer) -> str:
+    """The best checkpoint of the run, or the newest, if it is there: a save may have failed."""
+    outcome: SaveOutcome | None = getattr(trainer.strategy, "save_outcome", None)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
+    if outcome is None or outcome.lost is None:
+        return best or "none"
+    newest = f"{outcome.saved.path} (step {outcome.saved.step})" if outcome.saved is not None else "none"
+    missing = outcome.missing
+    return newest if missing is None else f"{newest}; that of step {missing.step} could not be written"
 
 
 def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:

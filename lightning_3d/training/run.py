@@ -66,6 +66,7 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     more = {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
     every = config["trainer"].get("trace_every_n_steps")  # a configuration of an earlier version has none
     more |= {"trace_every_n_steps": every} if every is not None else {}
+    more |= {"checkpoint_check_space": False} if config.get("force") else {}
     strategy = make_object("parallelism", {**config["parallelism"], **more})
     if not isinstance(strategy, Lightning3DStrategy):
         raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is no Lightning3DStrategy.")
