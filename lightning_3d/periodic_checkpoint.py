@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,6 +93,14 @@ class PeriodicCheckpoint(ModelCheckpoint):
             self._save_newest(trainer)
         else:
             super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        """Whether a checkpoint that is no longer among the newest goes. Lightning (2.6) keeps the one that the fit resumed from: a run that
+        is started again and again would leave one each time."""
+        if self._keeps_newest and "://" not in previous and self.dirpath is not None:
+            return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+        return super()._should_remove_checkpoint(trainer, previous, current)
 
     def _save_newest(self, trainer: pl.Trainer) -> None:
         """Save this step, unless it is saved or only the best of a metric are wanted."""

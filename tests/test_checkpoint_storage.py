@@ -13,17 +13,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from command_line import run_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parity import Cell
 from ranks import run_ranks
 from saving import check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import in_fresh_process, read_only, small_disk, start
+from test_cli import QUICK
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.agreement import StorageHangs
 from lightning_3d.checkpoint.hashes import HashedFile
+from lightning_3d.checkpoint.outcome import NotSaved
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import CheckpointError
+from lightning_3d.run_status import read_status
 
 DISK = 64 * 2**20
 FOUR = Cell(tp=2, dp=2, zero=1)
@@ -110,6 +114,95 @@ def test_f32_training_goes_on_when_the_disk_is_full(asynchronous: bool, tmp_path
     said = re.findall(r"The checkpoint \S+/(\S+) could not be written, and training goes on without it: (.*)", output)
     assert [name for name, _ in said] == ["step_4.ckpt"], output
     assert "No space left on device" in said[0][1]
+
+
+class LeaveRoom(pl.Callback):
+    """Leaves room for half a checkpoint after step 3, and never more."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        FillDisk.on_train_batch_end(self, trainer) if trainer.global_step <= 3 else None  # type: ignore[arg-type]
+
+    def __init__(self, disk: Path) -> None:
+        self.disk, self.filler = disk, disk / "filler"
+
+    fill = FillDisk.fill
+
+
+def fit_that_ends_on_a_full_disk(disk: Path, values: Path) -> None:
+    """The end of a fit is an error, but what it trained is not lost: the script may save it elsewhere."""
+    seen: list[pl.Trainer] = []
+
+    class Remember(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            seen.append(trainer)
+
+    try:
+        fit(TWO, 4, values, [LeaveRoom(disk), Remember(), saver(disk)])
+    except NotSaved:
+        seen[0].save_checkpoint(values.parent / "elsewhere" / "step_4.ckpt")
+        assert seen[0].strategy.save_outcome.saved.step == 4  # type: ignore[attr-defined]
+        raise
+
+
+def ends_on_a_full_disk(tmp_path: Path) -> None:
+    disk, values = tmp_path / "disk", tmp_path / "values.csv"
+    ended = start(fit_that_ends_on_a_full_disk, (disk, values), 2, tmp_path / "logs")
+    assert ended.codes == [1, 1], str(ended)
+    said = ended.told[0]
+    assert re.match(r"lightning_3d: Training ended at step 4, but its checkpoint \S+/step_4.ckpt could not be written: ", said), said
+    assert "No space left on device" in said
+    assert said.endswith(f"\nThe newest checkpoint that is whole is {disk}/checkpoints/step_2.ckpt (step 2)."), said
+    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_2.ckpt"]
+    assert check_checkpoints(tmp_path, "elsewhere/[!.]*") == 4
+
+
+def test_a_fit_whose_last_save_failed_does_not_end_as_if_saved(tmp_path: Path) -> None:
+    with_disk(tmp_path, ends_on_a_full_disk)
+
+
+def too_little_room(tmp_path: Path) -> None:
+    disk, values = tmp_path / "disk", tmp_path / "values.csv"
+    (disk / "filler").write_bytes(bytes(DISK - 2**20))
+    ended = start(fit, (TWO, 20, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "logs")
+    assert ended.codes == [2, 2] and not values.exists(), str(ended)
+    size, needed, free = re.findall(r"([\d.]+) MB", ended.told[0])
+    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 lie there at once" in ended.told[0], ended.told
+    assert float(needed) == pytest.approx(10 * float(size), abs=0.6) and float(free) == pytest.approx(1.0, abs=0.1)
+    # The same without the check saves, so its size is known, and with one save to make it is let pass.
+    ended = start(fit, (TWO, 2, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "again")
+    assert ended.codes == [0, 0], str(ended)
+    written = sum(file.stat().st_size for file in (disk / "checkpoints" / "step_2.ckpt").glob("*.distcp"))
+    assert float(size) * 1e6 == pytest.approx(written, rel=0.1)
+
+
+def test_a_fit_whose_checkpoints_cannot_fit_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    with_disk(tmp_path, too_little_room)
+
+
+def command_lines(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    filler, run = disk / "filler", f"hydra.run.dir={disk / 'new' / 'run'}"
+    filler.write_bytes(bytes(DISK))
+    [full] = run_here([["train", *QUICK, run]])
+    message = f"lightning_3d: The run folder {disk / 'new' / 'run'} cannot be made: No space left on device. Set hydra.run.dir.\n"
+    assert (full.code, full.output) == (2, message)
+    assert [path.name for path in disk.iterdir()] == ["filler"], "nothing is left"
+    filler.write_bytes(bytes(DISK - 700 * 2**10))
+    line = ["train", *QUICK, run, "trainer.checkpoint_every_n_steps=1"]
+    refused, failed = run_here([line, [*line, "force=true"]])
+    assert refused.code == 2 and refused.output.count("lightning_3d: ") == 1, refused.output
+    assert "each has 0.4 MB, and up to 2 lie there at once" in refused.output and "force=true" in refused.output
+    assert failed.code == 1 and "Traceback" not in failed.output, failed.output
+    newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
+    assert f"checkpoint         {newest} (step 1); that of step 2 could not be written" in failed.output, failed.output
+    assert failed.output.count("No space left on device") >= 1 and f"  checkpoint: {newest} (step 1)\n  resume: " in failed.output
+    status = read_status(disk / "new" / "run")
+    assert status is not None and (status.status, status.exit_code) == ("failed", 1)
+    assert "could not be written" in status.reason and f"The newest checkpoint that is whole is {newest} (step 1)." in status.reason
+
+
+def test_full_disks_on_the_command_line(tmp_path: Path) -> None:
+    with_disk(tmp_path, command_lines)
 
 
 # Read-only

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import sys
+import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,6 +50,8 @@ class MetricsCSV(Callback):
     `log_every_n_steps` of the Trainer and of steps that were traced. With them go the memory of each rank of a traced step, as
     `memory/rank_0` in bytes, where there are not more than 64, and what each router of a mixture of experts did, as `router/max_load/NAME`.
 
+    Where the disk is full, training continues: a warning says so once, and rows are missing.
+
     A resumed run goes on in the same file: rows of steps that it repeats are removed first. How many tokens it has seen is in checkpoints.
 
     Args:
@@ -62,7 +66,8 @@ class MetricsCSV(Callback):
         self._clock = StepClock()
         self._file: TextIO | None = None
         self._row: dict[str, Any] = {}
-        self._row_start = 0
+        self._row_start: int | None = None
+        self._warned = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,7 +96,6 @@ class MetricsCSV(Callback):
         if numbers is None:
             return
         self._tokens_seen = (self._tokens_seen or 0.0) + numbers.tokens
-        self._row_start = self._file.tell()
         self._row = {
             "step": numbers.step,
             "loss": f"{numbers.loss:.9g}",
@@ -111,7 +115,10 @@ class MetricsCSV(Callback):
         if numbers.trace is not None:
             self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
             self._row["memory"] = numbers.trace.peak_memory
-        self._write_row()
+        self._row_start = None  # of a row that is not written
+        with self._surviving():
+            self._row_start = self._file.tell()
+            self._write_row()
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
             told = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
             _tell(trainer, numbers.step, told | _of_ranks(numbers.trace) | _of_routers(numbers.routers))
@@ -121,11 +128,23 @@ class MetricsCSV(Callback):
         value = _val_loss(trainer)
         if self._file is None or trainer.sanity_checking or value is None or not self._row:
             return
-        self._file.seek(self._row_start)
-        self._file.truncate()
         self._row["val_loss"] = f"{value:.9g}"
-        self._write_row()
+        if self._row_start is not None:
+            with self._surviving():
+                self._file.seek(self._row_start)
+                self._file.truncate()
+                self._write_row()
         _tell(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Warn, once, of what the storage refuses: metrics are not worth a run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{self._path} misses rows from here on, and training continues: {error}", stacklevel=2)
 
     def _write_row(self) -> None:
         assert self._file is not None
@@ -143,7 +162,8 @@ class MetricsCSV(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._surviving():
+                self._file.close()
             self._file = None
             self._row = {}
 
