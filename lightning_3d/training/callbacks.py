@@ -79,8 +79,9 @@ class MetricsCSV(Callback):
             self._tokens_seen = sum(column(kept, "tokens"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", newline="")
-        self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
-        self._file.flush()
+        with self._surviving():
+            self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
+            self._file.flush()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
