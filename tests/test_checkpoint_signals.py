@@ -83,7 +83,7 @@ def told_to_end(tmp_path: Path, cell: Cell, hows: tuple[str, ...]) -> None:
         run = tmp_path / how
         run.mkdir()
         arguments = (cell, run, run / "before.csv", how, None)
-        if how.endswith("to the supervisor"):
+        if how == "to the supervisor" or how in CTRL_C:
             outcome = launch(fit_until_told, arguments, cell.world_size, logs=run / "logs", fork=True, threads=1)
             assert (outcome.exit_code, outcome.message) == (128 + number, None)
         else:
