@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_3d.initialization import initialize
     from lightning_3d.layout import Layout
+    from lightning_3d.periodic_checkpoint import PeriodicCheckpoint
     from lightning_3d.planned import planned
     from lightning_3d.pretrained import load_pretrained
     from lightning_3d.strategy import Lightning3DStrategy
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Lightning3DStrategy", "initialize", "load_pretrained", "planned", "verify"]
+__all__ = ["Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "initialize", "load_pretrained", "planned", "verify"]
 
 _HOMES = {
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
+    "PeriodicCheckpoint": "lightning_3d.periodic_checkpoint",
     "initialize": "lightning_3d.initialization",
     "load_pretrained": "lightning_3d.pretrained",
     "planned": "lightning_3d.planned",

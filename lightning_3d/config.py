@@ -85,6 +85,7 @@ class ParallelismConfig:
     checkpoint_fall_back: bool = False
     checkpoint_asynchronous: bool = True
     checkpoint_timeout_seconds: float = 1800.0
+    checkpoint_check_space: bool = True
     micro_batch_size: int | None = None
     pipeline_module: str | None = None
     self_check: str = "auto"
@@ -109,7 +110,8 @@ class TrainerConfig:
     log_every_n_steps: int = 10
     trace_every_n_steps: int | None = None
     nonfinite: str = "stop"
-    checkpoint_every_n_steps: int = MISSING
+    checkpoint_every_n_steps: int | None = None
+    keep_last: int = 3
     resume: str | None = None
     auto_resume: bool = False
     start_method: str = "auto"
@@ -449,6 +451,8 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
             f" run would end without a validation. The nearest that does is {near}."
         )
+    if trainer.keep_last < 1 and trainer.keep_last != -1:
+        raise ConfigError(f"trainer.keep_last must be at least 1, or -1 to keep all checkpoints; got {trainer.keep_last}.")
     if trainer.limit_val_batches is not None:
         check_number("trainer.limit_val_batches", trainer.limit_val_batches, least=0)
     if trainer.gradient_clip_val is not None:

@@ -5,6 +5,7 @@ The command line prints the message alone, without a traceback, and ends with `e
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -39,6 +40,11 @@ class NonFiniteError(Lightning3DError):
     """A loss, a gradient norm or a weight that is not finite during training. All ranks raise it at the same place."""
 
     exit_code = 1
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk, or what a user may take of it, is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -71,10 +71,10 @@ class Failure:
 
     Attributes:
         exit_code: 2 for a mistake that the user can repair, 1 for everything else.
-        plain: the text is a message of our own, which is shown alone.
         text: what to show: the message alone, or a traceback.
         lost_peer: it may only be the consequence of another rank's failure.
         time: seconds since the epoch.
+        plain: the text is a message of our own, which is shown alone.
     """
 
     rank: int
@@ -113,12 +113,20 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """2 for a mistake of the user, what a `SystemExit` carries, 130 for an interrupt, else 1."""
+    """2 for a mistake of the user, what a `SystemExit` carries, 128 + n for an interrupt and where signal n ended a fit, else 1."""
     if isinstance(error, Lightning3DError):
         return error.exit_code
+    if (number := ending_signal(error)) is not None:
+        return 128 + number
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return error.code or 0
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def ending_signal(error: BaseException) -> int | None:
+    """The signal that ended a fit in order, between two steps (see `lightning_compat.ended_by`); None for any other exception."""
+    is_one = any(kind.__name__ == "SIGTERMException" for kind in type(error).__mro__)
+    return int(getattr(error, "signal_number", signal.SIGTERM)) if is_one else None
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -397,8 +405,8 @@ class FailureReporter:
 
     def finish(self, error: BaseException, stream: TextIO | None = None) -> int:
         """Note an exception, print it if this rank is to show it, and return the exit code of the cause."""
-        if exit_code_of(error) == 0:  # sys.exit() is no failure
-            return 0
+        if exit_code_of(error) == 0 or ending_signal(error) is not None:  # sys.exit() is no failure, and neither is a signal
+            return exit_code_of(error)
         self.note(error)
         assert self._noted is not None
         if self._shows and not self._told:
@@ -406,6 +414,12 @@ class FailureReporter:
             print(self._noted.message(self._world_size), file=stream or sys.stderr, flush=True)
         cause = self._cause or self._first()
         return cause.exit_code if cause is not None else self._noted.exit_code
+
+    @property
+    def reason(self) -> str:
+        """What the message of the failure says that ended this rank; nothing where none did."""
+        cause = self._cause or self._first() or self._noted
+        return cause.message(self._world_size) if cause is not None else ""
 
     def speak_for(self, failure: Failure) -> None:
         """Post and show the end of another rank that left no word; nothing where a cause is known."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config import plan_run
 from lightning_3d.config_keys import explain_value
-from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.job import find_place, refuse, run_job, show_plan
+from lightning_3d.ending import CommandLine
+from lightning_3d.errors import ConfigError, Lightning3DError, is_full
+from lightning_3d.job import find_place, print_once, refuse, run_job, show_plan
 from lightning_3d.launch import OutsideRank
 from lightning_3d.prediction import Advice
 from lightning_3d.run_folder import CONFIG_FILE, RunFolder
@@ -40,13 +43,16 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        return _run(Path(options.config), options.folder, outside)
+        return _run(Path(options.config), options, outside)
     except Lightning3DError as error:
         return refuse(error, outside)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if is_full(error):
+            print_once(f"lightning_3d: {error}", outside, file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1
 
 
@@ -57,13 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration; in the folder that it names, a run that has not begun")
     parser.add_argument("--folder", metavar="NEW", help="another run folder than the one that the configuration names")
+    parser.add_argument(
+        "--resume", metavar="CHECKPOINT", nargs="?", const="", help="go on in the run folder, from its newest checkpoint or from this one"
+    )
     return parser
 
 
-def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int:
+def _run(path: Path, options: argparse.Namespace, outside: OutsideRank | None) -> int:
     config = read_frozen(path)
-    if new_folder is not None:
-        config = move_to(config, Path(new_folder).absolute())
+    if options.folder is not None and options.resume is not None:
+        raise ConfigError("--resume goes on in the folder of the run, so --folder cannot be given with it.")
+    if options.folder is not None:
+        config = move_to(config, Path(options.folder).absolute())
     plan = plan_run(OmegaConf.create(config), outside, Advice())
     if config["trainer"].get("dry"):
         show_plan(plan, outside)
@@ -72,12 +83,14 @@ def _run(path: Path, new_folder: str | None, outside: OutsideRank | None) -> int
     folder = Path(config["run_folder"])
 
     def take(earlier: Path | None) -> RunFolder:
+        if options.resume is not None:
+            return _reopen(folder, config, options.resume)
         return RunFolder.take(folder, config, lambda: _take(folder, path), earlier)
 
     place = find_place(outside, config.get("logger"), take)
     if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return run_job(config, plan, outside, place)
+    return run_job(config, plan, outside, place, CommandLine.of_run())
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
@@ -121,6 +134,20 @@ def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         return f"{folder}{value[len(old) :]}" if inside else value
 
     return config | {group: moved(config.get(group)) for group in _WRITE_TO_FOLDER if group in config} | {"run_folder": str(folder)}
+
+
+def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:
+    """The folder of a run that ended early.
+
+    Raises:
+        ConfigError: there is no checkpoint to go on from, or the run has not ended.
+    """
+    reopened = RunFolder.reopen(folder, config)
+    if checkpoint:
+        return replace(reopened, resume=checkpoint)
+    if reopened.resume is None:
+        raise ConfigError(f"{folder} has no complete checkpoint to resume from. --folder NEW repeats the run in a new folder.")
+    return reopened
 
 
 def _take(folder: Path, config: Path) -> RunFolder:

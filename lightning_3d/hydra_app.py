@@ -28,7 +28,8 @@ from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
 from lightning_3d.composed import check, plain
 from lightning_3d.config import RunPlan
 from lightning_3d.config_files import conf_folder
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.ending import CommandLine
+from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.hydra_errors import explain_sweep, is_composition_error
 from lightning_3d.job import Place, find_place, print_once, refuse, run_job, show_plan
 from lightning_3d.launch import OutsideRank, outside_rank
@@ -50,7 +51,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         arguments: overrides and Hydra's own options.
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
     """
-    job = TrainJob(outside)
+    job = TrainJob(outside, CommandLine.of_train(arguments))
     try:
         with job.signals:
             code = _run_guarded(job, arguments)
@@ -79,6 +80,9 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
     except Exception as error:
         if is_composition_error(error):
             return refuse(explain_sweep(error, arguments), job.outside)
+        if is_full(error):
+            print_once(f"lightning_3d: {error}", job.outside, file=sys.stderr)
+            return 1
         if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
             # Optuna's sweeper asks for the best trial.
             print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
@@ -192,8 +196,9 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 class TrainJob:
     """What Hydra runs with the composed configuration, once; in a sweep with Hydra's own launcher once per job."""
 
-    def __init__(self, outside: OutsideRank | None) -> None:
+    def __init__(self, outside: OutsideRank | None, command: CommandLine) -> None:
         self.outside = outside
+        self.command = command
         self.place: Place | None = None
         self.exit_code = 0
         self.sweep: Sweep | None = None
@@ -223,4 +228,5 @@ class TrainJob:
             content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)
-        return run_job(content, plan, self.outside, place)
+        command = self.command if self.place is not None else CommandLine.of_run()  # a job of a sweep is repeated from its folder
+        return run_job(content, plan, self.outside, place, command)

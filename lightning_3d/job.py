@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_3d.config import RunPlan
+from lightning_3d.ending import CommandLine, last_lines
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.failures import FailureReporter, LocalBoard, StoreBoard, connect_board
 from lightning_3d.launch import OutsideRank, can_fork, cores, launch, set_master_address
@@ -93,7 +94,9 @@ def show_plan(plan: RunPlan, outside: OutsideRank | None) -> None:
         print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
 
 
-def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place) -> int:
+def run_job(
+    config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place, command: CommandLine | None = None
+) -> int:
     """Train, and return the exit code.
 
     Args:
@@ -101,6 +104,7 @@ def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, 
         plan: what `plan_run` made of it.
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
         place: the folder of the run, as `find_place` returns it.
+        command: how the run was started, to say how it is resumed.
     """
     frozen, folder = plan.freeze(config), place.folder
     for warning in plan.warnings:
@@ -111,7 +115,7 @@ def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, 
         frozen["trainer"] = {**frozen["trainer"], "resume": place.resume}
     if folder is None:
         assert outside is not None
-        return _be_rank(outside, frozen, place.reporter)
+        return _be_rank(outside, frozen, place.reporter)[0]
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
     if place.resume is not None:
         print_once(f"goes on from {place.resume}", outside)
@@ -122,17 +126,29 @@ def run_job(config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, 
         if outside is None:
             code, reason = _start_ranks(plan, frozen, folder)
         else:
-            code = _be_rank(outside, frozen, place.reporter)
+            code, reason = _be_rank(outside, frozen, place.reporter)
     except KeyboardInterrupt:
         code = 130
         raise
     finally:
-        status.after(code, reason).write(folder.path)
-        if (folder.path / "metrics.csv").is_file():
-            _report(folder.path)
-    if code == Lightning3DError.exit_code and not folder.holds_results():
-        folder.discard()
+        if code == Lightning3DError.exit_code and not folder.holds_results():
+            folder.discard()
+        else:
+            _end(folder.path, frozen, status.after(code, reason), command, outside)
     return code
+
+
+def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, outside: OutsideRank | None) -> None:
+    """Leave status and report in the folder of a run that has ended, and say how one that ended early is resumed."""
+    try:
+        status.write(folder)
+    except OSError as error:
+        print(f"lightning_3d: the status of this run cannot be written: {error}", file=sys.stderr, flush=True)
+    if (folder / "metrics.csv").is_file():
+        _report(folder)
+    if status.exit_code not in (0, Lightning3DError.exit_code):
+        launcher = outside.launcher if outside is not None else None
+        print("\n".join(last_lines(folder, config, status, command, launcher)), file=sys.stderr, flush=True)
 
 
 def _report(folder: Path) -> None:
@@ -174,13 +190,13 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
     return outcome.exit_code, outcome.message or ""
 
 
-def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> int:
-    """Run as the rank that torchrun or SLURM started."""
+def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> tuple[int, str]:
+    """Run as the rank that torchrun or SLURM started. Returns the exit code, and what was said of a failure."""
     reporter = reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
     reporter.watch()
     code = reporter.run(lambda: run_rank(frozen))
     reporter.close()
-    return code
+    return code, reporter.reason if code <= 128 else ""
 
 
 def run_rank(frozen: dict[str, Any]) -> None:

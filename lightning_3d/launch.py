@@ -33,8 +33,8 @@ from lightning_3d.rendezvous import CHOSEN_VARIABLE
 from lightning_3d.ties import belong_to, tied_interpreters
 
 SAVE_SECONDS = 300.0
-"""How long ranks may take to end after SIGTERM to the run: they finish a step and save. Whoever sent it may have less patience; a second
-signal ends them at once."""
+"""How long ranks may take to end after SIGTERM or SIGINT to the run: they finish a step and save. Whoever sent it may have less
+patience; a second signal ends them at once."""
 
 GRACE_SECONDS = 8.0
 """How long ranks may take to end by themselves after SIGTERM, before SIGKILL."""
@@ -182,6 +182,12 @@ class Ranks:
                 except ProcessLookupError:  # a fresh interpreter that does not lead its group yet
                     os.kill(pid, signal_number)
 
+    def tell(self, signal_number: int) -> None:
+        """Send a signal to the ranks alone: the loader's workers must go on until the ranks have finished their step."""
+        for rank in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid or 0, signal_number)
+
     def stop(self, grace: float = GRACE_SECONDS) -> None:
         """SIGTERM, some seconds to obey, SIGKILL."""
         self.send(signal.SIGTERM)
@@ -267,13 +273,18 @@ def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
     """Pass a signal on, let the ranks end in order, and report what a shell expects."""
     number = received[0]
     if number in (signal.SIGINT, signal.SIGTERM):
-        ranks.send(number)
-        deadline = time.monotonic() + (SAVE_SECONDS if number == signal.SIGTERM else grace)
+        ranks.tell(number)
+        if number == signal.SIGINT:
+            words = "lightning_3d: SIGINT: the ranks finish their step and save. A second Ctrl-C ends them at once."
+            print(words, file=sys.stderr, flush=True)
+        deadline = time.monotonic() + SAVE_SECONDS
         while ranks.running and time.monotonic() < deadline and len(received) == 1:
             ranks.wait(0.2)
             if ranks.ended:  # they end together
                 deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
-    ranks.stop(grace)
+        if len(ranks.ended) == ranks.count and not any(code for _, code in ranks.ended.values()):
+            return Outcome(0)  # the run was over before the signal came to its ranks
+    ranks.stop(grace if len(received) == 1 else 0.0)
     return Outcome(128 + number)
 
 
@@ -298,7 +309,8 @@ def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
         if rank not in words:
             posts.append(Failure(rank, 1, _silent_end(ranks, rank, code), False, when))
     causes = sorted(posts, key=lambda post: (post.lost_peer, post.time))
-    return Outcome(causes[0].exit_code, causes[0].message(ranks.count))
+    told = None if causes[0].exit_code > 128 and causes[0].lost_peer else causes[0].message(ranks.count)  # a signal to one rank ended all
+    return Outcome(causes[0].exit_code, told)
 
 
 def _silent_end(ranks: Ranks, rank: int, code: int) -> str:

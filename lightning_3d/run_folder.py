@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ WANDB_FILE = "wandb_run.json"
 SAME = ("model", "data", "optimizer", "seed")
 """What tries of one run share. Layout, machines and length may change: checkpoints belong to the model."""
 
-_CHECKPOINTS, _LOCK = "checkpoints", ".lock"
+_CHECKPOINTS, _LOCK, _PROBE = "checkpoints", ".lock", ".room"
+_START_BYTES = 2**18
+"""For the configuration, Hydra's files, the log, the status, the first rows of metrics and the report."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,23 @@ class RunFolder:
     @classmethod
     def _claim(cls, path: Path) -> RunFolder:
         created = missing_folders(path)
-        path.mkdir(parents=True, exist_ok=True)
-        before = frozenset(entry.name for entry in path.iterdir())
-        (path / CONFIG_FILE).touch(exist_ok=False)
-        _hold(path)
-        return cls(path, created, before)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            before = frozenset(entry.name for entry in path.iterdir())
+            (path / CONFIG_FILE).touch(exist_ok=False)
+        except FileExistsError:
+            raise
+        except OSError:
+            _remove_empty(created)
+            raise
+        folder = cls(path, created, before)
+        try:
+            _hold(path)
+            require_room(path)
+        except (OSError, ConfigError):
+            folder.discard()
+            raise
+        return folder
 
     @classmethod
     def take(cls, path: Path, config: Mapping[str, Any], claim: Callable[[], RunFolder], earlier: Path | None = None) -> RunFolder:
@@ -118,6 +132,10 @@ class RunFolder:
                 " cannot go on there (trainer.auto_resume). Set hydra.run.dir to a new folder."
             )
         _hold(path)
+        try:
+            require_room(path)
+        except OSError as error:
+            raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
         return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest_checkpoint(path))
 
     @classmethod
@@ -133,6 +151,7 @@ class RunFolder:
         try:
             if folder.holds_results():
                 raise FileExistsError
+            require_room(path)
             RunStatus.begun().write(path, first=True)
             _hold(path)
         except FileExistsError:
@@ -160,11 +179,29 @@ class RunFolder:
         for entry in self.path.iterdir():
             if entry.name not in self.before:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
-        for folder in reversed(self.created):
-            try:
-                folder.rmdir()
-            except OSError:  # another run is beside it
-                return
+        _remove_empty(self.created)
+
+
+def require_room(path: Path) -> None:
+    """Raise OSError where a folder has no room for the small files that a run writes before its first step."""
+    probe = path / _PROBE
+    try:
+        with probe.open("wb") as file:
+            file.write(os.urandom(_START_BYTES))  # a file system that compresses would find room for zeros
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that were made one in the other, as far as nobody else has put anything there."""
+    for folder in reversed(folders):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:  # another run is beside it
+            return
 
 
 def candidates(path: Path, *, numbered: bool) -> Iterator[Path]:

@@ -62,8 +62,17 @@ class RunStatus:
         path, draft = folder / STATUS_FILE, folder / f".{STATUS_FILE}.{socket.gethostname()}.{os.getpid()}"
         if first:
             path.touch(exist_ok=False)
-        draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            if first or not path.exists():
+                raise
+            with path.open("r+", encoding="utf-8") as file:  # the disk is full: what the file has already is room enough
+                file.write(text)
+                file.truncate()
 
 
 def read_status(folder: Path) -> RunStatus | None:

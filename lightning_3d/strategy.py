@@ -32,6 +32,7 @@ from lightning_3d.block_options import BlockOptions
 from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
+from lightning_3d.checkpoint.outcome import NotSaved
 from lightning_3d.data_order import require_equal_orders
 from lightning_3d.errors import ConfigError, LayoutError, NonFiniteError
 from lightning_3d.expert_options import ExpertOptions
@@ -47,6 +48,7 @@ from lightning_3d.lightning_compat import (
     find_last_at_urls,
     hush_tree_warning,
     keep_sample_order,
+    obey_interrupt_alone,
     obey_signals_together,
     run_after_closure,
     steps_after_this_batch,
@@ -98,6 +100,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
             saved, see `CheckpointStore`.
+        checkpoint_check_space: refuse a fit before its first step when the checkpoints of its callbacks do not fit on the local disk.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         self_check: with tp, pp, cp or ep above 1 the model as rewritten is compared with itself whole, before its first forward. "auto":
@@ -143,6 +146,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         checkpoint_fall_back: bool = False,
         checkpoint_asynchronous: bool = True,
         checkpoint_timeout_seconds: float = 1800.0,
+        checkpoint_check_space: bool = True,
         order: Sequence[str] | None = None,
         plan: dict[str, Any] | None = None,
         pipeline_module: str | None = None,
@@ -196,6 +200,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
             asynchronous=checkpoint_asynchronous,
             timeout_seconds=checkpoint_timeout_seconds,
         )
+        self._check_space = checkpoint_check_space
         find_last_at_urls()
         self.compilation: Compilation | None = None
         self._advised = self._told = False
@@ -275,8 +280,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._failed, self._terminated, self._batches_of_step = False, False, 0
         self.guard.begin()
         connect_process_group(self, self._timeout)
-        if self.lightning_module is not None and self.world_size > 1:
-            obey_signals_together(self.lightning_module.trainer)
+        if self.lightning_module is not None:
+            (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(self.lightning_module.trainer)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
             self._failures.watch(getattr(self._launcher, "children", None))
@@ -573,7 +578,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         SIGTERM, and a step that is not finite, together.
         """
         error = sys.exception()
-        if error is None or isinstance(error, _TOGETHER) or self.world_size == 1 or self.lightning_module is None:
+        if error is None or isinstance(error, (*_TOGETHER, NotSaved)) or self.world_size == 1 or self.lightning_module is None:
             return False
         if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
@@ -592,7 +597,8 @@ class Lightning3DStrategy(TrainerCheckpoints):
         together = isinstance(exception, _TOGETHER)
         if together:
             self._store.finish()
-        self._failed, self._terminated = True, together
+        self._failed, self._terminated = not isinstance(exception, NotSaved), together
+        self._tell_end(exception)
         if self._failures is not None:
             self._failures.note(exception)
 

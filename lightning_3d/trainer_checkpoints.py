@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,10 +33,13 @@ from lightning_3d.checkpoint import (
     share_groups,
     take_groups,
 )
+from lightning_3d.checkpoint.outcome import SaveOutcome
+from lightning_3d.checkpoint.space import require_space
 from lightning_3d.data_order import orders_in, resumed_orders
 from lightning_3d.errors import ConfigError, NonFiniteError
+from lightning_3d.failures import ending_signal
 from lightning_3d.layout import Layout
-from lightning_3d.lightning_compat import finished_requeue, go_on_in_data
+from lightning_3d.lightning_compat import finished_requeue, go_on_in_data, name_end
 from lightning_3d.nonfinite import IGNORE, StepGuard, require_finite_weights, trained_weights
 from lightning_3d.trainer_collectives import TrainerCollectives
 from lightning_3d.transformers_compat import describe_models
@@ -55,6 +61,7 @@ class TrainerCheckpoints(TrainerCollectives):
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
     guard: StepGuard
+    _check_space: bool = True
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -74,6 +81,11 @@ class TrainerCheckpoints(TrainerCollectives):
     def restore_checkpoint_after_setup(self) -> bool:
         """Parameters exist only after setup; they are filled in place."""
         return True
+
+    @property
+    def save_outcome(self) -> SaveOutcome:
+        """The latest good and the latest failed checkpoint of the latest fit."""
+        return self._store.outcome
 
     def _local_state(self) -> LocalState:
         assert self.lightning_module is not None
@@ -102,7 +114,7 @@ class TrainerCheckpoints(TrainerCollectives):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Where the storage fails during a fit, training goes on and says so."""
+        """Where the storage fails during a fit, training goes on and says so; the end of the fit decides (`on_train_end`)."""
         if self._has_failed_alone():
             warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
             return
@@ -123,7 +135,8 @@ class TrainerCheckpoints(TrainerCollectives):
         checkpoint = share_groups(checkpoint, self._require_mesh())
         checkpoint[BATCHES] = trainer.num_training_batches
         checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
-        must = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
+        told_to_end = isinstance(sys.exception(), SIGTERMException)  # its exit code stays, whatever becomes of the save
+        must = (trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING) and not told_to_end
         now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
 
@@ -179,10 +192,16 @@ class TrainerCheckpoints(TrainerCollectives):
     def on_train_start(self) -> None:
         """After a resume: the data loader stands where it stood, and so do the random number generators."""
         resumed, self._resumed_from = self._resumed_from, None
-        if resumed is None or self.lightning_module is None:
+        if self.lightning_module is None:
             return
-        generators, batches = resumed
         trainer = self.lightning_module.trainer
+        if resumed is not None:
+            self._go_on_in_data(trainer, *resumed)
+        if self._check_space:  # here, where callbacks know what an earlier fit has left there
+            require_space(trainer, self.lightning_module, self.specs, self._require_mesh(), self._backend)
+
+    def _go_on_in_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
+        """Continue the epoch of a checkpoint where it was."""
 
         def restore_generators() -> None:
             self._local_state().restore_generators(generators)
@@ -194,8 +213,32 @@ class TrainerCheckpoints(TrainerCollectives):
 
     @override
     def on_train_end(self) -> None:
-        """The fit is not over before its last save is."""
+        """The fit is not over before its last save is.
+
+        Raises:
+            NotSaved: that save failed, and no checkpoint as new is whole.
+        """
         self._store.wait()
+        self._store.outcome.require_saved()
+
+    def _tell_end(self, exception: BaseException) -> None:
+        """Say at which step a fit stopped that ends early, what is saved, and how to resume it."""
+        assert self.lightning_module is not None
+        trainer, outcome = self.lightning_module.trainer, self._store.outcome
+        if isinstance(exception, SIGTERMException):
+            name_end(trainer, exception)
+        number, missing, saved = ending_signal(exception), outcome.missing, outcome.saved
+        if number is None and saved is None:
+            return
+        lines = [f"{signal.Signals(number).name if number else 'Failed'}: the fit stopped after step {trainer.global_step}."]
+        if missing is not None:
+            lines.append(f"The checkpoint {missing.path} could not be written: {missing.reason}")
+        if saved is None:
+            lines.append("No checkpoint was written.")
+        else:
+            lines.append(f"The newest checkpoint is {saved.path} (step {saved.step}).")
+            lines.append(f'Resume with trainer.fit(..., ckpt_path="{saved.path}").')
+        rank_zero_info("\n".join(lines))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -13,7 +13,7 @@ class FailAtStep(Callback):
 
     Args:
         how: "raise" an exception, "kill" this process, "hang" the other ranks while this one raises, or send SIGTERM to the process that
-            started this one, to "end" the run.
+            started this one, to "end" the run, or SIGINT, to "interrupt" it.
         once: fail in torchrun's first attempt only.
     """
 
@@ -24,8 +24,8 @@ class FailAtStep(Callback):
         if trainer.global_step != self.step or (self.once and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"):
             return
         if trainer.global_rank == self.rank:
-            if self.how == "end":
-                os.kill(os.getppid(), signal.SIGTERM)
+            if self.how in ("end", "interrupt"):
+                os.kill(os.getppid(), signal.SIGTERM if self.how == "end" else signal.SIGINT)
                 return
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -18,6 +18,7 @@ from ranks import run_ranks
 from saving import Values, check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import in_fresh_process, start
 
+from lightning_3d import PeriodicCheckpoint
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.launch import launch
 from lightning_3d.run_folder import newest_checkpoint
@@ -27,15 +28,22 @@ CELLS = [Cell(pp=2, zero=1), *(pytest.param(cell, marks=pytest.mark.full) for ce
 
 
 class SendSignal(pl.Callback):
-    """In the middle of a step: one rank sends a signal to itself, or to the process that started it."""
+    """In the middle of a step: one rank, or each (None), sends a signal to itself, or to the process that started it."""
 
-    def __init__(self, number: int, rank: int = 1, to_parent: bool = False) -> None:
+    def __init__(self, number: int, rank: int | None = 1, to_parent: bool = False) -> None:
         self.number, self.rank, self.to_parent = number, rank, to_parent
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == TOLD_AT and trainer.global_rank == self.rank:
+        if trainer.global_step == TOLD_AT and self.rank in (None, trainer.global_rank):
             os.kill(os.getppid() if self.to_parent else os.getpid(), self.number)
             time.sleep(0.5 if self.to_parent else 0)  # until all have it
+
+
+class InterruptAgain(SendSignal):
+    """A second Ctrl-C, when the first one has ended the fit and nothing is saved yet."""
+
+    def on_exception(self, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 class SlowSaves(pl.Callback):
@@ -56,23 +64,31 @@ def fit_until_told(cell: Cell, run: Path, values: Path, how: str, resume: str | 
         "to one rank": [SendSignal(signal.SIGTERM), SlowSaves(), OnExceptionCheckpoint(run / "checkpoints", "ended"), saver(run)],
         "to the supervisor": [SendSignal(signal.SIGTERM, to_parent=True), SlowSaves(), saver(run, save_on_exception=True, save_top_k=-1)],
         "while it saves": [SendSignal(signal.SIGTERM), SlowSaves(), saver(run)],
+        "Ctrl-C to one rank": [SendSignal(signal.SIGINT), SlowSaves(), PeriodicCheckpoint(run / "checkpoints", every_n_train_steps=2)],
+        "Ctrl-C to the supervisor": [SendSignal(signal.SIGINT, to_parent=True), PeriodicCheckpoint(run / "checkpoints")],
+        "Ctrl-C twice": [InterruptAgain(signal.SIGINT, rank=None), PeriodicCheckpoint(run / "checkpoints")],
         "": [saver(run)],
     }
     fit(cell, STEPS, values, callbacks[how], resume)
 
 
-def told_to_end(tmp_path: Path, cell: Cell) -> None:
+SIGTERM = ("to one rank", "to the supervisor", "while it saves")
+CTRL_C = ("Ctrl-C to one rank", "Ctrl-C to the supervisor")
+
+
+def told_to_end(tmp_path: Path, cell: Cell, hows: tuple[str, ...]) -> None:
     expected = undisturbed(cell, STEPS, tmp_path / "undisturbed")
-    for how in ("to one rank", "to the supervisor", "while it saves"):
+    number = signal.SIGINT if hows[0].startswith("Ctrl-C") else signal.SIGTERM
+    for how in hows:
         run = tmp_path / how
         run.mkdir()
         arguments = (cell, run, run / "before.csv", how, None)
-        if how == "to the supervisor":
+        if how == "to the supervisor" or how in CTRL_C:
             outcome = launch(fit_until_told, arguments, cell.world_size, logs=run / "logs", fork=True, threads=1)
-            assert (outcome.exit_code, outcome.message) == (128 + signal.SIGTERM, None)
+            assert (outcome.exit_code, outcome.message) == (128 + number, None)
         else:
             ended = start(fit_until_told, arguments, cell.world_size, run / "logs")
-            assert set(ended.codes) == {0}, str(ended)
+            assert set(ended.codes) == {128 + number}, str(ended)
         saved = check_checkpoints(run)
         reached = max(read_values(run / "before.csv"))
         # The step in which the signal came is finished. Without a callback that saves then, the save under way is.
@@ -92,7 +108,23 @@ def goes_on(cell: Cell, run: Path, saved: int, expected: Values) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.layout)
 def test_f51_sigterm_saves_before_the_run_ends(cell: Cell, tmp_path: Path) -> None:
-    in_fresh_process(told_to_end, tmp_path, cell)
+    in_fresh_process(told_to_end, tmp_path, cell, SIGTERM)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.layout)
+def test_ctrl_c_saves_before_the_run_ends(cell: Cell, tmp_path: Path) -> None:
+    in_fresh_process(told_to_end, tmp_path, cell, CTRL_C)
+
+
+def interrupted_twice(run: Path) -> None:
+    ended = start(fit_until_told, (Cell(pp=2), run, run / "before.csv", "Ctrl-C twice", None), 2, run / "logs")
+    assert set(ended.codes) == {-signal.SIGINT}, str(ended)
+    assert max(read_values(run / "before.csv")) == TOLD_AT + 1, "the first one has ended the fit in order"
+    assert check_checkpoints(run) == 0, "the second one does not wait for the save"
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    in_fresh_process(interrupted_twice, tmp_path)
 
 
 # SLURM
@@ -123,7 +155,7 @@ def requeued(tmp_path: Path) -> None:
     script.write_text(SCONTROL.format(log=log, folder=run))
     script.chmod(0o755)
     ended = start(fit_under_slurm, (cell, run, tmp_path / "before.csv", signal.SIGUSR1), 2, tmp_path / "logs")
-    assert set(ended.codes) == {0}, str(ended)
+    assert set(ended.codes) == {128 + signal.SIGTERM}, str(ended)
     saved = run / "hpc_ckpt_1.ckpt"
     assert log.read_text().splitlines() == ["requeue 4711", str(saved)], "the checkpoint is there before the job may be ended"
     assert check_checkpoints(run, "hpc_*") == TOLD_AT + 1

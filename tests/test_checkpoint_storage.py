@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import threading
@@ -13,17 +14,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from command_line import run_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parity import Cell
 from ranks import run_ranks
 from saving import check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import in_fresh_process, read_only, small_disk, start
+from test_cli import QUICK
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.agreement import StorageHangs
 from lightning_3d.checkpoint.hashes import HashedFile
+from lightning_3d.checkpoint.outcome import NotSaved
+from lightning_3d.checkpoint.space import checkpoint_bytes
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import CheckpointError
+from lightning_3d.run_status import read_status
 
 DISK = 64 * 2**20
 FOUR = Cell(tp=2, dp=2, zero=1)
@@ -110,6 +116,120 @@ def test_f32_training_goes_on_when_the_disk_is_full(asynchronous: bool, tmp_path
     said = re.findall(r"The checkpoint \S+/(\S+) could not be written, and training goes on without it: (.*)", output)
     assert [name for name, _ in said] == ["step_4.ckpt"], output
     assert "No space left on device" in said[0][1]
+
+
+class LeaveRoom(pl.Callback):
+    """Leaves room for half a checkpoint after step 3, and never more."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        FillDisk.on_train_batch_end(self, trainer) if trainer.global_step <= 3 else None  # type: ignore[arg-type]
+
+    def __init__(self, disk: Path) -> None:
+        self.disk, self.filler = disk, disk / "filler"
+
+    fill = FillDisk.fill
+
+
+def fit_that_ends_on_a_full_disk(disk: Path, values: Path) -> None:
+    """The end of a fit is an error, but what it trained is not lost: the script may save it elsewhere."""
+    seen: list[pl.Trainer] = []
+
+    class Remember(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            seen.append(trainer)
+
+    try:
+        fit(TWO, 4, values, [LeaveRoom(disk), Remember(), saver(disk)])
+    except NotSaved:
+        seen[0].save_checkpoint(values.parent / "elsewhere" / "step_4.ckpt")
+        assert seen[0].strategy.save_outcome.saved.step == 4  # type: ignore[attr-defined]
+        raise
+
+
+def ends_on_a_full_disk(tmp_path: Path) -> None:
+    disk, values = tmp_path / "disk", tmp_path / "values.csv"
+    ended = start(fit_that_ends_on_a_full_disk, (disk, values), 2, tmp_path / "logs")
+    assert ended.codes == [1, 1], str(ended)
+    said = ended.told[0]
+    assert re.match(r"lightning_3d: Training ended at step 4, but its checkpoint \S+/step_4.ckpt could not be written: ", said), said
+    assert "No space left on device" in said
+    assert said.endswith(f"\nThe newest checkpoint that is whole is {disk}/checkpoints/step_2.ckpt (step 2)."), said
+    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_2.ckpt"]
+    assert check_checkpoints(tmp_path, "elsewhere/[!.]*") == 4
+
+
+def test_a_fit_whose_last_save_failed_does_not_end_as_if_saved(tmp_path: Path) -> None:
+    with_disk(tmp_path, ends_on_a_full_disk)
+
+
+def too_little_room(tmp_path: Path) -> None:
+    disk, values = tmp_path / "disk", tmp_path / "values.csv"
+    (disk / "filler").write_bytes(bytes(DISK - 2**20))
+    ended = start(fit, (TWO, 20, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "logs")
+    assert ended.codes == [2, 2] and not values.exists(), str(ended)
+    size, needed, free = re.findall(r"([\d.]+) MB", ended.told[0])
+    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 lie there at once" in ended.told[0], ended.told
+    assert float(needed) == pytest.approx(10 * float(size), abs=0.6) and float(free) == pytest.approx(1.0, abs=0.1)
+    ended = start(fit, (TWO, 2, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "again")
+    assert ended.codes == [0, 0], f"one fits, and no more are to be saved: {ended}"
+
+
+def test_a_fit_whose_checkpoints_cannot_fit_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    with_disk(tmp_path, too_little_room)
+
+
+def command_lines(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    filler, run = disk / "filler", f"hydra.run.dir={disk / 'new' / 'run'}"
+    filler.write_bytes(bytes(DISK))
+    [full] = run_here([["train", *QUICK, run]])
+    message = f"lightning_3d: The run folder {disk / 'new' / 'run'} cannot be made: No space left on device. Set hydra.run.dir.\n"
+    assert (full.code, full.output) == (2, message)
+    assert [path.name for path in disk.iterdir()] == ["filler"], "nothing is left"
+    filler.write_bytes(bytes(DISK - 700 * 2**10))
+    line = ["train", *QUICK, run, "trainer.checkpoint_every_n_steps=1"]
+    refused, failed = run_here([line, [*line, "force=true"]])
+    assert refused.code == 2 and refused.output.count("lightning_3d: ") == 1, refused.output
+    assert "each has 0.4 MB, and up to 2 lie there at once" in refused.output and "force=true" in refused.output
+    assert failed.code == 1 and "Traceback" not in failed.output, failed.output
+    newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
+    assert f"checkpoint         {newest} (step 1); that of step 2 could not be written" in failed.output, failed.output
+    assert failed.output.count("No space left on device") >= 1 and f"  checkpoint: {newest} (step 1)\n  resume: " in failed.output
+    status = read_status(disk / "new" / "run")
+    assert status is not None and (status.status, status.exit_code) == ("failed", 1)
+    assert "could not be written" in status.reason and f"The newest checkpoint that is whole is {newest} (step 1)." in status.reason
+
+
+def test_full_disks_on_the_command_line(tmp_path: Path) -> None:
+    with_disk(tmp_path, command_lines)
+
+
+class Predict(pl.Callback):
+    """What `require_space` takes for the size of a checkpoint, before the first step."""
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        mesh, backend = strategy._require_mesh(), strategy._backend
+        _, self.everything = checkpoint_bytes(trainer.lightning_module, strategy.specs, mesh, trainer.optimizers, backend)
+
+
+SIZED = [(TWO, "32-true"), (Cell(tp=2, zero=1), "bf16-true"), (Cell(pp=2), "32-true"), (Cell(dp=2, zero=3), "bf16-true")]
+
+
+def predicted_and_written(run: Path) -> list[tuple[int, int]]:
+    sizes = []
+    for cell, precision in SIZED:
+        predict, folder = Predict(), run / f"{cell.name} {precision}"
+        fit(cell, 2, run / "values.csv", [predict, saver(folder)], trainer={"precision": precision})
+        manifest = json.loads((folder / "checkpoints" / "step_2.ckpt" / "manifest.json").read_text())
+        sizes.append((predict.everything, manifest["tensor_bytes"]))
+    return sizes
+
+
+def test_the_size_of_a_checkpoint_is_known_before_the_first_step(tmp_path: Path) -> None:
+    for sizes in run_ranks(predicted_and_written, 2, tmp_path):
+        for (cell, _), (predicted, written) in zip(SIZED, sizes, strict=True):
+            assert 0 <= written - predicted < 34_000 * cell.dp, "random number generators and step counts come on top"
 
 
 # Read-only

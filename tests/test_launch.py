@@ -76,6 +76,15 @@ def leave_on(rank: int, code: int) -> None:
     time.sleep(FOREVER)
 
 
+def finish_all_the_same() -> None:
+    """The signal comes when the job is as good as done."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(0.5)
+    if my_rank() == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.5)
+
+
 def peers_notice_first(cause: int) -> None:
     """The others see closed connections half a second before the rank that failed has its say."""
     if my_rank() == cause:
@@ -251,6 +260,10 @@ def test_signal_ends_all_ranks(supervised: tuple[subprocess.Popen[bytes], list[i
     process.send_signal(number)
     assert process.wait(30) == 128 + number
     assert not any(is_running(rank) for rank in ranks)
+
+
+def test_a_run_that_was_over_when_the_signal_came_has_finished(tmp_path: Path) -> None:
+    assert run(finish_all_the_same, logs=tmp_path) == Outcome(0)
 
 
 def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Popen[bytes], list[int]]) -> None:

@@ -1,6 +1,7 @@
 """A user's own script under Lightning's launcher, where rank 0 starts the others: how it ends when a rank fails."""
 
 import inspect
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-from lightning_3d import Lightning3DStrategy
+from lightning_3d import Lightning3DStrategy, PeriodicCheckpoint
 from lightning_3d.errors import ConfigError
 
 how, failing = sys.argv[1], int(sys.argv[2])
@@ -28,6 +29,9 @@ if how == "early" and os.environ.get("LOCAL_RANK") == "1":
 class Fails(Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
         if index != 1 or how in ("well", "early"):
+            return
+        if how == "int":  # as a terminal does, to every process of the script
+            os.kill(os.getpid(), signal.SIGINT)
             return
         if how == "term":
             if trainer.global_rank == failing:
@@ -60,8 +64,12 @@ class Module(LightningModule):
 
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+callbacks = [Fails()]
+if how == "int":
+    callbacks, quiet["enable_checkpointing"] = [Fails(), PeriodicCheckpoint("checkpoints")], True
 strategy = Lightning3DStrategy("pp2", micro_batch_size=2, zero_stage=1)
-trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2000 if how == "term" else 2, callbacks=[Fails()], **quiet)
+steps = 2000 if how in ("term", "int") else 2
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=callbacks, **quiet)
 module, loader = Module(), DataLoader(rows, batch_size=4)
 trainer.fit(module, loader)
 if how == "well":  # the ranks are there already
@@ -90,6 +98,7 @@ CASES = {  # how, failing rank, exit code, what is said once
     "rank 0 is killed, child hangs": ("kill", 0, -signal.SIGKILL, "rank 0 of 2 failed:\nit ended without a word."),
     "rank 0 is told to end": ("term", 0, 0, "SIGTERM: the fit ends before its next batch."),
     "child is told to end": ("term", 1, 0, "SIGTERM: the fit ends before its next batch."),
+    "Ctrl-C": ("int", 0, 130, "SIGINT: the fit stopped after step 2."),
     "child dies before the ranks meet": ("early", 1, 1, "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)"),
 }
 
@@ -137,7 +146,10 @@ def test_script_ends_with_the_cause(case: str, results: dict[str, tuple[int, str
     assert code == expected, output
     if said is not None:
         assert output.count(said) == 1, output
-        assert output.count("lightning_3d: ") == (0 if expected == 0 else 1), output
+        assert output.count("lightning_3d: ") == (0 if expected in (0, 130) else 1), output
+    if case == "Ctrl-C":
+        saved = Path(re.findall(r'Resume with trainer.fit\(..., ckpt_path="(.*)"\)', output)[0])
+        assert saved.name == "step_2.ckpt" and (saved / "manifest.json").is_file(), output
     if "refuses" in case:
         assert "Traceback" not in output
 

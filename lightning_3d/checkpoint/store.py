@@ -20,6 +20,7 @@ from lightning_3d.checkpoint.agreement import StorageError, StorageHangs, on_ran
 from lightning_3d.checkpoint.background import BackgroundSave, in_time
 from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
 from lightning_3d.checkpoint.lock import FolderLock, Lease, hold
+from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.remote import remove_remains
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
@@ -66,6 +67,9 @@ class CheckpointStore:
         fall_back: where a checkpoint is damaged, load the newest good one beside it instead.
         asynchronous: saves that may fail are written in the background, from copies. One at a time: the next one waits.
         timeout_seconds: a save that has not come to its end so long after it began ends the run: the storage hangs.
+
+    Attributes:
+        outcome: what became of the saves of the latest fit.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class CheckpointStore:
         self._group: dist.ProcessGroup | None = None
         self._made_for: dist.ProcessGroup | None = None
         self._pending: BackgroundSave | None = None
+        self.outcome = SaveOutcome()
 
     def hold(self, folders: Iterable[str | os.PathLike[str]]) -> None:
         """From now on until `close` no other run may write into these folders. Those that are not there yet are held from the first
@@ -93,6 +98,7 @@ class CheckpointStore:
             CheckpointError: another run holds one. StorageError: nothing can be written there.
         """
         self._folders = {place(path) for path in folders}
+        self.outcome = SaveOutcome()
 
         def hold_all() -> None:
             self._lock([path for path in self._folders if path.is_dir()])
@@ -168,6 +174,7 @@ class CheckpointStore:
         facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
         facts = {**about, **facts, "optimizer_state": with_optimizer}
         tensors = TensorSave()
+        self.outcome.step = int(checkpoint.get("global_step", 0))
         later = self._asynchronous and not must and not now
         try:
             temporary, files = on_rank_zero(lambda: self._begin_in_time(final, state))
@@ -232,6 +239,7 @@ class CheckpointStore:
         """What follows the end of a save. Returns whether it is a checkpoint now."""
         if pending.error is not None:
             return self._give_up(pending.path, pending.error, must, tell)
+        self.outcome.has_written(pending.path)
         self._remove_postponed(pending.path)
         return True
 
@@ -241,6 +249,7 @@ class CheckpointStore:
             _abandon(path)
         if not tell and (must or not isinstance(error, StorageError)):
             raise error
+        self.outcome.has_lost(path, error)
         self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
         return False
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import sys
+import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from typing_extensions import override
 
+from lightning_3d.checkpoint.outcome import NotSaved, SaveOutcome
 from lightning_3d.metrics_file import column
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
 from lightning_3d.training.step_clock import StepClock, StepNumbers
@@ -47,6 +50,8 @@ class MetricsCSV(Callback):
     `log_every_n_steps` of the Trainer and of steps that were traced. With them go the memory of each rank of a traced step, as
     `memory/rank_0` in bytes, where there are not more than 64, and what each router of a mixture of experts did, as `router/max_load/NAME`.
 
+    Where the disk is full, training continues: a warning says so once, and rows are missing.
+
     A resumed run goes on in the same file: rows of steps that it repeats are removed first. How many tokens it has seen is in checkpoints.
 
     Args:
@@ -61,7 +66,8 @@ class MetricsCSV(Callback):
         self._clock = StepClock()
         self._file: TextIO | None = None
         self._row: dict[str, Any] = {}
-        self._row_start = 0
+        self._row_start: int | None = None
+        self._warned = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,8 +79,9 @@ class MetricsCSV(Callback):
             self._tokens_seen = sum(column(kept, "tokens"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", newline="")
-        self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
-        self._file.flush()
+        with self._surviving():
+            self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
+            self._file.flush()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -90,7 +97,6 @@ class MetricsCSV(Callback):
         if numbers is None:
             return
         self._tokens_seen = (self._tokens_seen or 0.0) + numbers.tokens
-        self._row_start = self._file.tell()
         self._row = {
             "step": numbers.step,
             "loss": f"{numbers.loss:.9g}",
@@ -110,7 +116,10 @@ class MetricsCSV(Callback):
         if numbers.trace is not None:
             self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
             self._row["memory"] = numbers.trace.peak_memory
-        self._write_row()
+        self._row_start = None  # of a row that is not written
+        with self._surviving():
+            self._row_start = self._file.tell()
+            self._write_row()
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
             told = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
             _tell(trainer, numbers.step, told | _of_ranks(numbers.trace) | _of_routers(numbers.routers))
@@ -120,11 +129,23 @@ class MetricsCSV(Callback):
         value = _val_loss(trainer)
         if self._file is None or trainer.sanity_checking or value is None or not self._row:
             return
-        self._file.seek(self._row_start)
-        self._file.truncate()
         self._row["val_loss"] = f"{value:.9g}"
-        self._write_row()
+        if self._row_start is not None:
+            with self._surviving():
+                self._file.seek(self._row_start)
+                self._file.truncate()
+                self._write_row()
         _tell(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Warn, once, of what the storage refuses: metrics are not worth a run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{self._path} misses rows from here on, and training continues: {error}", stacklevel=2)
 
     def _write_row(self) -> None:
         assert self._file is not None
@@ -142,7 +163,8 @@ class MetricsCSV(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._surviving():
+                self._file.close()
             self._file = None
             self._row = {}
 
@@ -345,6 +367,14 @@ class Summary(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, NotSaved):  # all steps were made
+            self._show(trainer, pl_module)
+
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and self._steps:
             out = self._stream if self._stream is not None else sys.stdout
             print("\n" + format_table(self.rows(trainer, pl_module)), file=out, flush=True)
@@ -369,8 +399,7 @@ class Summary(Callback):
             mean = sum(self._losses) / len(self._losses)
             rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))
         rows += _validation_rows(trainer, unit)
-        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
-        rows.append(("checkpoint", checkpoint or "none"))
+        rows.append(("checkpoint", _describe_checkpoint(trainer)))
         return rows
 
     def _describe_model(self, pl_module: LightningModule) -> str:
@@ -393,6 +422,17 @@ def _describe_layout(trainer: Trainer) -> str:
     if zero is not None:
         words.append(zero.describe())
     return ", ".join(word for word in words if word)
+
+
+def _describe_checkpoint(trainer: Trainer) -> str:
+    """The best checkpoint of the run, or the newest, if it is there: a save may have failed."""
+    outcome: SaveOutcome | None = getattr(trainer.strategy, "save_outcome", None)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
+    if outcome is None or outcome.lost is None:
+        return best or "none"
+    newest = f"{outcome.saved.path} (step {outcome.saved.step})" if outcome.saved is not None else "none"
+    missing = outcome.missing
+    return newest if missing is None else f"{newest}; that of step {missing.step} could not be written"
 
 
 def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:

@@ -69,6 +69,7 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     more |= {"trace_every_n_steps": every} if every is not None else {}
     nonfinite = config["trainer"].get("nonfinite", STOP)
     more |= {"nonfinite": nonfinite} if nonfinite != STOP else {}
+    more |= {"checkpoint_check_space": False} if config.get("force") else {}
     strategy = make_object("parallelism", {**config["parallelism"], **more})
     if not isinstance(strategy, Lightning3DStrategy):
         raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is no Lightning3DStrategy.")

@@ -1,0 +1,183 @@
+"""Whether the checkpoints of a fit fit on the disk: their size is compared with the free space before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.agreement import on_rank_zero
+from lightning_3d.checkpoint.state import MASTER, OptimizerOwner
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.remote_path import place
+from lightning_3d.sharding import ShardSpec
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_STATES = 2
+"""States of the size of a parameter that an optimizer is taken to keep where it cannot be asked: Adam's."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the callbacks of a fit will have on one file system at the same time.
+
+    Attributes:
+        folder: one of those that they write to.
+        new: checkpoints that will be there at most in addition to those of now, the one that is being written among them.
+        there: checkpoints of these callbacks that are there already.
+        size: bytes of a checkpoint.
+        free: bytes.
+    """
+
+    folder: Path
+    new: int
+    there: int
+    size: int
+    free: int
+
+    def check(self) -> None:
+        """Raise ConfigError where that cannot be."""
+        if self.new * self.size <= self.free:
+            return
+        most = self.new + self.there
+        count = "one" if most == 1 else f"up to {most} lie there at once, the one that is being written among them"
+        there = f" ({self.there} {'is' if self.there == 1 else 'are'} there)" if self.there else ""
+        fits = self.free // self.size + self.there - 1  # one more is there while it is written
+        fewer = f", keep fewer (trainer.keep_last={fits}, or save_top_k={fits} of the callback)" if 0 < fits < most - 1 else ""
+        raise ConfigError(
+            f"The checkpoints of this run do not fit in {self.folder}: each has {_size(self.size)}, and {count}{there}. That needs"
+            f" {_size(self.new * self.size)}, but only {_size(self.free)} are free. Save to another folder (hydra.run.dir or"
+            f" dirpath){fewer}, or start anyway with force=true (checkpoint_check_space=False)."
+        )
+
+
+def require_space(trainer: pl.Trainer, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, owner: OptimizerOwner | None) -> None:
+    """Refuse a fit whose checkpoints cannot fit on the local disks that its callbacks write to. Collective.
+
+    Only tensors are counted, so that only what cannot work is refused. URLs are not checked, and neither are file systems that do not
+    know their size.
+
+    Raises:
+        ConfigError: on all ranks, with the numbers.
+    """
+    savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint) and callback.dirpath]
+    steps = trainer.max_steps - trainer.global_step if trainer.max_steps > 0 else None
+    if not savers or steps == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    weights, everything = checkpoint_bytes(module, specs, mesh, trainer.optimizers, owner)
+    _check_on_rank_zero(lambda: demands(savers, steps, weights, everything))
+
+
+def _check_on_rank_zero(found: Callable[[], list[Demand]]) -> None:
+    """Check demands on rank 0, which sees the disk that it writes to, and raise the ConfigError on all ranks. Collective."""
+
+    def attempt() -> str | None:
+        try:
+            for demand in found():
+                demand.check()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    refusal = on_rank_zero(attempt)
+    if refusal is not None:
+        raise ConfigError(refusal)
+
+
+def demands(savers: Sequence[ModelCheckpoint], steps: int | None, weights: int, everything: int) -> list[Demand]:
+    """The demand on each file system that callbacks write to. Local.
+
+    Args:
+        steps: optimizer steps to come; None where nobody knows.
+        weights, everything: bytes of a checkpoint without and with the optimizer's state.
+    """
+    by_device: dict[int, Demand] = {}
+    for saver in savers:
+        folder = place(str(saver.dirpath))
+        if not isinstance(folder, Path):
+            continue
+        above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        space, device = os.statvfs(above), above.stat().st_dev
+        if not space.f_blocks:
+            continue
+        there = sum(Path(path).is_dir() for path in saver.best_k_models)
+        size = weights if saver.save_weights_only else everything
+        own = Demand(folder, most_new(saver, steps, there), there, size, space.f_bavail * space.f_frsize)
+        other = by_device.get(device)
+        if other is not None:  # of different sizes the smaller one counts, so that nothing is refused that would fit
+            own = replace(other, new=other.new + own.new, there=other.there + own.there, size=min(other.size, own.size))
+        by_device[device] = own
+    return list(by_device.values())
+
+
+def most_new(saver: ModelCheckpoint, steps: int | None, there: int) -> int:
+    """The most checkpoints that a callback adds to those of now at one time.
+
+    Args:
+        steps: optimizer steps to come.
+        there: its checkpoints of now.
+    """
+    every = saver._every_n_train_steps
+    to_come = max(1, -(-steps // every)) if every and steps is not None else None
+    if saver.save_top_k == 0:
+        return int(bool(saver.save_last))
+    if saver.save_top_k < 0:  # all are kept; where their number is not known, nothing can be said of more than the first
+        most = to_come or 1
+    else:
+        room = max(1, saver.save_top_k + 1 - there)
+        most = room if to_come is None else min(room, to_come)
+    return most + int(saver.save_last is True)
+
+
+def checkpoint_bytes(
+    module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, optimizers: Sequence[Optimizer], owner: OptimizerOwner | None
+) -> tuple[int, int]:
+    """Bytes of the whole model's tensors, each counted once: weights, and weights with what the optimizer will keep. Collective over the
+    pipeline ranks.
+    """
+    held = owner.optimizer_shards() if owner is not None else []
+    has_masters = any(MASTER in shard.values for shard in held)
+    own: dict[str, tuple[int, int]] = {}
+    for name, parameter in module.named_parameters():
+        spec = specs[name]
+        count, width = prod(spec.global_shape), parameter.element_size()
+        masters = has_masters and width < 4
+        state = 0
+        if parameter.requires_grad and optimizers:
+            state = state_width(optimizers[0], torch.float32 if masters else parameter.dtype) + (4 if masters else 0)
+        own[spec.tied_to or name] = (count * width, count * (width + state))
+    gathered: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(gathered, own, group=mesh.control)
+    whole = {name: sizes for part in gathered for name, sizes in part.items()}
+    return sum(weights for weights, _ in whole.values()), sum(everything for _, everything in whole.values())
+
+
+def state_width(optimizer: Optimizer, dtype: torch.dtype) -> int:
+    """Bytes that an optimizer keeps for each element of a parameter, found by a step of its like on a tensor without values."""
+    parameter = nn.Parameter(torch.empty(4, 3, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    try:
+        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        kind: Any = type(optimizer)
+        probe = kind([{**options, "params": [parameter]}])
+        probe.step()
+    except Exception:  # one that takes other arguments, or steps in C++: Adam, most likely
+        return _STATES * max(4, dtype.itemsize)
+    states = probe.state[parameter].values()
+    return sum(state.element_size() for state in states if isinstance(state, Tensor) and state.shape == parameter.shape)
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

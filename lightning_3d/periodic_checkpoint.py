@@ -1,0 +1,133 @@
+"""`PeriodicCheckpoint`: saves while a fit goes on, at its end, and when a signal ends it, and keeps the newest."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+LEAST_STEPS, MOST_STEPS, SHARE = 50, 1000, 10
+"""A fit is saved SHARE times, but at intervals of at least LEAST_STEPS and at most MOST_STEPS optimizer steps."""
+
+
+class PeriodicCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` that a fit can rely on: it also saves the last step, and the step at which Ctrl-C or SIGTERM ends the fit.
+
+    After an error nothing is saved: its step may be half done. What was saved before stays.
+
+    Args:
+        dirpath: folder or URL; None as in `ModelCheckpoint`.
+        every_n_train_steps: optimizer steps between saves. None: a tenth of the fit, at least 50 and at most 1000.
+        save_top_k: the newest checkpoints that are kept, or the best ones with `monitor`; -1: all.
+        monitor: metric by which checkpoints are kept; None: the newest.
+        options: further arguments of `ModelCheckpoint`.
+    """
+
+    def __init__(
+        self,
+        dirpath: Any = None,
+        filename: str | None = "step_{step}",
+        monitor: str | None = None,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
+        save_top_k: int = 3,
+        save_on_exception: bool = True,
+        auto_insert_metric_name: bool = False,
+        enable_version_counter: bool = False,
+        **options: Any,
+    ) -> None:
+        self._keeps_newest = monitor is None
+        self._chooses_interval = every_n_train_steps is every_n_epochs is train_time_interval is None
+        if monitor is None and save_top_k > 1:  # Lightning keeps several only by a number that it compares
+            monitor, options["mode"] = "step", "max"
+        super().__init__(
+            dirpath,
+            filename,
+            monitor,
+            every_n_train_steps=MOST_STEPS if self._chooses_interval else every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            train_time_interval=train_time_interval,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            auto_insert_metric_name=auto_insert_metric_name,
+            enable_version_counter=enable_version_counter,
+            **options,
+        )
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Without the interval: a fit that resumes with another one still knows which checkpoints it keeps."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._chooses_interval:
+            self._every_n_train_steps = interval(steps_of_fit(trainer))
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        if _ends_after_this_batch(trainer):
+            self._save_newest(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.should_stop:  # as EarlyStopping decides
+            self._save_newest(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, SIGTERMException):
+            return
+        if self._keeps_newest and self._should_save_on_exception(trainer):
+            self._save_newest(trainer)
+        else:
+            super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        """Whether a checkpoint that is no longer among the newest goes. Lightning (2.6) keeps the one that the fit resumed from: a run that
+        is started again and again would leave one each time."""
+        if self._keeps_newest and "://" not in previous and self.dirpath is not None:
+            return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+        return super()._should_remove_checkpoint(trainer, previous, current)
+
+    def _save_newest(self, trainer: pl.Trainer) -> None:
+        """Save this step, unless it is saved or only the best of a metric are wanted."""
+        if self._keeps_newest and not self._should_skip_saving_checkpoint(trainer):
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+
+def interval(steps: int | None) -> int:
+    """Optimizer steps between saves of a fit of so many; None: of a fit without an end."""
+    return MOST_STEPS if steps is None else min(MOST_STEPS, max(LEAST_STEPS, -(-steps // SHARE)))
+
+
+def steps_of_fit(trainer: pl.Trainer) -> int | None:
+    """Optimizer steps of a whole fit, if nothing ends it earlier; None where it has no end."""
+    by_epochs = None
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and trainer.num_training_batches != float("inf"):
+        by_epochs = trainer.max_epochs * -(-int(trainer.num_training_batches) // max(1, trainer.accumulate_grad_batches))
+    known = [steps for steps in (by_epochs, trainer.max_steps if trainer.max_steps > 0 else None) if steps is not None]
+    return min(known, default=None)
+
+
+def _ends_after_this_batch(trainer: pl.Trainer) -> bool:
+    """Whether no batch comes after the one that just ended, as far as is known then."""
+    loop = trainer.fit_loop
+    if trainer.should_stop or (trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps):
+        return True
+    last_epoch = trainer.max_epochs is not None and trainer.max_epochs > 0 and trainer.current_epoch + 1 >= trainer.max_epochs
+    return last_epoch and bool(loop.epoch_loop.batch_progress.is_last_batch)
