@@ -26,6 +26,7 @@ from lightning_3d.layout import Layout
 
 STEPS = 4
 ROWS = 8  # of a global batch
+PLAIN_WEIGHT = 1e-5  # of the 1.2e-3 that AdamW moves a weight in 4 steps; more is looked at again
 EPSILON = 1e-8
 LARGE_EPSILON = 1e-4  # at which a gradient of rounding errors does not move a weight
 EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE = "exact", "refused", "WRONG", "crash", "hang", "no reference"
@@ -216,6 +217,12 @@ class Verdict:
     detail: str = ""
     error: Difference | None = None
     noise: Difference | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights differ by no more than 1 % of what they move, or than 3 x the reference's own noise."""
+        assert self.error is not None and self.noise is not None
+        return self.error.weight <= max(PLAIN_WEIGHT, NOISE_FACTOR * self.noise.weight)
 
 
 def judge(parts: list[Part], expected: Reference, dtype: str) -> Verdict:

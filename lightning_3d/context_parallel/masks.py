@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.context_parallel.context import ContextParallel
+from lightning_3d.errors import PlanError
 
 
 class Cover(Enum):
@@ -65,6 +67,15 @@ class Mask:
     window: int | None = None
     _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an attention of a model's own looks for in a mask that is a tensor (Doge's dynamic mask)."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise PlanError(
+            f"An attention of the model reads its mask itself (attention_mask.{name}), where context parallelism (cp) has no mask of the whole"
+            " sequence. Use cp 1."
+        )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
         """The mask of layers with a window, or without, that keep documents apart or do not."""
