@@ -19,14 +19,16 @@ SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCABULARY,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim", "attention_hidden_size", "lru_width"), 32),
     **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_blocks"), LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("num_decoder_layers", "num_blocks"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_encoder_layers", "depth"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
     **dict.fromkeys(("swa_num_attention_heads", "num_query_groups", "linear_num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "d_head", "attention_head_size", "linear_head_dim", "kv_channels"), 8),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_inner", "dim_ff", "dff"), 48),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("d_inner", "dim_ff", "dff"), 48),
     **dict.fromkeys(("dense_intermediate_size", "intermediate_size_mlp", "feed_forward_size", "n_inner"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_experts_intermediate_size"), 24),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 24),
@@ -75,7 +77,8 @@ _DOTS3_SLIDING = {f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_
 }
 _DOTS3_TEXT = _DOTS3_SLIDING | {"swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "num_key_value_heads": 4}
 _GEMMA4_TEXT = {"global_head_dim": 16}
-_INDEXER = {f"indexer_{name}": size for name, size in (("n_heads", 2), ("kv_heads", 1), ("head_dim", 16), ("budget", 8), ("compress_ratio", 2))}
+_INDEXER_SIZES = {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 8, "compress_ratio": 2}
+_INDEXER = {f"indexer_{name}": size for name, size in _INDEXER_SIZES.items()}
 _QWEN4_TEXT = {"ngram_vocab_size_base": 32, "ple_embed_dim": 32, "split_ngram_parts": 1, **_INDEXER}
 _AXIAL_TEXT = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -22,11 +22,13 @@ import csv
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from family_configs import NO_REFERENCE as WITHOUT
 from family_configs import families
@@ -90,9 +92,9 @@ def short(text: str, length: int = 200) -> str:
 class Matrix:
     """Runs cells on one pool of ranks, and each family's reference once."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, pool: RankPool | None = None) -> None:
         self._timeout = timeout
-        self._pool = RankPool(limit=4)
+        self._pool = pool or RankPool(limit=4)
         self._references: dict[Recipe, Reference | str] = {}
         self._cells = 0
 
@@ -183,6 +185,26 @@ def rows_of(path: Path | None) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@contextmanager
+def open_csv(path: Path | None, rows: list[dict[str, str]]) -> Iterator[Callable[[Cell], None]]:
+    """Writes cells to a file as they come, behind the rows of an earlier sweep; to nowhere without a path."""
+    if path is None:
+        yield lambda cell: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+        file.flush()
+
+        def write(cell: Cell) -> None:
+            writer.writerow(cell.row())
+            file.flush()
+
+        yield write
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -207,33 +229,6 @@ def main(arguments: list[str] | None = None) -> int:
             seen.append((cell.layout, cell.verdict.kind))
     print(counts(seen))
     return int(any(kind in BAD for _, kind in seen))
-
-
-class open_csv:  # noqa: N801
-    """Writes cells to a file as they come, behind the rows of an earlier sweep; to nowhere without a path."""
-
-    def __init__(self, path: Path | None, rows: list[dict[str, str]]) -> None:
-        self._path, self._rows = path, rows
-
-    def __enter__(self):
-        if self._path is None:
-            return lambda cell: None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w", newline="")
-        writer = csv.DictWriter(self._file, FIELDS)
-        writer.writeheader()
-        writer.writerows(self._rows)
-        self._file.flush()
-
-        def write(cell: Cell) -> None:
-            writer.writerow(cell.row())
-            self._file.flush()
-
-        return write
-
-    def __exit__(self, *details: object) -> None:
-        if self._path is not None:
-            self._file.close()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,8 @@ def compare(run: Run, other: Run) -> Difference:
     """The largest differences."""
     if run.weights.keys() != other.weights.keys():
         raise AssertionError(f"parameters that only one of the runs has: {sorted(run.weights.keys() ^ other.weights.keys())[:5]}")
-    errors = {name: (run.weights[name].double() - other.weights[name]).abs().max().item() for name in run.weights if run.weights[name].numel()}
+    filled = (name for name, weight in run.weights.items() if weight.numel())
+    errors = {name: (run.weights[name].double() - other.weights[name]).abs().max().item() for name in filled}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return Difference(_relative(run.losses, other.losses), _relative(run.norms, other.norms), errors[worst], worst)
 
@@ -191,7 +191,12 @@ def train_on_rank(recipe: Recipe, layout: str) -> Part | str:
         strategy = Lightning3DStrategy(degrees, micro_batch_size=2 if degrees.tp * degrees.cp == 1 else 4, zero_stage=zero)
         values = StepValues()
         trainer = quiet_trainer(
-            strategy=strategy, devices=degrees.world_size, precision=PRECISIONS[recipe.dtype], max_steps=STEPS, max_epochs=1, callbacks=[values]
+            strategy=strategy,
+            devices=degrees.world_size,
+            precision=PRECISIONS[recipe.dtype],
+            max_steps=STEPS,
+            max_epochs=1,
+            callbacks=[values],
         )
         module = Module(recipe)
         trainer.fit(module, datamodule=Data(Rows(batches()), ROWS // degrees.dp))
@@ -245,12 +250,3 @@ def judge(parts: list[Part], expected: Reference, dtype: str) -> Verdict:
         return Verdict(WRONG, str(problem), noise=noise)
     kind = EXACT if error.within(limits) else WRONG
     return Verdict(kind, "" if kind == EXACT else f"most in {error.name}", error, noise)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No advice of libraries."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    yield

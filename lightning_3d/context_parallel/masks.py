@@ -73,8 +73,8 @@ class Mask:
         if name.startswith("_"):
             raise AttributeError(name)
         raise PlanError(
-            f"An attention of the model reads its mask itself (attention_mask.{name}), where context parallelism (cp) has no mask of the whole"
-            " sequence. Use cp 1."
+            f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank has the"
+            " mask of a whole sequence. Use cp 1."
         )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:

@@ -89,8 +89,8 @@ def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
     ids = arguments.get("input_ids")
     if ids is None:
         raise PlanError(
-            f"{type(owner).__name__} counts positions from the tokens, so with context parallelism (cp) the model is called with input_ids or"
-            " with position_ids."
+            f"{type(owner).__name__} counts positions from the tokens. With context parallelism (cp), call the model with input_ids or with"
+            " position_ids."
         )
     positions: Tensor = owner.create_position_ids_from_input_ids(ids, owner.padding_idx)
     return positions

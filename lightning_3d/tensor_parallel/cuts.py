@@ -80,8 +80,8 @@ def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cu
     for name, size in rows.items():
         if len(rows) > 1 and size in (heads.queries, heads.keys):
             raise PlanError(
-                f"The plan cuts '{name}' by rows, which makes {size} numbers, one for each head, on every rank, while a rank has a part of the"
-                f" heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
+                f"The plan cuts '{name}' by rows, which makes {size} numbers, one for each head, on every rank; but each rank has only a"
+                f" part of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
             )
 
 

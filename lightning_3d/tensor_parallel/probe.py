@@ -62,9 +62,9 @@ def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelP
         styles = probe.fitting()
         if styles is None:
             raise PlanError(
-                f"The plan cuts the experts '{parent}' ({type(probe.module).__name__}) over tp, but run on random tokens the parts do not add"
-                " up to the whole: their forward uses the tensors in another way than the plan says. Use tp=1, or ep where the model has a"
-                " plan for it."
+                f"The plan cuts the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their parts do not add"
+                " up to the whole: the forward uses the tensors in another way than the plan says. Use tp=1, or ep where the model has a plan"
+                " for it."
             )
         fitted |= {f"{parent}.{key}": replace(inside[key], style=style) for key, style in styles.items() if inside[key].style != style}
     return replace(plan, tp=plan.tp | fitted) if fitted else plan
@@ -127,7 +127,8 @@ class _Probe:
         total = torch.zeros_like(whole)
         try:
             for rank in range(self.tp_size):
-                total += self.run(self.module, {key: self._part(key, value, styles, rank) for key, value in self.values.items()}, inputs, rank)
+                parts = {key: self._part(key, value, styles, rank) for key, value in self.values.items()}
+                total += self.run(self.module, parts, inputs, rank)
         except (RuntimeError, IndexError, ValueError, PlanError):
             return False  # shapes that do not fit each other
         return bool((total - whole).abs().max() <= _TOLERANCE * whole.abs().max())
@@ -160,7 +161,7 @@ def _experts(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int
     index = torch.tensor([[named[row % 2], named[1 - row % 2]] for row in range(_TOKENS)])
     weights = 0.5 + torch.rand(_TOKENS, 2, generator=generator)
     widths = sorted({size for shape in shapes.values() for size in shape[1:]})
-    inputs = [(torch.randn(_TOKENS, width, generator=generator), index, weights) for width in widths]
+    inputs: list[tuple[Tensor, ...]] = [(torch.randn(_TOKENS, width, generator=generator), index, weights) for width in widths]
 
     def run(experts: nn.Module, values: Values, inputs: tuple[Tensor, ...], rank: int) -> Tensor:
         clone = _clone(experts)
@@ -179,7 +180,8 @@ def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) ->
     layers = {key: child for key, child in parent.named_children() if isinstance(child, nn.Linear)}
     columns = [key for key, cut in cuts.items() if cut.style in _COLUMNS]
     rows = [key for key, cut in cuts.items() if cut.style == "rowwise"]
-    is_plain = layers.keys() == cuts.keys() and {id(p) for p in parent.parameters()} == {id(p) for v in layers.values() for p in v.parameters()}
+    of_layers = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    is_plain = layers.keys() == cuts.keys() and {id(parameter) for parameter in parent.parameters()} == of_layers
     full_names = {f"{name}.{key}" if name else key: cut for key, cut in cuts.items()}
     if not columns or not rows or len(columns) + len(rows) < len(cuts) or not is_plain or heads_of(module, name, full_names) is not None:
         return None
@@ -194,7 +196,8 @@ def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) ->
     generator = torch.Generator().manual_seed(0)
     values = {f"{key}.weight": torch.randn(small(layer, key), generator=generator) / 3 for key, layer in layers.items()}
     values |= {f"{k}.bias": torch.randn(small(v, k)[0], generator=generator) / 3 for k, v in layers.items() if v.bias is not None}
-    return _Probe(parent, cuts, columns, values, [(torch.randn(1, _TOKENS, hidden, generator=generator),)], _run_layers, tp_size, gathers=True)
+    inputs: list[tuple[Tensor, ...]] = [(torch.randn(1, _TOKENS, hidden, generator=generator),)]
+    return _Probe(parent, cuts, columns, values, inputs, _run_layers, tp_size, gathers=True)
 
 
 def _run_layers(parent: nn.Module, values: Values, inputs: tuple[Tensor, ...], rank: int) -> Tensor:

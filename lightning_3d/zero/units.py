@@ -276,24 +276,20 @@ class ParameterUnits:
             unit.free()
 
     def after_backward(self) -> None:
-        """The backward of a micro-batch through a stage is over.
-
-        Raises:
-            ConfigError: a block has gradients that were computed while its parameters were away.
-        """
+        """The backward of a micro-batch through a stage is over."""
         if not self._whole:
-            self._require_gathered_again()
             for _, units in self._blocks:
                 for unit in units:
                     unit.free()
 
-    def _require_gathered_again(self) -> None:
-        for place in self._watched - self._used_again:
+    def require_gathered_again(self) -> None:
+        """Refuse gradients of a micro-batch, not taken yet, that were computed while a block's parameters were away."""
+        for place in sorted(self._watched - self._used_again):
             block, units = self._blocks[place]
             if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
                 raise ConfigError(
-                    f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it or a"
-                    " module in it. zero_gather=micro_batch has freed them then. Use zero_gather=step."
+                    f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it"
+                    " or a module in it. zero_gather=micro_batch has freed them by then. Use zero_gather=step."
                 )
 
     def restore(self) -> None:
