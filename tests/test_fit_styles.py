@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.expert_parallel.experts import expert_specs
 from lightning_3d.plans import Cut, ParallelPlan, read_plan
-from lightning_3d.tensor_parallel import fit_styles, resolve
+from lightning_3d.tensor_parallel import fit_styles, probe, resolve
+from lightning_3d.torch_compat import fake_mode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
@@ -158,3 +159,10 @@ def test_experts_without_weights_are_not_sent_tokens() -> None:
     plan = read_plan(model, {"ep": {"model.layers.*.mlp.experts": "ep_dispatch_experts"}}).for_experts(2)
     with pytest.raises(PlanError, match="without weights"):
         expert_specs(model, plan, 2, 0, 0)
+
+
+def test_a_dry_run_tries_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_KNOWN", {})
+    with fake_mode(), torch.device("meta"):
+        model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": Mlp()})})
+        assert styles_of(model, mlp_plan(), 2)["0.mlp.gate_up"] == "packed_colwise"

@@ -23,6 +23,7 @@ from lightning_3d.plans import Cut, ParallelPlan
 from lightning_3d.tensor_parallel.cuts import cut_dimension, resolve, share
 from lightning_3d.tensor_parallel.experts import SilentIdentity
 from lightning_3d.tensor_parallel.heads import heads_of
+from lightning_3d.torch_compat import real_values
 
 _TOKENS = 5
 _EXPERTS = 2  # all of them would not fit
@@ -51,6 +52,13 @@ def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelP
     if tp_size == 1:
         return plan
     cuts = resolve(module, plan, tp_size)
+    with real_values(), torch.device("cpu"):
+        fitted = _fitted(module, cuts, tp_size)
+    return replace(plan, tp=plan.tp | fitted) if fitted else plan
+
+
+def _fitted(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> dict[str, Cut]:
+    """The cuts that have another style than declared, by exact name."""
     fitted: dict[str, Cut] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in cuts):
         inside = {name.rpartition(".")[2]: cut for name, cut in cuts.items() if name.rpartition(".")[0] == parent}
@@ -63,11 +71,11 @@ def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelP
         if styles is None:
             raise PlanError(
                 f"The plan cuts the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their parts do not add"
-                " up to the whole: the forward uses the tensors in another way than the plan says. Use tp=1, or ep where the model has a plan"
-                " for it."
+                " up to the whole: the forward uses the tensors in another way than the plan says. Use tp=1, or ep where the model has a"
+                " plan for it."
             )
         fitted |= {f"{parent}.{key}": replace(inside[key], style=style) for key, style in styles.items() if inside[key].style != style}
-    return replace(plan, tp=plan.tp | fitted) if fitted else plan
+    return fitted
 
 
 @dataclass
@@ -226,6 +234,5 @@ def _clone(module: nn.Module) -> Any:
 @torch.no_grad()
 def _call(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     """The forward of its class: hooks are the model's."""
-    with torch.device("cpu"):
-        output: Tensor = type(module).forward(module, *inputs)
+    output: Tensor = type(module).forward(module, *inputs)
     return output
