@@ -48,6 +48,10 @@ class Span:
         return Span(self.start, half), Span(self.start + half, self.length - half)
 
 
+class NotATensor(PlanError, AttributeError):
+    """An attribute of tensors that a mask is asked for; whoever only looks whether it is there (`hasattr`) finds that it is not."""
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Causal attention in the whole sequence, as one kind of layer of a model has it. What blocks get as `attention_mask`.
@@ -70,9 +74,7 @@ class Mask:
 
     def __getattr__(self, name: str) -> Any:
         """What an attention of a model's own looks for in a mask that is a tensor (Doge's dynamic mask)."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise PlanError(
+        raise NotATensor(
             f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank has the"
             " mask of a whole sequence. Use cp 1."
         )
