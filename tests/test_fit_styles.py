@@ -121,6 +121,14 @@ def test_an_mlp_is_cut_as_its_forward_reads_it_layer_by_layer(tp: int) -> None:
     }
 
 
+def test_adapters_change_nothing() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": Mlp(looks_at_rows=True)})})
+    inject_adapter_in_model(LoraConfig(target_modules=["gate_up"]), model)
+    assert styles_of(model, mlp_plan(), 2) == {"0.mlp.gate_up": "colwise_gather_output", "0.mlp.down": "rowwise_split_input"}
+
+
 def test_a_style_with_parts_is_the_users_word() -> None:
     model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": Mlp()})})
     plan = ParallelPlan({"*.mlp.gate_up": Cut("packed_colwise", parts=(INNER, INNER)), "*.mlp.down": Cut("rowwise")})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.adapters import base_layer
 from lightning_3d.classes import specialize
 from lightning_3d.errors import PlanError
 from lightning_3d.plans import Cut, ParallelPlan
@@ -185,10 +186,10 @@ def _experts(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int
 def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) -> _Probe | None:
     """For the module called `name` with column- and row-parallel layers and nothing else that is trained, unless it is an attention."""
     parent = module.get_submodule(name)
-    layers = {key: child for key, child in parent.named_children() if isinstance(child, nn.Linear)}
+    layers = {key: layer for key, child in parent.named_children() if isinstance(layer := base_layer(child), nn.Linear)}
     columns = [key for key, cut in cuts.items() if cut.style in _COLUMNS]
     rows = [key for key, cut in cuts.items() if cut.style == "rowwise"]
-    of_layers = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    of_layers = {id(parameter) for key in layers for parameter in parent.get_submodule(key).parameters()}  # those of adapters too
     is_plain = layers.keys() == cuts.keys() and {id(parameter) for parameter in parent.parameters()} == of_layers
     full_names = {f"{name}.{key}" if name else key: cut for key, cut in cuts.items()}
     if not columns or not rows or len(columns) + len(rows) < len(cuts) or not is_plain or heads_of(module, name, full_names) is not None:
@@ -223,7 +224,8 @@ def _clone(module: nn.Module) -> Any:
     clone = copy.copy(module)
     clone.__dict__ = dict(vars(module))
     clone._buffers = {key: None if value is None else torch.zeros(value.shape, dtype=value.dtype) for key, value in module._buffers.items()}
-    clone._modules = {key: child if isinstance(child, nn.Linear) else copy.deepcopy(child) for key, child in module._modules.items()}
+    large = {key for key, child in module._modules.items() if isinstance(base_layer(child), nn.Linear)}  # put in by who runs it
+    clone._modules = {key: child if key in large else copy.deepcopy(child) for key, child in module._modules.items()}
     if hasattr(clone, "config"):
         config: Any = copy.copy(clone.config)
         config._experts_implementation = "eager"
