@@ -33,6 +33,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
 from lightning_3d.mesh import Mesh, StageMesh
 from lightning_3d.model_options import ModelOptions
+from lightning_3d.model_spec import EXPERT_COUNTS
 from lightning_3d.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.plans import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
 from lightning_3d.pretrained import Stored, stored_values
@@ -45,6 +46,7 @@ from lightning_3d.tensor_parallel import (
     TokenParts,
     deal_sequence,
     find_regions,
+    fit_styles,
     gather_regions,
     resolve,
     rewrite,
@@ -239,6 +241,7 @@ def assemble(
     """
     name, module, plan = _find_plan(root, mesh.layout, user_plan, pipeline_module)
     _check(module, plan, mesh.layout, options)
+    plan = fit_styles(module, plan, mesh.layout.tp)
     broadcast_eager(root, mesh)
     if inspect is not None:
         inspect(name, module, plan)
@@ -374,7 +377,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         kv_heads=number("num_key_value_heads"),
         layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
-        experts=number("num_local_experts", "num_experts", "n_routed_experts"),
+        experts=number(*EXPERT_COUNTS),
         schedule=options.schedule,
         cp_kind=options.cp_kind,
     )

@@ -23,7 +23,7 @@ _SYNONYMS = {
     "intermediate_size": ("n_inner", "ffn_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx"),
 }
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
@@ -78,7 +78,7 @@ class ModelSpec:
         reader = Reader(config, family.defaults if family else {})
         hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
         layers = reader.size("num_hidden_layers")
-        experts = reader.first(_EXPERTS)
+        experts = reader.first(EXPERT_COUNTS)
         known = family is not None and family.sparse == (experts > 0)
         spec = cls(
             model_type=model_type,

@@ -107,6 +107,45 @@ class NestedLists(Net):
         return self.head(hidden)
 
 
+class Again(torch.autograd.Function):
+    """Runs a block without autograd, and its parts again in the backward, as reversible layers do (Reformer)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, block: Any, calls: bool) -> Tensor:
+        ctx.block, ctx.calls = block, calls
+        ctx.save_for_backward(hidden)
+        return block(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        linear, more = (
+            layer if ctx.calls else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
+            for layer in (ctx.block.linear, ctx.block.more)
+        )
+        with torch.enable_grad():
+            hidden = ctx.saved_tensors[0].detach().requires_grad_(True)
+            changed = torch.tanh(linear(hidden))
+            torch.autograd.backward(hidden + changed + torch.sin(more(changed)), gradient)
+        return hidden.grad, None, None
+
+
+class CallsPartsOfABlock(Net):
+    """In a backward of its own, without the block."""
+
+    calls = True
+
+    def run(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = Again.apply(hidden, block, self.calls)
+        return self.head(hidden)
+
+
+class TakesWeightsOfABlock(CallsPartsOfABlock):
+    """In a backward of its own, without calling any module."""
+
+    calls = False
+
+
 class SharedOutside(Net):
     """A weight of the first block is used beside the blocks too."""
 
@@ -201,7 +240,7 @@ def train(net: type[Net], mode: str, callback: Callable[[], pl.Callback] | None 
     return weights_of(module)
 
 
-EXACT = [SkipsPartOfABlock, Adversarial, OneBlock, NestedLists, SharedOutside, Dataclasses, Net]
+EXACT = [CallsPartsOfABlock, SkipsPartOfABlock, Adversarial, OneBlock, NestedLists, SharedOutside, Dataclasses, Net]
 
 
 @pytest.mark.parametrize("mode", by_default(SHARDED, 1))
@@ -212,7 +251,7 @@ def test_as_at_stage_0(net: type[Net], mode: str) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-6), (found - expected).abs().max()
 
 
-@pytest.mark.parametrize(("net", "error"), [(SkipsABlock, DataError), (SecondOrder, ConfigError)])
+@pytest.mark.parametrize(("net", "error"), [(SkipsABlock, DataError), (SecondOrder, ConfigError), (TakesWeightsOfABlock, ConfigError)])
 def test_what_needs_whole_parameters_is_refused_block_by_block(net: type[Net], error: type[Exception]) -> None:
     with pytest.raises(error, match="Use zero_gather=step"):
         run_ranks(train, 2, net, "3")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.context_parallel.context import ContextParallel
+from lightning_3d.errors import PlanError
 
 
 class Cover(Enum):
@@ -46,6 +48,10 @@ class Span:
         return Span(self.start, half), Span(self.start + half, self.length - half)
 
 
+class NotATensor(PlanError, AttributeError):
+    """An attribute of tensors that a mask is asked for; whoever only looks whether it is there (`hasattr`) finds that it is not."""
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Causal attention in the whole sequence, as one kind of layer of a model has it. What blocks get as `attention_mask`.
@@ -65,6 +71,13 @@ class Mask:
     window: int | None = None
     _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an attention of a model's own looks for in a mask that is a tensor (Doge's dynamic mask)."""
+        raise NotATensor(
+            f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank has the"
+            " mask of a whole sequence. Use cp 1."
+        )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
         """The mask of layers with a window, or without, that keep documents apart or do not."""

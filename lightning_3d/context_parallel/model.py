@@ -29,7 +29,8 @@ def share_sequences(module: nn.Module, blocks: list[nn.Module], context: Context
     """
     register()
     require_replaceable(module, blocks)
-    specialize(module, SharedSequences, context_parallel=context, context_layers={})
+    counts = next((child for child in module.modules() if hasattr(child, "create_position_ids_from_input_ids")), None)
+    specialize(module, SharedSequences, context_parallel=context, context_layers={}, context_positions=counts)
 
 
 class SharedSequences:
@@ -37,11 +38,13 @@ class SharedSequences:
 
     context_parallel: ContextParallel
     context_layers: dict[Any, bool]
+    context_positions: Any  # the module that counts tokens otherwise than from 0, or None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context_parallel
         own = super().forward  # type: ignore[misc]
-        call, arguments = _cut(_named(own, args, kwargs), context, self.context_layers)
+        arguments = _named(own, args, kwargs)
+        call, arguments = _cut(arguments, context, self.context_layers, _own_positions(self.context_positions, arguments))
         with running(call):
             output = own(**arguments)
         if call.attentions == 0:
@@ -74,8 +77,33 @@ def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return named
 
 
-def _cut(arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, bool]) -> tuple[Running, dict[str, Any]]:
-    """This rank's part of the arguments, and what its attention must know of the rest."""
+def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
+    """(batch, seq): the positions that the model would give whole sequences, where it counts otherwise than from 0 (RoBERTa from behind the
+    number of its padding). None: from 0, or the caller gives them.
+
+    Raises:
+        PlanError: they depend on tokens that the caller does not give.
+    """
+    if owner is None or arguments.get("position_ids") is not None:
+        return None
+    ids = arguments.get("input_ids")
+    if ids is None:
+        raise PlanError(
+            f"{type(owner).__name__} counts positions from the tokens. With context parallelism (cp), call the model with input_ids or with"
+            " position_ids."
+        )
+    positions: Tensor = owner.create_position_ids_from_input_ids(ids, owner.padding_idx)
+    return positions
+
+
+def _cut(
+    arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, bool], own_positions: Tensor | None
+) -> tuple[Running, dict[str, Any]]:
+    """This rank's part of the arguments, and what its attention must know of the rest.
+
+    Args:
+        own_positions: (batch, seq), where the model does not count tokens from 0.
+    """
     _refuse(arguments)
     tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
     if tokens is None:
@@ -97,8 +125,9 @@ def _cut(arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, 
         name: value[:, order] if name != "labels" and isinstance(value, Tensor) and tuple(value.shape[:2]) == (batch, length) else value
         for name, value in arguments.items()
     }
-    arguments["position_ids"] = order.unsqueeze(0) if whole is None else whole[:, order]
-    return Running(mask, arguments["position_ids"], batch, layers), arguments
+    positions = order.unsqueeze(0) if whole is None else whole[:, order]
+    arguments["position_ids"] = positions if own_positions is None else own_positions[:, order]
+    return Running(mask, positions, batch, layers), arguments
 
 
 def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:

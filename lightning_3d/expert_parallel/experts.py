@@ -34,6 +34,10 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
     if ep_size == 1:
         return specs
     refuse_adapted_experts(module, plan.experts, "ep")
+    for name, _ in module.named_modules():
+        cut = plan.cut_of(name)
+        if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
+            raise PlanError(f"'{name}' is an expert without weights, which no rank can be sent tokens for (ep). Use ep=1.")
     for name, parameter in _dealt(module, plan):
         experts = parameter.shape[0]
         if experts % ep_size:

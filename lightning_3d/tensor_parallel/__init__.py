@@ -6,6 +6,7 @@ from lightning_3d.tensor_parallel.cuts import resolve
 from lightning_3d.tensor_parallel.experts import TokenParts
 from lightning_3d.tensor_parallel.logits import VocabParallelLogits
 from lightning_3d.tensor_parallel.loss import token_losses, vocab_parallel_cross_entropy
+from lightning_3d.tensor_parallel.probe import fit_styles
 from lightning_3d.tensor_parallel.rewrite import rewrite, shard_specs
 from lightning_3d.tensor_parallel.sequence import SequenceRegions, deal_sequence, find_regions, gather_regions
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_replicated_gradients",
     "deal_sequence",
     "find_regions",
+    "fit_styles",
     "gather_regions",
     "resolve",
     "rewrite",

@@ -36,17 +36,21 @@ class Share:
         return sum(length for _, length in self.pieces)
 
 
-def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int) -> dict[str, Cut]:
+def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool = True) -> dict[str, Cut]:
     """The cut of every module and parameter that the plan names and that is here, with heads filled in.
+
+    Args:
+        whole: no module has gone to another stage yet. A named module without parameters is then the model's own.
 
     Raises:
         PlanError: a style that its module cannot have.
     """
-    cuts = dict(_named(module, plan))
+    cuts = dict(_named(module, plan, whole))
     _require_routed(module, cuts)
     for parent, names in _by_parent(cuts).items():
         heads = heads_of(module, parent, {name: cuts[name] for name in names})
         if heads is not None:
+            _refuse_values_of_heads(module, parent, names, cuts, heads)
             cuts.update({name: _with_units(module, name, cuts[name], heads) for name in names})
             cuts.update(_per_head_parameters(module, parent, heads, cuts))
         cuts.update(_activation_parameters(module, parent, cuts))
@@ -63,6 +67,31 @@ def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
             raise PlanError(
                 f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot cut them. Use tp 1."
             )
+
+
+def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cuts: dict[str, Cut], heads: Heads) -> None:
+    """Refuse an attention with a row-parallel layer on the way that makes a number for each head (Doge's dynamic mask): it makes those
+    of all heads, where the code around it has this rank's."""
+    rows = {
+        name: layer.out_features
+        for name in names
+        if cuts[name].style == "rowwise" and isinstance(layer := base_layer(module.get_submodule(name)), nn.Linear)
+    }
+    for name, size in rows.items():
+        if len(rows) > 1 and size in (heads.queries, heads.keys):
+            raise PlanError(
+                f"The plan cuts '{name}' by rows, which makes {size} numbers, one for each head, on every rank; but each rank has only a"
+                f" part of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
+            )
+
+
+def cut_dimension(style: str, ndim: int, *, is_bias: bool) -> int | None:
+    """The dimension that a style cuts; None when every rank holds the whole parameter."""
+    if style in COLUMN_STYLES:
+        return max(ndim - 2, 0)
+    if style in ROW_STYLES:
+        return None if is_bias else ndim - 1
+    return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
 
 
 def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
@@ -123,11 +152,10 @@ def _deal(
     )
 
 
-def _named(module: nn.Module, plan: ParallelPlan) -> Iterable[tuple[str, Cut]]:
+def _named(module: nn.Module, plan: ParallelPlan, whole: bool) -> Iterable[tuple[str, Cut]]:
     for name, child in module.named_modules():
         cut = plan.cut_of(name)
-        # Modules of other stages are stubs without parameters.
-        if cut is not None and next(child.parameters(), None) is not None and not _stays_whole(child, cut.style):
+        if cut is not None and _is_here(module, name, child, cut.style, plan, whole) and not _stays_whole(child, cut.style):
             _check_adapter(name, child, cut.style)
             _check_kind(name, cast(nn.Module, base_layer(child)), cut.style)
             yield name, cut
@@ -135,6 +163,20 @@ def _named(module: nn.Module, plan: ParallelPlan) -> Iterable[tuple[str, Cut]]:
             full_name = f"{name}.{parameter_name}" if name else parameter_name
             if (cut := plan.cut_of(full_name)) is not None:
                 yield full_name, cut
+
+
+def _is_here(module: nn.Module, name: str, child: nn.Module, style: str, plan: ParallelPlan, whole: bool) -> bool:
+    """Whether an entry of the plan is about this rank's module, which it has to suit.
+
+    A module without parameters is a stub of another stage's, or one of the model's own. Of these an expert that hands its tokens on
+    counts, where the experts around it are cut; where a norm is switched off there is nothing to replicate.
+    """
+    if style == "moe_identity_expert":
+        around = plan.cut_of(name.rpartition(".")[0])
+        return around is not None and around.style == "moe_tp_experts"
+    if next(child.parameters(), None) is not None:
+        return True
+    return whole and style in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}
 
 
 def _stays_whole(child: nn.Module, style: str) -> bool:
@@ -213,8 +255,8 @@ def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut])
 
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
     """Styles are about one kind of layer each, and a subclass must reach its forward, where the collective goes."""
-    if style == "moe_identity_expert":
-        raise PlanError(f"'{name}' has experts without weights ({style}), which tensor parallelism does not cut.")
+    if style == "moe_identity_expert" and next(child.parameters(), None) is not None:
+        raise PlanError(f"The plan takes '{name}' for an expert without weights ({style}), but it has parameters.")
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear

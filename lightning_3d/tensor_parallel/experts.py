@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_3d.sharding import even_range
@@ -32,6 +33,14 @@ class TensorParallelExperts:
         weights = copy_to_region(top_k_weights, group)
         partial = super().forward(inside, top_k_index, weights, **kwargs)  # type: ignore[misc]
         return reduce_from_region(partial, group)
+
+
+class SilentIdentity:
+    """Mixin for an expert without weights that hands its tokens on (`moe_identity_expert`), on every rank but the first: the ranks' outputs
+    are summed, and what no rank holds a part of must count once."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(hidden_states)
 
 
 class TokenParts:

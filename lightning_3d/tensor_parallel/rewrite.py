@@ -17,8 +17,8 @@ from lightning_3d.errors import PlanError
 from lightning_3d.plans import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
 from lightning_3d.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.tensor_parallel.context import TensorParallel
-from lightning_3d.tensor_parallel.cuts import resolve, share, width
-from lightning_3d.tensor_parallel.experts import TensorParallelExperts
+from lightning_3d.tensor_parallel.cuts import cut_dimension, resolve, share, width
+from lightning_3d.tensor_parallel.experts import SilentIdentity, TensorParallelExperts
 from lightning_3d.tensor_parallel.heads import belongs_to_transformers, heads_of, local_attributes
 from lightning_3d.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -99,7 +99,7 @@ def rewrite(
     """
     if context.size == 1:
         return
-    cuts = resolve(module, plan, context.size)
+    cuts = resolve(module, plan, context.size, whole=False)
     _correct_heads(module, cuts, context.size)
     widths = {
         name: width(module.get_submodule(name), cut.style) for name, cut in cuts.items() if _is_layer(module, name, cut)
@@ -107,6 +107,8 @@ def rewrite(
     _shard_parameters(module, specs)
     for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts"):
         specialize(module.get_submodule(name), TensorParallelExperts, tp_context=context)
+    for name in (name for name, cut in cuts.items() if cut.style == "moe_identity_expert" and context.rank > 0):
+        specialize(module.get_submodule(name), SilentIdentity)
     gathered = sequence.parents if sequence is not None else frozenset()
     regions = _regions(cuts, context, gathered)
     for name in widths:
@@ -127,7 +129,7 @@ def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int,
     owner, _, last = name.rpartition(".")
     cut_name = name if name in cuts else owner
     cut = cuts.get(cut_name, Cut("replicate"))
-    dim = _cut_dim(cut.style, len(shape), is_bias=last == "bias" and cut_name != name)
+    dim = cut_dimension(cut.style, len(shape), is_bias=last == "bias" and cut_name != name)
     if dim is None:
         return replicated(name, shape, tp_size)
     return _cut_spec(name, cut_name, shape, dim, cut, tp_size, tp_rank)
@@ -141,7 +143,7 @@ def _adapted_spec(name: str, layer: str, shape: tuple[int, ...], cut: Cut, tp_si
     """
     part = name.removeprefix(f"{layer}.")
     column = cut.style in COLUMN_STYLES
-    dim = _cut_dim(cut.style, len(shape), is_bias=part.endswith(".bias"))
+    dim = cut_dimension(cut.style, len(shape), is_bias=part.endswith(".bias"))
     if part.startswith("lora_A." if column else "lora_B.") and dim is not None:
         return replicated(name, shape, tp_size, grad_sum=True)
     return replicated(name, shape, tp_size) if dim is None else _cut_spec(name, layer, shape, dim, cut, tp_size, tp_rank)
@@ -153,15 +155,6 @@ def _cut_spec(
     part = share(cut_name, cut, shape[dim], tp_size, tp_rank)
     shared = part.replicas if len(part.replicas) > 1 else ()
     return cut_along(name, shape, dim, part.pieces, tp_replicas=part.replicas, tp_grad_sum=shared)
-
-
-def _cut_dim(style: str, ndim: int, *, is_bias: bool) -> int | None:
-    """The dimension that a style cuts; None when every rank holds the whole parameter."""
-    if style in COLUMN_STYLES:
-        return max(ndim - 2, 0)
-    if style in ROW_STYLES:
-        return None if is_bias else ndim - 1
-    return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
 
 
 def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:

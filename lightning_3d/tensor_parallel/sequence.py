@@ -12,6 +12,7 @@ each rank; these are summed once a step. Outside of blocks everything sees whole
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -136,9 +137,23 @@ def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorP
 def deal_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
     """Let the first block of `module`, whole, cut the sequence and the last one gather it, in place."""
     specialize(module, SequenceModel)
-    blocks = list(module.get_submodule(regions.layers).children())
-    for block in blocks:
-        specialize(block, SequenceBlock, tp_context=context, tp_is_first=block is blocks[0], tp_is_last=block is blocks[-1])
+    blocks = list(module.get_submodule(regions.layers).named_children())
+    for name, block in blocks:
+        specialize(
+            block,
+            SequenceBlock,
+            tp_context=context,
+            tp_is_first=block is blocks[0][1],
+            tp_is_last=block is blocks[-1][1],
+            tp_arguments=tuple(inspect.signature(block.forward).parameters),
+            tp_handed_on=_handed_on(module, regions, f"{regions.layers}.{name}."),
+        )
+
+
+def _handed_on(module: nn.Module, regions: SequenceRegions, block: str) -> frozenset[str]:
+    """Names of arguments that the modules of a block which see whole sequences take: what it is called with by these names is for them."""
+    inside = [name for name in regions.parents | regions.wholes if name.startswith(block)]
+    return frozenset(name for inner in inside for name in inspect.signature(module.get_submodule(inner).forward).parameters)
 
 
 class SequenceModel:
@@ -154,15 +169,22 @@ class SequenceModel:
 class SequenceBlock:
     """Mixin for a block. The first one gets this rank's part of the hidden states (batch, sequence, hidden); what the last one returns
     is gathered. All blocks have it, so that they stay of one kind, of which a compiler makes one graph.
+
+    A model may give each block more that has a row for every token, such as Gemma 4's embeddings of single layers. Where the block itself
+    reads it, beside its part of the hidden states, it gets the same part; what it hands on to its attention (positions, masks) stays
+    whole.
     """
 
     tp_context: TensorParallel
     tp_is_first: bool
     tp_is_last: bool
+    tp_arguments: tuple[str, ...]
+    tp_handed_on: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.tp_is_first:
             args, kwargs = self._deal(args, kwargs)
+        args, kwargs = self._deal_others(args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._collect(output) if self.tp_is_last else output
 
@@ -175,6 +197,17 @@ class SequenceBlock:
             )
         self.tp_context.sequence.length = hidden.shape[1]
         return _put(_Deal.apply(hidden, self.tp_context), place, args, kwargs)
+
+    def _deal_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, first = _hidden_states(args, kwargs)
+        named = zip(self.tp_arguments, args, strict=False)
+        places: list[tuple[int | str, str, Any]] = [(place, name, value) for place, (name, value) in enumerate(named)]
+        places += [(name, name, value) for name, value in kwargs.items()]
+        for place, name, value in places:
+            by_token = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+            if by_token and value.shape[1] == self.tp_context.sequence.length and place != first and name not in self.tp_handed_on:
+                args, kwargs = _put(_Deal.apply(value, self.tp_context), place, args, kwargs)
+        return args, kwargs
 
     def _collect(self, output: Any) -> Any:
         whole = _Collect.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)

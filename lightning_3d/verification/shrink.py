@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_3d.layout import Layout
+from lightning_3d.model_spec import EXPERT_COUNTS
 from lightning_3d.schedules import find_schedule
 
 MOST_RANKS = 8
@@ -27,7 +28,6 @@ _WIDTHS = {  # fields of Transformers' configurations that have a size of their 
     "sliding_window": 8,
     "query_pre_attn_scalar": HEAD,
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def fold(layout: Layout) -> tuple[Layout, list[str]]:
@@ -71,7 +71,7 @@ def shrink_model(config: Mapping[str, Any], big: Layout, small: Layout) -> dict[
     vocabulary = int(config["vocab_size"])
     fields["vocab_size"] = 256 * small.tp + (1 if vocabulary % big.tp else 0)
     fields["max_position_embeddings"] = max(SEQUENCE, 2 * SEQUENCE)
-    for name in _EXPERTS:
+    for name in EXPERT_COUNTS:
         if fields.get(name):
             fields[name] = max(4, 2 * small.ep, int(fields.get("n_group") or 1) * 2)
             fields["num_experts_per_tok"] = min(int(fields.get("num_experts_per_tok") or 2), 2 * int(fields.get("topk_group") or 1))

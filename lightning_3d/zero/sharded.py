@@ -158,6 +158,8 @@ class ShardedBackend(DeepSpeedBackend):
         return partition.gradient[slot.start : slot.stop]
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
+        if self._units is not None:
+            self._units.require_gathered_again()  # before gradients are taken
         super().after_backward(parameters, stage=stage, last=last)
         if self._units is not None:
             self._units.after_backward()

@@ -161,6 +161,10 @@ class ParameterUnits:
     The latter is gathered while a batch is worked on. A block is gathered before its forward and before its backward and freed
     after them; the next one is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
 
+    A function with a backward of its own may run blocks without autograd, and parts of them again in its backward (Reformer's reversible
+    layers): neither passes the block. The modules inside such a block are watched from its first forward on, and the first one that is
+    called while the parameters are away gathers them, until the backward of the micro-batch is over.
+
     Args:
         module: the user's module; its parameters are cut here.
         blocks: modules in the order in which they are called.
@@ -187,8 +191,10 @@ class ParameterUnits:
         self._group, self._device = group, device
         self._is_active = is_active
         self._finished = finished
-        self._in_use = False
+        self._in_use = self._trains = False
         self._order = 0
+        self._watched: set[int] = set()  # places of blocks that have run without autograd in a training forward
+        self._used_again: set[int] = set()  # places of blocks that were gathered for a backward of this batch
         uses = _users(module, blocks)
         inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
         known = {id(parameter) for parameters in inside for parameter in parameters}
@@ -234,7 +240,8 @@ class ParameterUnits:
         self.free()
         for unit in self.all:
             unit.require_untouched()
-        self._in_use, self._order = True, 0
+        self._in_use, self._order, self._trains = True, 0, torch.is_grad_enabled()
+        self._used_again.clear()
         _gather(self.all if self._whole else self._beside)
         try:
             yield
@@ -275,6 +282,16 @@ class ParameterUnits:
                 for unit in units:
                     unit.free()
 
+    def require_gathered_again(self) -> None:
+        """Refuse gradients of a micro-batch, not taken yet, that were computed while a block's parameters were away."""
+        for place in sorted(self._watched - self._used_again):
+            block, units = self._blocks[place]
+            if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
+                raise ConfigError(
+                    f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it"
+                    " or a module in it. zero_gather=micro_batch has freed them by then. Use zero_gather=step."
+                )
+
     def restore(self) -> None:
         """Make the parameters what they were before, with the values of now, on the CPU. Collective."""
         self.close()
@@ -286,6 +303,7 @@ class ParameterUnits:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._watched.clear()
 
     def _before_forward(self, block: nn.Module, args: Any) -> None:
         place = self._runs(block)
@@ -311,8 +329,24 @@ class ParameterUnits:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._before_backward(place))
+        elif self._trains:
+            self._watch(block, place)
         for unit in units:
             unit.free()
+
+    def _watch(self, block: nn.Module, place: int) -> None:
+        """Follow the calls of the modules in a block that have parameters of their own."""
+        if place in self._watched:
+            return
+        self._watched.add(place)
+        for inner in block.modules():
+            if next(inner.parameters(recurse=False), None) is not None:
+                self._hooks.append(inner.register_forward_pre_hook(lambda module, args: self._before_inner(place), prepend=True))
+
+    def _before_inner(self, place: int) -> None:
+        if self._in_use and not self._whole and not all(unit.gathered for unit in self._blocks[place][1]):
+            self._used_again.add(place)
+            self._gather(place, 0)
 
     def _before_backward(self, place: int) -> None:
         """The gradient of a block's output is there. What ran through the blocks behind it has been computed."""
@@ -326,13 +360,17 @@ class ParameterUnits:
                 for unit in others:
                     unit.free()
                 self._finished([slot.parameter for unit in others for slot in unit.slots])
+        self._used_again.add(place)
         self._gather(place, -1)
         for unit in units:
             unit.in_backward = True
 
     def _gather(self, place: int, direction: int) -> None:
-        self._order = (self._order * 1_000_003 + place * 2 + (direction > 0) + 1) % 2**61
+        """Gather a block, and begin with the next one in the direction, 1 or -1; 0 is for a block alone."""
+        self._order = (self._order * 1_000_003 + place * 3 + direction + 2) % 2**61
         _gather(self._blocks[place][1])
+        if direction == 0:
+            return
         following = place + direction
         if 0 <= following < len(self._blocks) and self._is_active(self._blocks[following][0]):
             for unit in self._blocks[following][1]:

@@ -1,0 +1,235 @@
+"""Every family of causal language models in Transformers on every layout, against a plain PyTorch loop on one process.
+
+    python tools/family_matrix.py --layouts tp2 pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4] [--out FILE.csv] [--resume]
+
+A tiny model of each family trains 4 steps of AdamW on CPU ranks, in an ordinary LightningModule with `Lightning3DStrategy`. Losses,
+gradient norms and final weights are compared with those of the same model in a loop of Transformers and PyTorch alone. A difference
+that may be rounding is measured again in float64; with ZeRO, which has none, with a larger epsilon of Adam. A cell is
+
+    exact          equal within the tolerances of tests/parity.py, or 3 x what another order of the sums changes on one process
+    refused        the strategy raised one of its own errors on every rank
+    WRONG          something else was computed
+    crash, hang    any other error; no end within --timeout seconds
+    no reference   the family does not train on one process
+
+Prints a line for each cell and a table of counts. Exit code 1 when something is wrong, crashes or hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from family_configs import NO_REFERENCE as WITHOUT
+from family_configs import families
+from family_training import (
+    CRASH,
+    EXACT,
+    HANG,
+    LARGE_EPSILON,
+    NO_REFERENCE,
+    REFUSED,
+    WRONG,
+    Recipe,
+    Reference,
+    Verdict,
+    judge,
+    parse,
+    reference,
+    train_on_rank,
+)
+from ranks import RankPool, RankTimeout
+
+LAYOUTS = ("tp2", "pp2", "zero3", "ep2_dp2", "cp2")
+KINDS = (EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE)
+BAD = {WRONG, CRASH, HANG}
+FIELDS = ("family", "layout", "verdict", "loss", "norm", "weight", "noise_loss", "noise_norm", "noise_weight", "seconds", "detail")
+CELLS_OF_A_POOL = 150  # then ranks are started anew, so that what libraries keep does not add up
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the table."""
+
+    family: str
+    layout: str
+    verdict: Verdict
+    seconds: float
+
+    def row(self) -> dict[str, str]:
+        numbers = [getattr(source, name) if source else None for source in self._sources for name in ("loss", "norm", "weight")]
+        texts = ["" if number is None else f"{number:.1e}" for number in numbers]
+        return dict(
+            zip(FIELDS, (self.family, self.layout, self.verdict.kind, *texts, f"{self.seconds:.1f}", self.verdict.detail), strict=True)
+        )
+
+    @property
+    def _sources(self) -> tuple:
+        return self.verdict.error, self.verdict.noise
+
+    def line(self) -> str:
+        error = self.verdict.error
+        numbers = f"loss {error.loss:.1e} norm {error.norm:.1e} weight {error.weight:.1e} " if error else ""
+        return f"{self.family:<24} {self.layout:<8} {self.verdict.kind:<12} {self.seconds:5.1f} s  {numbers}{short(self.verdict.detail)}"
+
+
+def short(text: str, length: int = 200) -> str:
+    """The beginning of a text, on one line."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= length else f"{flat[: length - 1]}…"
+
+
+class Matrix:
+    """Runs cells on one pool of ranks, and each family's reference once."""
+
+    def __init__(self, timeout: float, pool: RankPool | None = None) -> None:
+        self._timeout = timeout
+        self._pool = pool or RankPool(limit=4)
+        self._references: dict[Recipe, Reference | str] = {}
+        self._cells = 0
+
+    def run(self, family: str, layout: str) -> Cell:
+        """One cell, with a second opinion on differences that may be rounding."""
+        started = time.monotonic()
+        verdict = self._measure(Recipe(family), layout)
+        if verdict.error is not None and (verdict.kind == WRONG or not verdict.is_plain):
+            verdict = self._again(family, layout, verdict)
+        self._cells += 1
+        if self._cells % CELLS_OF_A_POOL == 0:
+            self.close()
+        return Cell(family, layout, verdict, time.monotonic() - started)
+
+    def forget(self) -> None:
+        """Drop the references of a family that is done."""
+        self._references.clear()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._pool.close()
+
+    def _again(self, family: str, layout: str, first: Verdict) -> Verdict:
+        zero = parse(layout)[1] > 0
+        recipe = Recipe(family, epsilon=LARGE_EPSILON) if zero else Recipe(family, "float64")
+        second = self._measure(recipe, layout)
+        how = f"with Adam's epsilon {LARGE_EPSILON:g}" if zero else "in float64"
+        if second.kind == EXACT and second.error is not None and first.error is not None:
+            numbers = f"loss {first.error.loss:.1e}, norm {first.error.norm:.1e}, weight {first.error.weight:.1e} of {first.error.name}"
+            return Verdict(EXACT, f"{how}; in float32, by rounding: {numbers}", second.error, second.noise)
+        if second.error is None:
+            return Verdict(WRONG, f"{first.detail}; {how}: {second.kind} {second.detail}", first.error, first.noise)
+        return Verdict(WRONG, f"{how}: {second.detail}", second.error, second.noise)
+
+    def _measure(self, recipe: Recipe, layout: str) -> Verdict:
+        expected = self._reference(recipe)
+        if isinstance(expected, str):
+            return Verdict(NO_REFERENCE, expected)
+        try:
+            parts = self._pool.run(train_on_rank, parse(layout)[0].world_size, (recipe, layout), {}, self._timeout, True)
+        except RankTimeout as error:
+            return Verdict(HANG, "\n".join([str(error), *getattr(error, "__notes__", [])]))
+        except Exception as error:
+            return Verdict(CRASH, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
+        refused = [part for part in parts if isinstance(part, str)]
+        if refused:
+            return Verdict(REFUSED if len(refused) == len(parts) else CRASH, refused[0])
+        return judge(parts, expected, recipe.dtype)
+
+    def _reference(self, recipe: Recipe) -> Reference | str:
+        if recipe.family in WITHOUT:
+            return WITHOUT[recipe.family]
+        if recipe not in self._references:
+            try:
+                self._references[recipe] = self._pool.run(reference, 1, (recipe,), {}, self._timeout, True)[0]
+            except Exception as error:
+                self._references[recipe] = f"{type(error).__name__}: {error}"
+        return self._references[recipe]
+
+
+def sweep(chosen: Iterable[str], layouts: Iterable[str], timeout: float, done: set[tuple[str, str]]) -> Iterator[Cell]:
+    """The cells that are not done yet, family by family."""
+    matrix = Matrix(timeout)
+    try:
+        for family in chosen:
+            for layout in layouts:
+                if (family, layout) not in done:
+                    yield matrix.run(family, layout)
+            matrix.forget()
+    finally:
+        matrix.close()
+
+
+def counts(verdicts: Iterable[tuple[str, str]]) -> str:
+    """A table of (layout, verdict) pairs."""
+    found = Counter(verdicts)
+    lines = [f"{'layout':<10}" + "".join(f"{kind:>14}" for kind in KINDS)]
+    for layout in dict.fromkeys(layout for layout, _ in found):
+        lines.append(f"{layout:<10}" + "".join(f"{found[layout, kind]:>14}" for kind in KINDS))
+    return "\n".join(lines)
+
+
+def rows_of(path: Path | None) -> list[dict[str, str]]:
+    """What an earlier sweep has written."""
+    if path is None or not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@contextmanager
+def open_csv(path: Path | None, rows: list[dict[str, str]]) -> Iterator[Callable[[Cell], None]]:
+    """Writes cells to a file as they come, behind the rows of an earlier sweep; to nowhere without a path."""
+    if path is None:
+        yield lambda cell: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+        file.flush()
+
+        def write(cell: Cell) -> None:
+            writer.writerow(cell.row())
+            file.flush()
+
+        yield write
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--families", nargs="+", default=None)
+    parser.add_argument("--shard", default="1/1", help="which part of the families, for example 1/4")
+    parser.add_argument("--out", type=Path, default=None, help="a CSV file with a row for each cell")
+    parser.add_argument("--resume", action="store_true", help="skip the cells that --out has already")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a cell")
+    given = parser.parse_args(arguments)
+    known = families()
+    if unknown := sorted(set(given.families or ()) - set(known)):
+        parser.error(f"not a family of Transformers' causal language models: {', '.join(unknown)}")
+    index, parts = (int(part) for part in given.shard.split("/"))
+    chosen = [family for family in known if given.families is None or family in given.families][index - 1 :: parts]
+    rows = rows_of(given.out) if given.resume else []
+    seen = [(row["layout"], row["verdict"]) for row in rows]
+    with open_csv(given.out, rows) as write:
+        for cell in sweep(chosen, given.layouts, given.timeout, {(row["family"], row["layout"]) for row in rows}):
+            print(cell.line(), flush=True)
+            write(cell)
+            seen.append((cell.layout, cell.verdict.kind))
+    print(counts(seen))
+    return int(any(kind in BAD for _, kind in seen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

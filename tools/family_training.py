@@ -1,0 +1,252 @@
+"""One family on one layout: the training on ranks, the plain loop on one process that it is compared with, and the verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import lightning.pytorch as pl
+import torch
+from family_configs import SEQUENCE, VOCABULARY, tiny_config
+from parity import NOISE_FACTOR, PRECISIONS, TOLERANCES, Data, Part, Rows, StepValues, assemble, quiet_trainer
+from reference import default_dtype, one_thread
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.errors import Lightning3DError
+from lightning_3d.layout import Layout
+
+STEPS = 4
+ROWS = 8  # of a global batch
+PLAIN_WEIGHT = 1e-5  # of the 1.2e-3 that AdamW moves a weight in 4 steps; more is looked at again
+EPSILON = 1e-8
+LARGE_EPSILON = 1e-4  # at which a gradient of rounding errors does not move a weight
+EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE = "exact", "refused", "WRONG", "crash", "hang", "no reference"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run of a family, without its layout."""
+
+    family: str
+    dtype: str = "float32"
+    epsilon: float = EPSILON
+
+
+@dataclass(frozen=True)
+class Run:
+    """Per step the loss and the gradient norm; the final weights by full name, and how far each moved."""
+
+    losses: Tensor
+    norms: Tensor
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference of two runs: relative for losses and norms, absolute for weights, with the name of the weight."""
+
+    loss: float
+    norm: float
+    weight: float
+    name: str = field(default="", compare=False)
+
+    def within(self, limits: Difference) -> bool:
+        """Whether nothing is larger; what is not a number is not within anything."""
+        return self.loss <= limits.loss and self.norm <= limits.norm and self.weight <= limits.weight
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run on one process, and what another order of its sums changes."""
+
+    run: Run
+    noise: Difference
+
+
+def initial_model(recipe: Recipe) -> nn.Module:
+    """The model in memory, the same in every process. No weight keeps a zero or a one, behind which an error could hide."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(recipe.family)
+    if recipe.dtype == "float64":  # grouped matrix products do not know it
+        for own in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
+            if own is not None:
+                own._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model.to(getattr(torch, recipe.dtype)).train()
+
+
+def batches() -> dict[str, Tensor]:
+    """All rows of the run in their order; small tokens more often, so that there is something to learn."""
+    uniform = torch.rand((STEPS * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    ids = 3 + (uniform.square() * (VOCABULARY - 3)).long()
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+class DoubleInside(TorchFunctionMode):
+    """Lets code that asks for float32 compute in float64: models round their norms and routers, and float64 would show 1e-8."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor], dtype: str) -> Tensor:
+    """The model's own loss from labels=."""
+    with DoubleInside() if dtype == "float64" else contextlib.nullcontext():
+        loss: Tensor = model(**batch).loss
+    return loss
+
+
+class Module(pl.LightningModule):
+    """An ordinary LightningModule around the model."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe, self.model = recipe, initial_model(recipe)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return loss_of(self.model, batch, self.recipe.dtype)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-4, eps=self.recipe.epsilon)
+
+
+@one_thread()
+def train(recipe: Recipe, rows: int = ROWS) -> Run:
+    """The plain loop on one process, with the batches of a step divided into micro-batches of so many rows, the last one first."""
+    model = initial_model(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=recipe.epsilon)
+    losses, norms = [], []
+    data = batches()
+    with default_dtype(getattr(torch, recipe.dtype)):
+        for step in range(STEPS):
+            loss = 0.0
+            for start in reversed(range(step * ROWS, (step + 1) * ROWS, rows)):
+                part = loss_of(model, {key: value[start : start + rows] for key, value in data.items()}, recipe.dtype) * rows / ROWS
+                part.backward()
+                loss += part.item()
+            losses.append(loss)
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run(torch.tensor(losses).double(), torch.tensor(norms).double(), {f"model.{n}": p.detach() for n, p in model.named_parameters()})
+
+
+@functools.cache
+def reference(recipe: Recipe) -> Reference:
+    """Runs in a rank.
+
+    Raises:
+        ValueError: the family computes something else every time, or what is not a number.
+    """
+    run = train(recipe)
+    if not run.losses.isfinite().all() or not run.norms.isfinite().all():
+        raise ValueError("its loss or gradient is not finite on one process")
+    if compare(train(recipe), run).loss:
+        raise ValueError("it draws random numbers in its forward, and two runs differ")
+    return Reference(run, compare(train(recipe, 2), run))
+
+
+def compare(run: Run, other: Run) -> Difference:
+    """The largest differences."""
+    if run.weights.keys() != other.weights.keys():
+        raise AssertionError(f"parameters that only one of the runs has: {sorted(run.weights.keys() ^ other.weights.keys())[:5]}")
+    filled = (name for name, weight in run.weights.items() if weight.numel())
+    errors = {name: (run.weights[name].double() - other.weights[name]).abs().max().item() for name in filled}
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return Difference(_relative(run.losses, other.losses), _relative(run.norms, other.norms), errors[worst], worst)
+
+
+def _relative(values: Tensor, others: Tensor) -> float:
+    if len(values) != len(others):
+        raise AssertionError(f"{len(values)} steps against {len(others)}")
+    return float(((values - others) / others).abs().max())
+
+
+def train_on_rank(recipe: Recipe, layout: str) -> Part | str:
+    """What this rank has at the end of the run on a layout, or the message with which the layout was refused."""
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # the Trainer makes its own
+    degrees, zero = parse(layout)
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    try:
+        strategy = Lightning3DStrategy(degrees, micro_batch_size=2 if degrees.tp * degrees.cp == 1 else 4, zero_stage=zero)
+        values = StepValues()
+        trainer = quiet_trainer(
+            strategy=strategy,
+            devices=degrees.world_size,
+            precision=PRECISIONS[recipe.dtype],
+            max_steps=STEPS,
+            max_epochs=1,
+            callbacks=[values],
+        )
+        module = Module(recipe)
+        trainer.fit(module, datamodule=Data(Rows(batches()), ROWS // degrees.dp))
+    except Lightning3DError as error:
+        return f"{type(error).__name__}: {error}"
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return Part(values.losses, values.grad_norms, weights, copy.deepcopy(dict(strategy.specs)))
+
+
+def parse(layout: str) -> tuple[Layout, int]:
+    """(layout, ZeRO stage) of a name such as "tp2_pp2", "zero3" (dp2 with ZeRO 3) or "tp2_dp2_zero1"."""
+    parts = layout.split("_")
+    zero = next((int(part.removeprefix("zero")) for part in parts if part.startswith("zero")), 0)
+    name = "_".join(part for part in parts if not part.startswith("zero"))
+    return Layout.parse(name or "dp2"), zero
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cell found."""
+
+    kind: str
+    detail: str = ""
+    error: Difference | None = None
+    noise: Difference | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights differ by no more than 1 % of what they move, or than 3 x the reference's own noise."""
+        assert self.error is not None and self.noise is not None
+        return self.error.weight <= max(PLAIN_WEIGHT, NOISE_FACTOR * self.noise.weight)
+
+
+def judge(parts: list[Part], expected: Reference, dtype: str) -> Verdict:
+    """Whether the ranks have computed what one process computes."""
+    relative, absolute = TOLERANCES[dtype]
+    noise = expected.noise
+    limits = Difference(
+        max(relative, NOISE_FACTOR * noise.loss), max(relative, NOISE_FACTOR * noise.norm), max(absolute, NOISE_FACTOR * noise.weight)
+    )
+    first = parts[0]
+    try:
+        if any((part.losses, part.grad_norms) != (first.losses, first.grad_norms) for part in parts):
+            raise AssertionError(f"ranks report different values: {[part.losses for part in parts]} {[part.grad_norms for part in parts]}")
+        weights, drift = assemble(parts)
+        if drift:
+            raise AssertionError(f"ranks that hold the same weights differ by {drift:.1e}")
+        run = Run(torch.tensor(first.losses).double(), torch.tensor(first.grad_norms).double(), weights)
+        error = compare(run, expected.run)
+    except AssertionError as problem:
+        return Verdict(WRONG, str(problem), noise=noise)
+    kind = EXACT if error.within(limits) else WRONG
+    return Verdict(kind, "" if kind == EXACT else f"most in {error.name}", error, noise)
