@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_3d.plans import COLUMN_STYLES, Cut, ParallelPlan
 from lightning_3d.sharding import ShardSpec
 from lightning_3d.tensor_parallel import resolve, shard_specs
-from lightning_3d.tensor_parallel.heads import belongs_to_transformers, heads_of, local_attributes
+from lightning_3d.tensor_parallel.heads import belongs_to_transformers, divisible_numbers, heads_of, local_attributes
 
 LocalSizes = dict[str, int]
 """Full name of an attribute, such as "blocks.0.attention.nh", -> its value on a rank."""
@@ -150,11 +150,8 @@ def _candidates(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], tp: int
     for name, child in module.named_modules():
         if prefix + name in cuts or type(child).__module__.startswith("torch."):
             continue
-        for key, value in vars(child).items():
-            if key[0] == "_" or not isinstance(value, int) or isinstance(value, bool) or value < 2:
-                continue
-            if value % tp == 0 or tp % value == 0:
-                yield (f"{name}.{key}" if name else key), max(value // tp, 1)
+        for key, value in divisible_numbers(child, tp).items():
+            yield (f"{name}.{key}" if name else key), value
 
 
 def _choices(candidates: Mapping[str, int], likely: Mapping[str, int]) -> Iterator[LocalSizes]:

@@ -81,6 +81,16 @@ def local_attributes(parent: nn.Module, heads: Heads, tp_size: int) -> dict[str,
     return found
 
 
+def divisible_numbers(module: nn.Module, tp_size: int) -> dict[str, int]:
+    """Whole numbers among the attributes of a module of which one rank could have a part, such as heads -> what that part would be."""
+    found: dict[str, int] = {}
+    for name, value in vars(module).items():
+        is_number = name[0] != "_" and isinstance(value, int) and not isinstance(value, bool) and value > 1
+        if is_number and (value % tp_size == 0 or tp_size % value == 0):
+            found[name] = max(value // tp_size, 1)
+    return found
+
+
 def _layer(module: nn.Module, name: str) -> object:
     parent, _, last = name.rpartition(".")
     return getattr(module.get_submodule(parent), last)

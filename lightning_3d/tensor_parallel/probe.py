@@ -23,7 +23,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.plans import Cut, ParallelPlan
 from lightning_3d.tensor_parallel.cuts import cut_dimension, resolve, share
 from lightning_3d.tensor_parallel.experts import SilentIdentity
-from lightning_3d.tensor_parallel.heads import heads_of
+from lightning_3d.tensor_parallel.heads import belongs_to_transformers, divisible_numbers, heads_of
 from lightning_3d.torch_compat import real_values
 
 _TOKENS = 5
@@ -69,6 +69,8 @@ def _fitted(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> dict[str, 
         if probe is None:
             continue
         styles = probe.fitting()
+        if styles is None and not is_mixture:
+            continue
         if styles is None:
             raise PlanError(
                 f"The plan cuts the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their parts do not add"
@@ -206,7 +208,9 @@ def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) ->
     values = {f"{key}.weight": torch.randn(small(layer, key), generator=generator) / 3 for key, layer in layers.items()}
     values |= {f"{k}.bias": torch.randn(small(v, k)[0], generator=generator) / 3 for k, v in layers.items() if v.bias is not None}
     inputs: list[tuple[Tensor, ...]] = [(torch.randn(1, _TOKENS, hidden, generator=generator),)]
-    return _Probe(parent, cuts, columns, values, inputs, _run_layers, tp_size, gathers=True)
+    # With a smaller number in it, an attention of the user's own may need no gathers: `self_check` tries that.
+    gathers = belongs_to_transformers(parent) or not divisible_numbers(parent, tp_size)
+    return _Probe(parent, cuts, columns, values, inputs, _run_layers, tp_size, gathers)
 
 
 def _run_layers(parent: nn.Module, values: Values, inputs: tuple[Tensor, ...], rank: int) -> Tensor:
