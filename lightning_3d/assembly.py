@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -209,8 +209,10 @@ class Part:
     stored: dict[str, Stored]
 
 
-Inspect = Callable[[str, nn.Module, ParallelPlan], None]
-"""Sees the name of the pipelined module, the module while it is whole, and its plan."""
+class Inspect(Protocol):
+    """Sees the pipelined module while it is whole, its plan, and whether the module declares that itself."""
+
+    def __call__(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None: ...
 
 
 def assemble(
@@ -244,7 +246,7 @@ def assemble(
     plan = fit_styles(module, plan, mesh.layout.tp)
     broadcast_eager(root, mesh)
     if inspect is not None:
-        inspect(name, module, plan)
+        inspect(module, plan, declared=user_plan is None)
     assignment = assign_stages(module, plan, mesh.layout, options.schedule)
     part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
     materialize(

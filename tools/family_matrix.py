@@ -1,6 +1,7 @@
 """Every family of causal language models in Transformers on every layout, against a plain PyTorch loop on one process.
 
-    python tools/family_matrix.py --layouts tp2 pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4] [--out FILE.csv] [--resume]
+    python tools/family_matrix.py --layouts tp2 pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4]
+        [--out FILE.csv] [--resume] [--self-check never] [--verified]
 
 A tiny model of each family trains 4 steps of AdamW on CPU ranks, in an ordinary LightningModule with `Lightning3DStrategy`. Losses,
 gradient norms and final weights are compared with those of the same model in a loop of Transformers and PyTorch alone. A difference
@@ -12,6 +13,9 @@ that may be rounding is measured again in float64; with ZeRO, which has none, wi
     crash, hang    any other error; no end within --timeout seconds
     no reference   the family does not train on one process
 
+With --verified, the families and axes that are exact are added to the list that ships with the package: with these versions of torch and
+Transformers their models need no self-check.
+
 Prints a line for each cell and a table of counts. Exit code 1 when something is wrong, crashes or hangs.
 """
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 import time
 from collections import Counter
@@ -30,8 +35,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import torch
 from family_configs import NO_REFERENCE as WITHOUT
-from family_configs import families
+from family_configs import build, families
 from family_training import (
     CRASH,
     EXACT,
@@ -49,6 +55,9 @@ from family_training import (
     train_on_rank,
 )
 from ranks import RankPool, RankTimeout
+
+from lightning_3d.self_check.mode import MODES
+from lightning_3d.self_check.remembered import VERIFIED, family_of, versions
 
 LAYOUTS = ("tp2", "pp2", "zero3", "ep2_dp2", "cp2")
 KINDS = (EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE)
@@ -92,8 +101,8 @@ def short(text: str, length: int = 200) -> str:
 class Matrix:
     """Runs cells on one pool of ranks, and each family's reference once."""
 
-    def __init__(self, timeout: float, pool: RankPool | None = None) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float, pool: RankPool | None = None, self_check: str = "auto") -> None:
+        self._timeout, self._self_check = timeout, self_check
         self._pool = pool or RankPool(limit=4)
         self._references: dict[Recipe, Reference | str] = {}
         self._cells = 0
@@ -134,7 +143,7 @@ class Matrix:
         if isinstance(expected, str):
             return Verdict(NO_REFERENCE, expected)
         try:
-            parts = self._pool.run(train_on_rank, parse(layout)[0].world_size, (recipe, layout), {}, self._timeout, True)
+            parts = self._pool.run(train_on_rank, parse(layout)[0].world_size, (recipe, layout, self._self_check), {}, self._timeout, True)
         except RankTimeout as error:
             return Verdict(HANG, "\n".join([str(error), *getattr(error, "__notes__", [])]))
         except Exception as error:
@@ -155,9 +164,11 @@ class Matrix:
         return self._references[recipe]
 
 
-def sweep(chosen: Iterable[str], layouts: Iterable[str], timeout: float, done: set[tuple[str, str]]) -> Iterator[Cell]:
+def sweep(
+    chosen: Iterable[str], layouts: Iterable[str], timeout: float, done: set[tuple[str, str]], self_check: str = "auto"
+) -> Iterator[Cell]:
     """The cells that are not done yet, family by family."""
-    matrix = Matrix(timeout)
+    matrix = Matrix(timeout, self_check=self_check)
     try:
         for family in chosen:
             for layout in layouts:
@@ -205,6 +216,24 @@ def open_csv(path: Path | None, rows: list[dict[str, str]]) -> Iterator[Callable
         yield write
 
 
+AXES = {"tp2": "tp", "pp2": "pp", "ep2_dp2": "ep", "cp2": "cp"}
+
+
+def add_verified(cells: Iterable[tuple[str, str, str]]) -> int:
+    """Add what is exact of (family, layout, verdict) to the list of `self_check.remembered`. Returns the number of families."""
+    listed = json.loads(VERIFIED.read_text())
+    axes: dict[str, set[str]] = {}
+    for family, layout, verdict in cells:
+        if verdict == EXACT and layout in AXES:
+            axes.setdefault(family, set()).add(AXES[layout])
+    known = listed.setdefault(versions(), {})
+    for family in axes:
+        with torch.device("meta"):
+            known[family_of(build(family))] = sorted(axes[family])
+    VERIFIED.write_text(json.dumps(listed, indent=1, sort_keys=True) + "\n")
+    return len(axes)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,6 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="a CSV file with a row for each cell")
     parser.add_argument("--resume", action="store_true", help="skip the cells that --out has already")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a cell")
+    parser.add_argument("--self-check", default="auto", choices=MODES, help="of the strategy; never: the rewrites alone are judged")
+    parser.add_argument("--verified", action="store_true", help="add what is exact to the package's list of verified families")
     given = parser.parse_args(arguments)
     known = families()
     if unknown := sorted(set(given.families or ()) - set(known)):
@@ -221,14 +252,16 @@ def main(arguments: list[str] | None = None) -> int:
     index, parts = (int(part) for part in given.shard.split("/"))
     chosen = [family for family in known if given.families is None or family in given.families][index - 1 :: parts]
     rows = rows_of(given.out) if given.resume else []
-    seen = [(row["layout"], row["verdict"]) for row in rows]
+    seen = [(row["family"], row["layout"], row["verdict"]) for row in rows]
     with open_csv(given.out, rows) as write:
-        for cell in sweep(chosen, given.layouts, given.timeout, {(row["family"], row["layout"]) for row in rows}):
+        for cell in sweep(chosen, given.layouts, given.timeout, {(row["family"], row["layout"]) for row in rows}, given.self_check):
             print(cell.line(), flush=True)
             write(cell)
-            seen.append((cell.layout, cell.verdict.kind))
-    print(counts(seen))
-    return int(any(kind in BAD for _, kind in seen))
+            seen.append((cell.family, cell.layout, cell.verdict.kind))
+    print(counts((layout, verdict) for _, layout, verdict in seen))
+    if given.verified:
+        print(f"{add_verified(seen)} families in {VERIFIED.name}")
+    return int(any(verdict in BAD for _, _, verdict in seen))
 
 
 if __name__ == "__main__":

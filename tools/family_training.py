@@ -180,7 +180,7 @@ def _relative(values: Tensor, others: Tensor) -> float:
     return float(((values - others) / others).abs().max())
 
 
-def train_on_rank(recipe: Recipe, layout: str) -> Part | str:
+def train_on_rank(recipe: Recipe, layout: str, self_check: str = "auto") -> Part | str:
     """What this rank has at the end of the run on a layout, or the message with which the layout was refused."""
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # the Trainer makes its own
@@ -188,7 +188,8 @@ def train_on_rank(recipe: Recipe, layout: str) -> Part | str:
     from lightning_3d.strategy import Lightning3DStrategy
 
     try:
-        strategy = Lightning3DStrategy(degrees, micro_batch_size=2 if degrees.tp * degrees.cp == 1 else 4, zero_stage=zero)
+        rows = 2 if degrees.tp * degrees.cp == 1 else 4
+        strategy = Lightning3DStrategy(degrees, micro_batch_size=rows, zero_stage=zero, self_check=self_check)
         values = StepValues()
         trainer = quiet_trainer(
             strategy=strategy,

@@ -62,15 +62,18 @@ class SelfCheck:
         """A copied model (weight averaging) is the one that is checked."""
         return self
 
-    def inspect(self, name: str, module: nn.Module, plan: ParallelPlan) -> None:
+    def inspect(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None:
         """Look at the whole model, before anything is cut, and decide on all ranks alike whether it is to be checked.
+
+        Args:
+            declared: the model says its plan itself.
 
         Communicates: one small object from rank 0 to all.
         """
         layout = self._mesh.layout
         if self._mode == "never" or layout.tp * layout.pp * layout.cp * layout.ep == 1:
             return
-        if self._mode == "auto" and is_verified(module, plan, layout):
+        if self._mode == "auto" and declared and is_verified(module, layout):
             return
         key = identity(module, plan, layout, [self._options.blocks.sequence_parallel, self._options.cp_kind])
         known: list[LocalSizes | None] = [recall(key) if self._mode == "auto" and self._mesh.rank == 0 else None]
