@@ -1,5 +1,6 @@
 """What a plan says of experts and MLPs is tried on them: on meta, in one process."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,22 @@ def test_fused_experts_are_cut_as_their_forward_reads_them(kind: type[nn.Module]
     fitted = fit_styles(model, expert_plan(declared), 2)
     assert fitted.tp["experts.gate_up_proj"].style == (right or declared)
     assert fitted.tp["experts.down_proj"].style == "rowwise"
+
+
+def test_large_experts_are_tried_at_small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        experts = Halves()
+        experts.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * 16384, 8192))
+        experts.down_proj = nn.Parameter(torch.empty(EXPERTS, 8192, 16384))
+        model = nn.ModuleDict({"experts": experts})
+    made: list[int] = []
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: made.append(math.prod(shape)) or randn(*shape, **options))
+    assert fit_styles(model, expert_plan("colwise"), 8).tp["experts.gate_up_proj"].style == "packed_colwise"
+    assert 0 < max(made) < 2**16
+    made.clear()
+    fit_styles(model, expert_plan("colwise"), 8)
+    assert not made
 
 
 def test_experts_that_no_style_cuts_are_refused() -> None:

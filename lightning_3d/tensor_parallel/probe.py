@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_3d.adapters import base_layer
 from lightning_3d.classes import specialize
 from lightning_3d.errors import PlanError
-from lightning_3d.plans import Cut, ParallelPlan
+from lightning_3d.plans import COLUMN_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.tensor_parallel.cuts import cut_dimension, resolve, share
 from lightning_3d.tensor_parallel.experts import SilentIdentity
 from lightning_3d.tensor_parallel.heads import belongs_to_transformers, divisible_numbers, heads_of
@@ -28,14 +28,17 @@ from lightning_3d.torch_compat import real_values
 
 _TOKENS = 5
 _EXPERTS = 2  # all of them would not fit
-_LARGE = 2**24  # elements of the tensors of one expert, of which one is enough then
+_LARGE = 2**24  # elements of the tensors of one expert, which are made small then, or are one expert's
+_HIDDEN = 12  # small width of tokens
 _TOLERANCE = 1e-3  # relative to the whole; another function is off by about 1
 _COLUMNS = ("packed_colwise", "colwise")
 _GATHERED = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 _KNOWN: dict[tuple[Any, ...], dict[str, str] | None] = {}
 
 Styles = dict[str, str]
+Shapes = dict[str, tuple[int, ...]]
 Values = dict[str, Tensor]
+Trial = tuple[Values, list[tuple[Tensor, ...]]]
 
 
 def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelPlan:
@@ -88,8 +91,7 @@ class _Probe:
     Attributes:
         cuts: by name in it. fused: those of them that may be cut by columns in one way or another.
         idle: experts without weights, which one rank counts.
-        values: random tensors of all of its parameters, small where it allows.
-        inputs: what it may be called with, the first one that it takes counts.
+        trials: each makes random tensors for all of its parameters, and what it may be called with; the first one that runs counts.
         run: (module, values, inputs, rank) -> its output.
         gathers: whether a gather pair is the last resort.
     """
@@ -97,8 +99,7 @@ class _Probe:
     module: nn.Module
     cuts: Mapping[str, Cut]
     fused: list[str]
-    values: Values
-    inputs: list[tuple[Tensor, ...]]
+    trials: list[Callable[[], Trial]]
     run: Callable[[nn.Module, Values, tuple[Tensor, ...], int], Tensor]
     tp_size: int
     gathers: bool
@@ -117,28 +118,30 @@ class _Probe:
         found = self._run_whole()
         if found is None:
             return declared
-        inputs, whole = found
+        values, inputs, whole = found
         others = [declared | dict.fromkeys(self.fused, style) for style in _COLUMNS]
         for styles in [declared, *(other for other in others if other != declared)]:
-            if self._adds_up(styles, inputs, whole):
+            if self._adds_up(styles, values, inputs, whole):
                 return styles
         return {key: _GATHERED.get(style, style) for key, style in declared.items()} if self.gathers else None
 
-    def _run_whole(self) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        for inputs in self.inputs:
-            try:
-                whole = self.run(self.module, self.values, inputs, 0)
-            except Exception:  # not called like that, or nothing that can be run alone
-                continue
-            if isinstance(whole, Tensor) and bool(whole.isfinite().all()) and bool(whole.any()):
-                return inputs, whole
+    def _run_whole(self) -> tuple[Values, tuple[Tensor, ...], Tensor] | None:
+        for trial in self.trials:
+            values, several = trial()
+            for inputs in several:
+                try:
+                    whole = self.run(self.module, values, inputs, 0)
+                except Exception:  # not called like that, or nothing that can be run alone
+                    continue
+                if isinstance(whole, Tensor) and bool(whole.isfinite().all()) and bool(whole.any()):
+                    return values, inputs, whole
         return None
 
-    def _adds_up(self, styles: Styles, inputs: tuple[Tensor, ...], whole: Tensor) -> bool:
+    def _adds_up(self, styles: Styles, values: Values, inputs: tuple[Tensor, ...], whole: Tensor) -> bool:
         total = torch.zeros_like(whole)
         try:
             for rank in range(self.tp_size):
-                parts = {key: self._part(key, value, styles, rank) for key, value in self.values.items()}
+                parts = {key: self._part(key, value, styles, rank) for key, value in values.items()}
                 total += self.run(self.module, parts, inputs, rank)
         except (RuntimeError, IndexError, ValueError, PlanError):
             return False  # shapes that do not fit each other
@@ -163,16 +166,11 @@ def _experts(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int
     shapes = {key: tuple(parameter.shape) for key, parameter in experts.named_parameters()}
     if not shapes or any("." in key for key in shapes):
         return None
-    generator = torch.Generator().manual_seed(0)
-    number = max(shape[0] for shape in shapes.values())
-    some = _EXPERTS if sum(math.prod(shape[1:]) for shape in shapes.values()) < _LARGE else 1
-    values = {key: torch.randn(min(shape[0], some), *shape[1:], generator=generator) / shape[-1] ** 0.5 for key, shape in shapes.items()}
     idle = [key for key, cut in cuts.items() if cut.style == "moe_identity_expert"]
-    named = [0, number - 1 if idle else min(number, some) - 1]  # experts without weights come after the others
-    index = torch.tensor([[named[row % 2], named[1 - row % 2]] for row in range(_TOKENS)])
-    weights = 0.5 + torch.rand(_TOKENS, 2, generator=generator)
-    widths = sorted({size for shape in shapes.values() for size in shape[1:]})
-    inputs: list[tuple[Tensor, ...]] = [(torch.randn(_TOKENS, width, generator=generator), index, weights) for width in widths]
+    large = sum(math.prod(shape[1:]) for shape in shapes.values()) >= _LARGE
+    trials: list[Callable[[], Trial]] = [lambda: _experts_trial(shapes, 1 if large else _EXPERTS, idle=bool(idle))]
+    if large and (narrow := _narrow(shapes, cuts, tp_size)) is not None:
+        trials.insert(0, lambda: _experts_trial(narrow, _EXPERTS, idle=bool(idle)))
 
     def run(experts: nn.Module, values: Values, inputs: tuple[Tensor, ...], rank: int) -> Tensor:
         clone = _clone(experts)
@@ -182,7 +180,40 @@ def _experts(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int
         return _call(clone, inputs)
 
     fused = [key for key, cut in cuts.items() if cut.style in _COLUMNS]
-    return _Probe(experts, cuts, fused, values, inputs, run, tp_size, gathers=False)
+    return _Probe(experts, cuts, fused, trials, run, tp_size, gathers=False)
+
+
+def _experts_trial(shapes: Shapes, some: int, *, idle: bool) -> Trial:
+    """Values for `some` experts, and tokens of every width that may be the right one.
+
+    Args:
+        idle: there are experts without weights, which come after the others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    number = max(shape[0] for shape in shapes.values())
+    values = {key: torch.randn(min(shape[0], some), *shape[1:], generator=generator) / shape[-1] ** 0.5 for key, shape in shapes.items()}
+    named = [0, number - 1 if idle else min(number, some) - 1]
+    index = torch.tensor([[named[row % 2], named[1 - row % 2]] for row in range(_TOKENS)])
+    weights = 0.5 + torch.rand(_TOKENS, 2, generator=generator)
+    widths = sorted({size for shape in shapes.values() for size in shape[1:]})
+    return values, [(torch.randn(_TOKENS, width, generator=generator), index, weights) for width in widths]
+
+
+def _narrow(shapes: Shapes, cuts: Mapping[str, Cut], tp_size: int) -> Shapes | None:
+    """The same experts with small widths; None where it is not clear which dimensions are the cut ones."""
+    inner: set[int] = set()
+    outer: set[int] = set()
+    for key, cut in cuts.items():
+        if key in shapes and cut.style in COLUMN_STYLES | ROW_STYLES:
+            dim = cut_dimension(cut.style, len(shapes[key]), is_bias=False)
+            assert dim is not None
+            inner.add(shapes[key][dim])
+            outer |= set(shapes[key][1:]) - {shapes[key][dim]}
+    if inner & outer or len(outer) != 1 or {size for shape in shapes.values() for size in shape[1:]} != inner | outer:
+        return None
+    base = math.gcd(*inner)
+    small = {size: size // base * 4 * tp_size for size in inner} | dict.fromkeys(outer, _HIDDEN)
+    return {key: (shape[0], *(small[size] for size in shape[1:])) for key, shape in shapes.items()}
 
 
 def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) -> _Probe | None:
@@ -199,18 +230,20 @@ def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) ->
     if any(cut.parts is not None or cut.units is not None for cut in cuts.values()):
         return None  # somebody has said more than a style
     inner = [layers[key].out_features for key in columns] + [layers[key].in_features for key in rows]
-    unit, base, hidden = 4 * tp_size, math.gcd(*inner), 12
+    unit, base, hidden = 4 * tp_size, math.gcd(*inner), _HIDDEN
 
     def small(layer: nn.Linear, key: str) -> tuple[int, int]:
         return (layer.out_features // base * unit, hidden) if key in columns else (hidden, layer.in_features // base * unit)
 
-    generator = torch.Generator().manual_seed(0)
-    values = {f"{key}.weight": torch.randn(small(layer, key), generator=generator) / 3 for key, layer in layers.items()}
-    values |= {f"{k}.bias": torch.randn(small(v, k)[0], generator=generator) / 3 for k, v in layers.items() if v.bias is not None}
-    inputs: list[tuple[Tensor, ...]] = [(torch.randn(1, _TOKENS, hidden, generator=generator),)]
+    def trial() -> Trial:
+        generator = torch.Generator().manual_seed(0)
+        values = {f"{key}.weight": torch.randn(small(layer, key), generator=generator) / 3 for key, layer in layers.items()}
+        values |= {f"{k}.bias": torch.randn(small(v, k)[0], generator=generator) / 3 for k, v in layers.items() if v.bias is not None}
+        return values, [(torch.randn(1, _TOKENS, hidden, generator=generator),)]
+
     # With a smaller number in it, an attention of the user's own may need no gathers: `self_check` tries that.
     gathers = belongs_to_transformers(parent) or not divisible_numbers(parent, tp_size)
-    return _Probe(parent, cuts, columns, values, inputs, _run_layers, tp_size, gathers)
+    return _Probe(parent, cuts, columns, [trial], _run_layers, tp_size, gathers)
 
 
 def _run_layers(parent: nn.Module, values: Values, inputs: tuple[Tensor, ...], rank: int) -> Tensor:
