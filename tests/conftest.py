@@ -1,7 +1,9 @@
 """For all tests: the warm pool of ranks, the length of runs that are compared, and the parity table at the end of a session."""
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs of 4 steps by default, of 20 in the long sweeps: ranks inherit it."""
     if config.option.markexpr == "not full and not faults":
         os.environ.setdefault("PARITY_STEPS", "4")
+    # Self-checks are remembered for this session only.
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lightning_3d_cache_")
+    config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
 
 
 @pytest.fixture(scope="session")
