@@ -2,8 +2,9 @@
 
 import copy
 import io
+import os
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -141,7 +142,6 @@ class Fitted:
 
     losses: list[float]
     printed: str = ""
-    changed: dict[str, int] = field(default_factory=dict)
 
 
 class _Losses(pl.Callback):
@@ -157,10 +157,15 @@ def rows() -> TensorDataset:
     return TensorDataset(torch.randint(0, VOCABULARY, (4 * STEPS, LENGTH), generator=generator))
 
 
-def fit(model: nn.Module, layout: str, plan: dict[str, Any] | None = None, cache: str | None = None, **options: Any) -> Fitted:
+def fit(
+    model: nn.Module,
+    layout: str,
+    plan: dict[str, Any] | None = None,
+    cache: str | None = None,
+    module: type[Text] = Text,
+    **options: Any,
+) -> Fitted:
     """Train on this rank. `cache` is the folder in which self-checks are remembered."""
-    import os
-
     if cache is not None:
         os.environ["XDG_CACHE_HOME"] = cache
     strategy = Lightning3DStrategy(layout, plan=plan or PLAN, micro_batch_size=2, **options)
@@ -169,9 +174,20 @@ def fit(model: nn.Module, layout: str, plan: dict[str, Any] | None = None, cache
     printed = io.StringIO()
     with redirect_stderr(printed):
         quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=STEPS, callbacks=[losses]).fit(
-            Text(copy.deepcopy(model)), DataLoader(rows(), batch_size=4 // strategy.layout.dp)
+            module(copy.deepcopy(model)), DataLoader(rows(), batch_size=4 // strategy.layout.dp)
         )
     return Fitted(losses.losses, printed.getvalue())
+
+
+def validate(model: nn.Module, cache: str) -> str:
+    """Evaluate on tp2, in inference mode where the backend allows it. What was printed."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    module, printed = Text(copy.deepcopy(model)), io.StringIO()
+    module.validation_step = module.training_step  # type: ignore[method-assign]
+    with redirect_stderr(printed):
+        strategy = Lightning3DStrategy("tp2", plan=PLAN, micro_batch_size=2)
+        quiet_trainer(strategy=strategy, devices=2, max_steps=1).validate(module, DataLoader(rows(), batch_size=4), verbose=False)
+    return printed.getvalue()
 
 
 def one_process(model: nn.Module) -> list[float]:

@@ -161,3 +161,23 @@ class TestBlocks:
     def test_one_block_of_each_kind(self) -> None:
         blocks = [own_gpt.Block(own_gpt.Attention, 0.0), own_gpt.Block(own_gpt.Packed, 0.0), own_gpt.Block(own_gpt.Attention, 0.1)]
         assert kept_blocks(kinds_of(copy.deepcopy(blocks))) == ([0, 1, 2], 1)
+
+
+class Parts(own_gpt.Text):
+    """A step that calls the modules of its model one by one."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        logits = GPT.forward(self.net, ids)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_a_model_that_is_never_called_is_said_not_to_be_checked(tmp_path: Path) -> None:
+    printed = run_ranks(own_gpt.fit, 2, build(), "tp2", None, str(tmp_path), module=Parts)[0].printed
+    assert "could not run: the step does not call GPT itself" in printed
+
+
+def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"'h.0.attn' \(FixedHeads\)"):
+        run_ranks(own_gpt.validate, 2, build(own_gpt.FixedHeads), str(tmp_path))
+    assert "computes what it computes whole" in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]

@@ -91,10 +91,14 @@ class SelfCheck:
         if self._subject is not None:
             self._handle = module.register_forward_pre_hook(self._before_first_call, with_kwargs=True)
 
-    @property
-    def is_due(self) -> bool:
-        """The model is to be checked, and has not been called yet."""
-        return self._subject is not None
+    def require_called(self) -> None:
+        """After the first step: warn where the model was to be checked, but the step has not called it."""
+        if self._subject is not None:
+            _print(
+                f"the self-check of {self._subject.model} could not run: the step does not call {self._subject.model} itself, but parts of"
+                " it. Whether they compute what they compute whole is not known; lightning_3d.verify compares whole runs."
+            )
+            self._subject = None
 
     def _before_first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         subject, self._subject = self._subject, None
@@ -117,7 +121,8 @@ class SelfCheck:
     def _example(self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A few rows of what the model is called with; with experts on several data-parallel ranks the same on all of them."""
         layout = self._mesh.layout
-        args, kwargs = rows_of(tuple(args), slice(None)), dict(kwargs)
+        # Copies: what an evaluation makes in inference mode cannot take part in a backward.
+        args, kwargs = _mapped((args, kwargs), lambda tensor: tensor.detach().clone())
         if is_transformers_model(subject.whole):
             kwargs = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
             kwargs |= {key: False for key in ("output_router_logits", "output_hidden_states", "use_cache") if key in kwargs}
