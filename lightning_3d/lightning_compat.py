@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -133,7 +134,6 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     Raises:
         ConfigError: from its `launch`: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
-    from hydra.core.hydra_config import HydraConfig
     from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -165,7 +165,7 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
             self.procs = []
             for local_rank in range(1, num_processes):
                 command, folder = _basic_subprocess_cmd(), None
-                if HydraConfig.initialized():
+                if _in_hydra_job():
                     command, folder = _hydra_subprocess_cmd(local_rank)
                 environment = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
                 tie = partial(die_with, os.getpid())
@@ -175,6 +175,12 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     if cluster_environment.creates_processes_externally:
         return None
     return Launcher(cluster_environment, num_processes, num_nodes)
+
+
+def _in_hydra_job() -> bool:
+    """Whether this script is a job of Hydra, which need not be installed."""
+    hydra_config = sys.modules.get("hydra.core.hydra_config")
+    return hydra_config is not None and hydra_config.HydraConfig.initialized()
 
 
 def connect_process_group(strategy: Any, timeout: Any) -> None:
