@@ -186,7 +186,7 @@ def require_finite_weights(weights: Iterable[Tensor], device: torch.device, path
     import torch
     import torch.distributed as dist
 
-    bad = torch.tensor(float(not all_finite(weights)), device=device)
+    bad = torch.tensor(int(not all_finite(weights)), device=device)
     if dist.is_initialized():
         dist.all_reduce(bad)
     if bad.item():
