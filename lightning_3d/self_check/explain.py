@@ -37,7 +37,8 @@ class Explanation:
             name = failure.parameter.rpartition(".")[0]
         if name is None and isinstance(failure, Exception):
             name = _innermost(rewritten, args, kwargs)
-        cuts = {key: cut.style for key, _ in whole.named_modules() if (cut := self.plan.cut_of(key)) is not None}
+        named = [key for named in (whole.named_modules(), whole.named_parameters()) for key, _ in named]
+        cuts = {key: cut.style for key in named if (cut := self.plan.cut_of(key)) is not None}
         owner = _around(name or "", cuts)
         where = f" The first module that differs is '{owner}' ({type(whole.get_submodule(owner)).__name__})." if owner else ""
         return f"{self._what(failure)}{where} {self._cause(owner, cuts)} {self._advice()}"
