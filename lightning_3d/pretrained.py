@@ -71,6 +71,12 @@ def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = Tr
     return model
 
 
+def forget_pretrained(root: nn.Module) -> None:
+    """Let no module of a copy be filled from files: see `load_pretrained`."""
+    for module in root.modules():
+        vars(module).pop(_MARK, None)
+
+
 def stored_values(root: nn.Module) -> dict[str, Stored]:
     """Where the values of the parameters and saved buffers of marked modules are, by their first names in `root`, which is whole.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_3d.initialization import initialize
 from lightning_3d.pipeline.stubs import hidden_states_of
 from lightning_3d.plans import ParallelPlan
+from lightning_3d.pretrained import forget_pretrained
 from lightning_3d.sharding import ShardSpec
 
 
@@ -28,6 +29,7 @@ def copy_without_values(module: nn.Module) -> nn.Module:
         vars(blank).update(vars(parameter))
         memo[id(parameter)] = blank
     copied = copy.deepcopy(module, memo)
+    forget_pretrained(copied)
     for child in copied.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
