@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_3d.model_options import ModelOptions
 from lightning_3d.pipeline import PipelineState, StageAssignment, StageBoundary
 from lightning_3d.pipeline.state import Chunk
 from lightning_3d.plans import ParallelPlan
-from lightning_3d.self_check.model_copy import fill
+from lightning_3d.self_check.model_copy import deep_copy, fill
 from lightning_3d.sharding import ShardSpec
 
 
@@ -34,7 +33,7 @@ class RewrittenModel:
     """The stages of a model, partitioned and rewritten by the code that does so for training.
 
     Args:
-        model: whole, without values; it stays as it is. boundary: the block with which the second of two stages begins; None: one stage.
+        model: whole, without values; it stays as it is. stages: the blocks of each; None: one stage.
         mesh: of the run.
     """
 
@@ -45,17 +44,17 @@ class RewrittenModel:
         mesh: Mesh,
         options: ModelOptions,
         *,
-        boundary: int | None,
+        stages: tuple[range, ...] | None,
         seed: int,
         device: torch.device,
     ) -> None:
         self._mesh = mesh
         blocks = len(list(model.get_submodule(plan.layers).children())) if plan.layers else 0
-        ranges = (range(blocks),) if boundary is None else (range(boundary), range(boundary, blocks))
+        ranges = (range(blocks),) if stages is None else stages
         assignment = StageAssignment(ranges, tuple(range(len(ranges))))
         self._stages = []
         for stage in range(len(ranges)):
-            module = copy.deepcopy(model)
+            module = deep_copy(model)
             part = take_part(module, "", plan, StageMesh(mesh, stage, len(ranges)), options, assignment, seed=seed, device=device)
             fill(module, part.specs, seed, device, part.blueprint)
             self._stages.append(_Stage(module, part.specs, part.state, assignment.chunks_of(stage)[0]))
