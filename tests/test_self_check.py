@@ -175,6 +175,41 @@ def test_a_value_that_one_block_in_the_middle_hands_to_the_next_is_found(tmp_pat
         fit(model, "pp2", tmp_path)
 
 
+class Global(own_gpt.Block):
+    """The fourth block leaves its note where all blocks of a process find it."""
+
+    note: torch.Tensor | None = None
+
+    def __init__(self, index: int) -> None:
+        super().__init__(own_gpt.Attention, 0.0)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 4 and Global.note is not None:
+            x = x + Global.note
+        Global.note = x if self.index == 3 else None
+        return super().forward(x)
+
+
+def test_a_value_in_a_class_does_not_pass_between_the_stages_of_a_check(tmp_path: Path) -> None:
+    model = build()
+    model.h = nn.ModuleList(Global(index) for index in range(8))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class OnlyInTraining(Noting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else own_gpt.Block.forward(self, x)
+
+
+def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> None:
+    model = NotingGPT()
+    model.h = nn.ModuleList(OnlyInTraining(model.notes) for _ in range(4))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
 class Returning(GPT):
     """Returns its logits in a container, in an object or among other things."""
 

@@ -211,6 +211,7 @@ class _Comparison:
             self._kept = list(range(len(blocks)))
             self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule).layers
         self._tuples: dict[str, int] = {}
+        self._training = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> LocalSizes | None:
         """The local sizes that were found. None: the whole model cannot be run here, which was said.
@@ -229,11 +230,12 @@ class _Comparison:
         sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
         sizes = self._for_all_blocks(sizes)
         stages = self._stages if self._layout.pp > 1 else None
-        for seed in _SEEDS:
-            failure = self._compare(args, kwargs, sizes, seed, stages)
-            if failure is None:
-                return sizes
-        assert failure is not None
+        failure = self._compare_often(args, kwargs, sizes, stages)
+        if failure is None and self._can_train(args, kwargs):
+            self._training = True
+            failure = self._compare_often(args, kwargs, sizes, stages)
+        if failure is None:
+            return sizes
         if isinstance(failure, Lightning3DError):
             raise failure
         explanation = Explanation(self._subject.model, self._plan, self._layout)
@@ -241,6 +243,25 @@ class _Comparison:
             raise PlanError(explanation.of_stages(failure))
         whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
         raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
+
+    def _compare_often(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
+    ) -> Deviation | Exception | None:
+        failure: Deviation | Exception | None = None
+        for seed in _SEEDS:
+            failure = self._compare(args, kwargs, sizes, seed, stages)
+            if failure is None:
+                return None
+        return failure
+
+    def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a model of the user's own, whose code may do other things in training, can be compared in training too."""
+        if is_transformers_model(self._subject.whole):
+            return False
+        try:
+            return why_not_comparable(self._whole(0).train(), _floats(args), _floats(kwargs)) is None
+        except Exception:
+            return False
 
     def _no_room(self) -> str | None:
         """Why the check would not fit into this rank's memory; None where it does."""
@@ -278,7 +299,7 @@ class _Comparison:
     def _whole(self, seed: int) -> nn.Module:
         whole = self._reduced()
         fill(whole, {}, seed, self._device)
-        return whole
+        return whole.train(self._training)
 
     def _reduced(self) -> nn.Module:
         reduced = copy_without_values(self._subject.whole)
@@ -324,6 +345,7 @@ class _Comparison:
         )
         for stage in model.modules():
             apply_local_sizes(stage, sizes)
+            stage.train(self._training)
         return model
 
     def _for_all_blocks(self, sizes: LocalSizes) -> LocalSizes:

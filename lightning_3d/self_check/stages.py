@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,31 @@ class _Stage:
     specs: dict[str, ShardSpec]
     state: PipelineState
     chunk: Chunk
+
+    def run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool = False) -> Any:
+        """What the last stage returns.
+
+        Args:
+            turned: the rows of `received` in another order.
+
+        Raises:
+            StageBoundary: it is not the last one.
+        """
+        received = _turned(received) if turned else received
+        with self.state.random.isolated(), self.state.running(self.chunk, received, forward=True):
+            self.state.random.begin(0, 0)
+            return self.module(*args, **kwargs)
+
+
+def _turned(value: Any) -> Any:
+    """A container in which every tensor has its rows in another order; of a single row, its second dimension."""
+    if isinstance(value, Tensor):
+        return value.flip(0 if value.shape[0] > 1 or value.ndim == 1 else 1) if value.ndim else value
+    if isinstance(value, dict):
+        return {key: _turned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_turned(item) for item in value)
+    return value
 
 
 class RewrittenModel:
@@ -68,18 +94,25 @@ class RewrittenModel:
         return (stage.module for stage in self._stages)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all."""
+        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all.
+
+        Here all stages are in one process. Where they are in several, none finds what another has left in a class or a global of the code:
+        before a stage runs, the one before it runs once more with the rows in another order, so that what it leaves is of no use.
+        """
         received: Tensor | None = None
-        before: PipelineState | None = None
+        before: _Stage | None = None
+        entered: Tensor | None = None
         for stage in self._stages:
+            sent = received
             if before is not None:
-                stage.state.sides, stage.state.sequence.length = before.sides, before.sequence.length
-            with stage.state.random.isolated(), stage.state.running(stage.chunk, received, forward=True):
-                stage.state.random.begin(0, 0)
-                try:
-                    return stage.module(*args, **kwargs)
-                except StageBoundary as end:
-                    received, before = end.hidden, stage.state
+                sides, length = before.state.sides, before.state.sequence.length
+                with torch.no_grad(), suppress(StageBoundary):
+                    before.run(entered, *_turned((args, kwargs)), turned=True)
+                stage.state.sides, stage.state.sequence.length = sides, length
+            try:
+                return stage.run(sent, args, kwargs)
+            except StageBoundary as end:
+                entered, received, before = sent, end.hidden, stage
         raise AssertionError("the last stage has no boundary")
 
     def sequence_part(self, hidden: Tensor, whole: Tensor) -> Tensor | None:
