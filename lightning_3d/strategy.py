@@ -183,8 +183,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self.mesh: Mesh | None = None
         self._plan = plan
         self._pipeline_module = pipeline_module
-        self._self_check_mode = check_mode(self_check)
-        self._self_check: SelfCheck | None = None
+        self._self_check = check_mode(self_check)
         self._split_batch = split_batch
         self._seed = seed
         self._timeout = timeout or timedelta(minutes=30)
@@ -344,8 +343,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         if earlier is not None:
             self.model_parts = earlier.hand_over(self._require_mesh().layout, self.options)
         else:
-            mode = "never" if self._shape_only else self._self_check_mode
-            self._self_check = SelfCheck(mode, self._require_mesh(), self.options, self.root_device)
+            check = SelfCheck("never" if self._shape_only else self._self_check, self._require_mesh(), self.options, self.root_device)
             self.model_parts = assemble(
                 module,
                 self._require_mesh(),
@@ -356,9 +354,9 @@ class Lightning3DStrategy(TrainerCheckpoints):
                 materialize=self._materialize,
                 user_plan=self._plan,
                 pipeline_module=self._pipeline_module,
-                inspect=self._self_check.inspect,
+                inspect=check.inspect,
             )
-            self._self_check.attach(self.model_parts.module)
+            check.attach(self.model_parts.module)
         if self.options.blocks.compile:
             self.compilation = Compilation(self.root_device, self.schedule, len(self.model_parts.blocks))
         multiply_in_float8(self.model_parts.blocks, on=self.fp8)
@@ -453,9 +451,6 @@ class Lightning3DStrategy(TrainerCheckpoints):
                 with self._tracer.recorder.span(OPTIMIZER):
                     self.last_step.grad_norm = self._backend.grad_norm()
         self._judge(self.last_step, begins=place == 0)
-        if self._self_check is not None:
-            self._self_check.require_called()
-            self._self_check = None
         if ends and self.compilation is not None and not self._told:
             self._told = True
             self.compilation.warn()

@@ -1,7 +1,11 @@
 """A model that is rewritten into another one is found before its first step: mistakes of newcomers, each exact or one message."""
 
 import copy
+import importlib
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import own_gpt
@@ -13,8 +17,9 @@ from torch import nn
 
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
+from lightning_3d.plans import ParallelPlan
 from lightning_3d.self_check.model_copy import kept_blocks, kinds_of
-from lightning_3d.self_check.remembered import recall
+from lightning_3d.self_check.remembered import identity, recall
 from lightning_3d.strategy import Lightning3DStrategy
 
 
@@ -133,6 +138,19 @@ class Noting(own_gpt.Block):
         return super().forward(x)
 
 
+class Handing(Noting):
+    """The fourth block leaves a note for the fifth: what they do depends on their index."""
+
+    def __init__(self, notes: dict[str, torch.Tensor], index: int) -> None:
+        super().__init__(notes)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 3:
+            self.notes["third"] = x
+        return own_gpt.Block.forward(self, x + self.notes.pop("third", 0.0) if self.index == 4 else x)
+
+
 class NotingGPT(GPT):
     def __init__(self) -> None:
         super().__init__()
@@ -150,6 +168,148 @@ def test_a_value_that_does_not_pass_through_the_stages_is_found(tmp_path: Path) 
         fit(NotingGPT(), "pp2", tmp_path)
 
 
+def test_a_value_that_one_block_in_the_middle_hands_to_the_next_is_found(tmp_path: Path) -> None:
+    model = NotingGPT()
+    model.h = nn.ModuleList(Handing(model.notes, index) for index in range(8))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class Global(own_gpt.Block):
+    """The fourth block leaves its note where all blocks of a process find it."""
+
+    note: torch.Tensor | None = None
+
+    def __init__(self, index: int) -> None:
+        super().__init__(own_gpt.Attention, 0.0)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 4 and Global.note is not None:
+            x = x + Global.note
+        Global.note = x if self.index == 3 else None
+        return super().forward(x)
+
+
+def test_a_value_in_a_class_does_not_pass_between_the_stages_of_a_check(tmp_path: Path) -> None:
+    model = build()
+    model.h = nn.ModuleList(Global(index) for index in range(8))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class OnlyInTraining(Noting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else own_gpt.Block.forward(self, x)
+
+
+def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> None:
+    model = NotingGPT()
+    model.h = nn.ModuleList(OnlyInTraining(model.notes) for _ in range(4))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class Returning(GPT):
+    """Returns its logits in a container, in an object or among other things."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = super().forward(ids)
+        return {"nested": {"out": {"logits": logits}}, "listed": [[logits], ids], "object": SimpleNamespace(logits=logits)}[self.how]
+
+
+class ReadsLogits(own_gpt.Text):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        output = self.net(ids)
+        logits = output.logits if hasattr(output, "logits") else output[0][0] if isinstance(output, list) else output["out"]["logits"]
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("how", ["nested", "listed", "object"])
+def test_outputs_in_containers_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    fitted = run_ranks(fit_with, 2, ReadsLogits, Returning(how), "tp2", cache=str(tmp_path))[0]
+    assert "computes what it computes whole" in fitted.printed
+    monkeypatch.setattr(own_gpt, "Text", ReadsLogits)
+    torch.manual_seed(0)
+    assert_exact(fitted, Returning(how))
+
+
+class Restless(own_gpt.Block):
+    """Drops and adds noise in evaluation mode too, and has an attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(own_gpt.NamedHeads, 0.0)
+        self.lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(super().forward(x), 0.1)
+        return x + 0.1 * torch.randn_like(x)
+
+
+def restless() -> GPT:
+    model = build()
+    model.h = nn.ModuleList(Restless() for _ in range(4))
+    return model
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_random_numbers_and_locks_are_no_difference(layout: str, tmp_path: Path) -> None:
+    fitted = run_ranks(fit_made, 2, restless, layout, cache=str(tmp_path))[0]
+    assert "computes what it computes whole" in fitted.printed
+
+
+class CallsForward(own_gpt.Text):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        return nn.functional.cross_entropy(self.net.forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_a_step_that_never_calls_the_model_is_not_unchecked_in_silence(tmp_path: Path) -> None:
+    """Without a call no hook runs: the number of heads stays that of the whole model, and other losses come out."""
+    with pytest.raises(PlanError, match=r"'h.0.attn' needs on a rank, cannot run: .*model.forward.*Call the model itself"):
+        run_ranks(fit_with, 2, CallsForward, build(own_gpt.NamedHeads), "tp2", cache=str(tmp_path))
+    assert "left out: the step runs the layers" in run_ranks(fit_with, 2, CallsForward, build(), "pp2", cache=str(tmp_path))[0].printed
+
+
+def fit_with(step: type[own_gpt.Text], model: nn.Module, layout: str, cache: str) -> Fitted:
+    before, own_gpt.Text = own_gpt.Text, step
+    try:
+        return own_gpt.fit(model, layout, cache=cache)
+    finally:
+        own_gpt.Text = before
+
+
+def fit_made(make: Any, layout: str, cache: str) -> Fitted:
+    own_gpt.copy = SimpleNamespace(deepcopy=lambda model: model)  # a lock has no copy
+    try:
+        return own_gpt.fit(make(), layout, cache=cache)
+    finally:
+        own_gpt.copy = copy
+
+
+def test_what_a_class_inherits_uses_and_is_configured_with_is_part_of_its_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a check that passed would stand for a model that computes something else now."""
+    text = "from torch import nn\nSCALE = 1\nclass Base(nn.Module):\n    def forward(self, x):\n        return x * SCALE\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = set()
+    for number, changed in enumerate((text, text.replace("SCALE = 1", "SCALE = 2"), text.replace("x * SCALE", "x + SCALE"))):
+        (tmp_path / f"base{number}.py").write_text(changed)
+        base = importlib.import_module(f"base{number}").Base
+        base.__module__, name = "base", base.__module__
+        monkeypatch.setitem(sys.modules, "base", sys.modules[name])
+        for heads in (2, 4):
+            model = type("Own", (base,), {"__module__": __name__})()
+            model.settings = SimpleNamespace(heads=heads)
+            seen.add(identity(model, ParallelPlan({}), Layout.parse("tp2"), []))
+    assert len(seen) == 6
+
+
 class TestBlocks:
     def test_blocks_that_differ_in_their_index_alone_are_one_kind(self) -> None:
         blocks = [own_gpt.Block(own_gpt.Attention, 0.0) for _ in range(6)]
@@ -161,20 +321,6 @@ class TestBlocks:
     def test_one_block_of_each_kind(self) -> None:
         blocks = [own_gpt.Block(own_gpt.Attention, 0.0), own_gpt.Block(own_gpt.Packed, 0.0), own_gpt.Block(own_gpt.Attention, 0.1)]
         assert kept_blocks(kinds_of(copy.deepcopy(blocks))) == ([0, 1, 2], 1)
-
-
-class Parts(own_gpt.Text):
-    """A step that calls the modules of its model one by one."""
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        (ids,) = batch
-        logits = GPT.forward(self.net, ids)
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def test_a_model_that_is_never_called_is_said_not_to_be_checked(tmp_path: Path) -> None:
-    printed = run_ranks(own_gpt.fit, 2, build(), "tp2", None, str(tmp_path), module=Parts)[0].printed
-    assert "could not run: the step does not call GPT itself" in printed
 
 
 def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ from lightning_3d.initializers import isolated_generators
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.model_options import ModelOptions
+from lightning_3d.pipeline import assign_stages
 from lightning_3d.plans import ParallelPlan
-from lightning_3d.self_check.compare import LARGEST, Deviation, largest_deviation
+from lightning_3d.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
 from lightning_3d.self_check.explain import Explanation, first_line
-from lightning_3d.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes
+from lightning_3d.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
 from lightning_3d.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
+from lightning_3d.self_check.noise import WithoutNoise
 from lightning_3d.self_check.remembered import identity, is_verified, recall, remember
 from lightning_3d.self_check.stages import RewrittenModel
 from lightning_3d.transformers_compat import is_transformers_model
@@ -35,6 +37,9 @@ from lightning_3d.transformers_compat import is_transformers_model
 _ROWS = 2
 _TOKENS = 512
 """Of a micro-batch, as much as a check needs."""
+
+_SMALL = 2**24
+"""Parameters of a model of which all blocks are run, in the stages of training."""
 
 _SEEDS = (0, 1)
 """A token on the border between two experts may go either way in a forward that rounds otherwise: what is wrong is wrong with both."""
@@ -56,7 +61,7 @@ class SelfCheck:
         self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind)
         self._subject: _Subject | None = None
         self._sizes: LocalSizes = {}
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfCheck:
         """A copied model (weight averaging) is the one that is checked."""
@@ -83,28 +88,25 @@ class SelfCheck:
             return
         copied = copy_without_values(module)
         apply_whole_config(copied)
-        self._subject = _Subject(copied, plan, type(module).__name__, key)
+        blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
+        unnamed = modules_to_try(copied, plan, layout.tp) if layout.tp > 1 else []
+        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed)
 
     def attach(self, module: nn.Module) -> None:
         """Let this rank's part of the model be checked at its first call; where it was checked before, set what was found then."""
         apply_local_sizes(module, self._sizes)
-        if self._subject is not None:
-            self._handle = module.register_forward_pre_hook(self._before_first_call, with_kwargs=True)
-
-    def require_called(self) -> None:
-        """After the first step: warn where the model was to be checked, but the step has not called it."""
-        if self._subject is not None:
-            _print(
-                f"the self-check of {self._subject.model} could not run: the step does not call {self._subject.model} itself, but parts of"
-                " it. Whether they compute what they compute whole is not known; lightning_3d.verify compares whole runs."
-            )
-            self._subject = None
+        subject = self._subject
+        if subject is None:
+            return
+        self._handles = [module.register_forward_pre_hook(self._before_first_call, with_kwargs=True)]
+        parts = dict(module.named_modules())
+        blocks = [f"{subject.plan.layers}.{index}" for index in range(subject.blocks)]
+        for name in dict.fromkeys([*blocks, *subject.unnamed]):
+            if parts.get(name) not in (None, module):
+                self._handles.append(parts[name].register_forward_pre_hook(self._passed_by))
 
     def _before_first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        subject, self._subject = self._subject, None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        subject = self._take()
         if subject is None:
             return
         started = time.monotonic()
@@ -117,6 +119,31 @@ class SelfCheck:
         if self._mesh.rank == 0:
             remember(subject.key, sizes, subject.model)
         _say(subject, self._mesh.layout, sizes, time.monotonic() - started)
+
+    def _take(self) -> _Subject | None:
+        subject, self._subject = self._subject, None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return subject
+
+    def _passed_by(self, module: nn.Module, args: Any) -> None:
+        """A block runs and the model was not called: the step calls `model.forward`, or layers one by one, and so no hook of the model.
+
+        Raises:
+            PlanError: what the check would find is needed, or was asked for.
+        """
+        subject = self._take()
+        if subject is None:
+            return
+        how = f"the step runs the layers of {subject.model} without calling it, by model.forward(...) or one by one."
+        if subject.unnamed or self._mode == "always":
+            wanted = f", which says what '{subject.unnamed[0]}' needs on a rank" if subject.unnamed else ""
+            raise PlanError(
+                f"The self-check of {subject.model}{wanted}, cannot run: {how} Call the model itself, model(...), or use"
+                " self_check=never. Nothing was trained."
+            )
+        _print(f"self-check of {subject.model} left out: {how}")
 
     def _example(self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A few rows of what the model is called with; with experts on several data-parallel ranks the same on all of them."""
@@ -144,12 +171,15 @@ class _Subject:
 
     Attributes:
         whole: a copy of the whole model, without values. model: name of its class. key: under which the result is remembered.
+        blocks: how many there are. unnamed: modules whose attributes on a rank are found by the check alone.
     """
 
     whole: nn.Module
     plan: ParallelPlan
     model: str
     key: str
+    blocks: int
+    unnamed: list[str]
 
 
 def apply_whole_config(module: nn.Module) -> None:
@@ -168,10 +198,16 @@ class _Comparison:
         blocks = list(subject.whole.get_submodule(self._plan.layers).children()) if self._plan.layers else []
         self._kinds = kinds_of(blocks)
         self._kept: list[int] = []
-        self._boundary: int | None = None
+        self._stages: tuple[range, ...] | None = None  # as they are compared; None: one
         if blocks:
-            self._kept, self._boundary = kept_blocks(self._kinds)
+            self._kept, boundary = kept_blocks(self._kinds)
+            self._stages = (range(boundary), range(boundary, len(blocks)))
+        if blocks and sum(parameter.numel() for parameter in subject.whole.parameters()) <= _SMALL:
+            # What one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
+            self._kept = list(range(len(blocks)))
+            self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule).layers
         self._tuples: dict[str, int] = {}
+        self._training = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> LocalSizes | None:
         """The local sizes that were found. None: the whole model cannot be run here, which was said.
@@ -189,19 +225,39 @@ class _Comparison:
             return None
         sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
         sizes = self._for_all_blocks(sizes)
-        boundary = self._boundary if self._layout.pp > 1 else None
-        for seed in _SEEDS:
-            failure = self._compare(args, kwargs, sizes, seed, boundary)
-            if failure is None:
-                return sizes
-        assert failure is not None
+        stages = self._stages if self._layout.pp > 1 else None
+        failure = self._compare_often(args, kwargs, sizes, stages)
+        if failure is None and self._can_train(args, kwargs):
+            self._training = True
+            failure = self._compare_often(args, kwargs, sizes, stages)
+        if failure is None:
+            return sizes
         if isinstance(failure, Lightning3DError):
             raise failure
         explanation = Explanation(self._subject.model, self._plan, self._layout)
-        if boundary is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
+        if stages is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
             raise PlanError(explanation.of_stages(failure))
         whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
         raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
+
+    def _compare_often(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
+    ) -> Deviation | Exception | None:
+        failure: Deviation | Exception | None = None
+        for seed in _SEEDS:
+            failure = self._compare(args, kwargs, sizes, seed, stages)
+            if failure is None:
+                return None
+        return failure
+
+    def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a model of the user's own, whose code may do other things in training, can be compared in training too."""
+        if is_transformers_model(self._subject.whole):
+            return False
+        try:
+            return why_not_comparable(self._whole(0).train(), _floats(args), _floats(kwargs)) is None
+        except Exception:
+            return False
 
     def _no_room(self) -> str | None:
         """Why the check would not fit into this rank's memory; None where it does."""
@@ -228,20 +284,18 @@ class _Comparison:
         for kept in (self._kept, every):
             self._kept = kept
             try:
-                with torch.no_grad():
-                    self._whole(0)(*_floats(args), **_floats(kwargs))
+                return why_not_comparable(self._whole(0), _floats(args), _floats(kwargs))
             except Exception as failed:
                 error = failed
-            else:
-                return None
-            if self._boundary is not None:
-                self._boundary = len(every) // 2
+            if self._stages is not None and len(self._stages) == 2:
+                middle = len(every) // 2
+                self._stages = (range(middle), range(middle, len(every)))
         return f"the whole model fails by itself ({type(error).__name__}: {first_line(error)})."
 
     def _whole(self, seed: int) -> nn.Module:
         whole = self._reduced()
         fill(whole, {}, seed, self._device)
-        return whole
+        return whole.train(self._training)
 
     def _reduced(self) -> nn.Module:
         reduced = copy_without_values(self._subject.whole)
@@ -250,12 +304,12 @@ class _Comparison:
         return reduced
 
     def _compare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, seed: int, boundary: int | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None
     ) -> Deviation | Exception | None:
         """What differs, or what the rewritten model raised; None: nothing. All ranks of the stage find the same."""
         failure: Deviation | Exception | None = None
         try:
-            whole, rewritten = self._whole(seed), self._rewritten(sizes, seed, boundary)
+            whole, rewritten = self._whole(seed), self._rewritten(sizes, seed, stages)
             outputs, gradients = largest_deviation(whole, rewritten, args, kwargs)
             failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
         except Exception as error:
@@ -275,18 +329,19 @@ class _Comparison:
             if self._layout.dp * self._layout.cp > 1:
                 yield self._mesh.group("dp", "cp")
 
-    def _rewritten(self, sizes: LocalSizes, seed: int, boundary: int | None) -> RewrittenModel:
+    def _rewritten(self, sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None) -> RewrittenModel:
         model = RewrittenModel(
             self._reduced(),
             self._plan,
             self._mesh,
             self._options,
-            boundary=boundary,
+            stages=stages,
             seed=seed,
             device=self._device,
         )
         for stage in model.modules():
             apply_local_sizes(stage, sizes)
+            stage.train(self._training)
         return model
 
     def _for_all_blocks(self, sizes: LocalSizes) -> LocalSizes:
@@ -302,12 +357,13 @@ class _Comparison:
 
 @contextmanager
 def _own_context(device: torch.device) -> Iterator[None]:
-    """Gradients, float32 and no trace in random generators, whatever the caller's context."""
+    """Gradients, float32, no noise and no trace in random generators, whatever the caller's context."""
     with (
         isolated_generators(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
+        WithoutNoise(),
     ):
         yield
 

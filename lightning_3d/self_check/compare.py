@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.containers import tensors_of
 from lightning_3d.errors import PlanError
 from lightning_3d.self_check.stages import RewrittenModel
 
@@ -46,7 +47,7 @@ def largest_deviation(
     found = _outputs(rewritten(*other_inputs[0], **other_inputs[1]))
     shared = [name for name, value in expected.items() if name in found and found[name].shape == value.shape]
     if not shared:
-        raise PlanError(f"it returns {_shapes(found)} where the whole model returns {_shapes(expected)}")
+        raise PlanError(f"it returns {_shapes(found)} where the whole model returns {_shapes(expected)}.")
     outputs = max(
         (Deviation(f"the output {name}".rstrip(), _relative(_whole(found[name]), expected[name])) for name in shared), key=_by_error
     )
@@ -54,6 +55,19 @@ def largest_deviation(
     (_project(found, shared) / rewritten.layout.cp).backward()  # context-parallel ranks compute the same, each answers for its share
     gradients = [*_input_deviations(inputs, other_inputs, rewritten), *_weight_deviations(whole, rewritten)]
     return outputs, max(gradients, key=_by_error, default=Deviation("nothing", 0.0))
+
+
+def why_not_comparable(whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What keeps a whole model from being compared with anything: it returns no numbers, or other ones each time. None: nothing.
+
+    Raises: whatever the model raises.
+    """
+    with torch.no_grad():
+        once, again = (_outputs(whole(*args, **kwargs)) for _ in range(2))
+    if not once:
+        return "the model returns no floating-point tensors."
+    differs = [name for name, value in once.items() if value.shape != again[name].shape or not _relative(value, again[name]) <= LARGEST]
+    return "the model draws random numbers: called twice in evaluation mode it computes something else." if differs else None
 
 
 def _by_error(deviation: Deviation) -> float:
@@ -74,11 +88,17 @@ def _leaves(value: Any) -> Any:
 
 
 def _outputs(value: Any) -> dict[str, Tensor]:
-    """Floating-point tensors of an output, by name or place; containers in it (hidden states, router logits of all layers) are left out."""
+    """Floating-point tensors of an output, by name or place. Containers in it (hidden states, router logits of all layers) are left out
+    where there are tensors beside them.
+    """
     if isinstance(value, Tensor):
-        return {"": value}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return {str(key): item for key, item in items if isinstance(item, Tensor) and item.is_floating_point()}
+        return {"": value} if value.is_floating_point() else {}
+    if not isinstance(value, (Mapping, list, tuple)):
+        value = dict(getattr(value, "__dict__", {}))  # a dataclass, or an object of the user's own
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    found = {str(key): item for key, item in items if isinstance(item, Tensor) and item.is_floating_point()}
+    nested = (tensor for tensor in tensors_of(value) if tensor.is_floating_point())
+    return found or {str(place): tensor for place, tensor in enumerate(nested)}
 
 
 def _shapes(outputs: Mapping[str, Tensor]) -> str:

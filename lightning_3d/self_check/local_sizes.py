@@ -7,7 +7,6 @@ columns of what arrives there in the whole module. This runs in one process, for
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.plans import COLUMN_STYLES, Cut, ParallelPlan
+from lightning_3d.self_check.model_copy import deep_copy
 from lightning_3d.sharding import ShardSpec
 from lightning_3d.tensor_parallel import resolve, shard_specs
 from lightning_3d.tensor_parallel.heads import belongs_to_transformers, divisible_numbers, heads_of, local_attributes
@@ -66,6 +66,11 @@ def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[
         if owner.call is not None:
             found |= _sizes_of(whole, owner, cuts, specs, tp) or {}
     return found
+
+
+def modules_to_try(whole: nn.Module, plan: ParallelPlan, tp: int) -> list[str]:
+    """Names of the modules of the user's own in which attributes may have to change on a rank."""
+    return [owner.name for owner in _owners(whole, resolve(whole, plan, tp))]
 
 
 def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
@@ -117,9 +122,7 @@ def _record(whole: nn.Module, owners: list[_Owner], args: tuple[Any, ...], kwarg
             handle.remove()
 
 
-def _sizes_of(
-    whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: list[dict[str, ShardSpec]], tp: int
-) -> LocalSizes | None:
+def _sizes_of(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: list[dict[str, ShardSpec]], tp: int) -> LocalSizes | None:
     """The first choice of attributes that is right on the first and on the last rank."""
     prefix = f"{owner.name}." if owner.name else ""
     module = whole.get_submodule(owner.name)
@@ -133,7 +136,7 @@ def _sizes_of(
 
 def _shard(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], specs: Mapping[str, ShardSpec]) -> nn.Module:
     """A copy of a module in which every parameter is one rank's shard, and every layer an ordinary one."""
-    shard = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    shard = deep_copy(module, {id(parameter): parameter for parameter in module.parameters()})
     for name, parameter in list(shard.named_parameters()):
         spec = specs[prefix + name]
         if spec.is_cut:

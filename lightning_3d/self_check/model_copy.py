@@ -28,13 +28,38 @@ def copy_without_values(module: nn.Module) -> nn.Module:
         blank = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=dtype), requires_grad=parameter.requires_grad)
         vars(blank).update(vars(parameter))
         memo[id(parameter)] = blank
-    copied = copy.deepcopy(module, memo)
+    copied = deep_copy(module, memo)
     forget_pretrained(copied)
     for child in copied.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.float()
     return _without_dropout(copied.eval())
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of `module`; attributes that have no copy (locks, open files, results of computations) are shared with it."""
+    memo = memo or {}
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        return copy.deepcopy(module, memo | _without_copies(module, memo))
+
+
+def _without_copies(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
+    """The attributes that cannot be copied, by id."""
+    scratch: dict[int, Any] = {id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())}
+    scratch |= memo
+    found: dict[int, Any] = {}
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, scratch)
+            except Exception:
+                found[id(value)] = value
+    return found
 
 
 def _without_dropout(module: nn.Module) -> nn.Module:

@@ -9,13 +9,14 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
@@ -65,8 +66,25 @@ def identity(module: nn.Module, plan: ParallelPlan, layout: Layout, more: Any) -
     blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
     rest = {key: value for key, value in described(module).items() if not plan.layers or not key.startswith(f"{plan.layers}.")}
     firsts = [(kind[0], described(blocks[kind[0]])) for kind in kinds_of(blocks)]
-    source = sorted({_source(type(child)) for child in module.modules()})
-    return _hash([source, rest, firsts, _plan(plan), str(layout), versions(), more, _own_version()])
+    source = sorted({_source(kind) for child in module.modules() for kind in type(child).__mro__})
+    objects = sorted({_text_of(value) for child in module.modules() for key, value in vars(child).items() if key[0] != "_"})
+    return _hash([source, rest, firsts, objects, _plan(plan), str(layout), versions(), more, _own_version()])
+
+
+_SIMPLE = (str, int, float, bool, type(None))
+
+
+def _text_of(value: Any, depth: int = 3) -> str:
+    """The plain values in an attribute that is an object, such as a configuration; those of modules themselves are in `described`."""
+    if isinstance(value, _SIMPLE):
+        return repr(value) if depth < 3 else ""
+    if isinstance(value, (nn.Module, Tensor)) or depth == 0:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return str(sorted((str(key), _text_of(item, depth - 1)) for key, item in value.items()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return str([_text_of(item, depth - 1) for item in value])
+    return f"{type(value).__qualname__} {_text_of(getattr(value, '__dict__', {}), depth - 1) if not callable(value) else ''}"
 
 
 def _plan(plan: ParallelPlan) -> list[Any]:
@@ -75,13 +93,20 @@ def _plan(plan: ParallelPlan) -> list[Any]:
 
 
 def _source(kind: type) -> str:
-    """The code of a class; of those of torch and Transformers their version stands for it."""
+    """The code of a class and of the file around it, whose functions and constants it may use; of libraries their version stands for it."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__module__.startswith(("torch.", "transformers.")):
+    if kind.__module__.partition(".")[0] in ("torch", "transformers", "lightning", "lightning_3d", "builtins", "abc", "typing"):
         return name
     with suppress(OSError, TypeError):
-        return f"{name}\n{inspect.getsource(kind)}"
+        return f"{name}\n{inspect.getsource(kind)}\n{_file_around(kind)}"
     return name
+
+
+def _file_around(kind: type) -> str:
+    with suppress(OSError, TypeError):
+        module = inspect.getmodule(kind)
+        return "".join(inspect.findsource(module)[0]) if module is not None else ""
+    return ""
 
 
 def _own_version() -> str:

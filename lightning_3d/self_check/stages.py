@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_3d.model_options import ModelOptions
 from lightning_3d.pipeline import PipelineState, StageAssignment, StageBoundary
 from lightning_3d.pipeline.state import Chunk
 from lightning_3d.plans import ParallelPlan
-from lightning_3d.self_check.model_copy import fill
+from lightning_3d.self_check.model_copy import deep_copy, fill
 from lightning_3d.sharding import ShardSpec
 
 
@@ -29,12 +29,37 @@ class _Stage:
     state: PipelineState
     chunk: Chunk
 
+    def run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool = False) -> Any:
+        """What the last stage returns.
+
+        Args:
+            turned: the rows of `received` in another order.
+
+        Raises:
+            StageBoundary: it is not the last one.
+        """
+        received = _turned(received) if turned else received
+        with self.state.random.isolated(), self.state.running(self.chunk, received, forward=True):
+            self.state.random.begin(0, 0)
+            return self.module(*args, **kwargs)
+
+
+def _turned(value: Any) -> Any:
+    """A container in which every tensor has its rows in another order; of a single row, its second dimension."""
+    if isinstance(value, Tensor):
+        return value.flip(0 if value.shape[0] > 1 or value.ndim == 1 else 1) if value.ndim else value
+    if isinstance(value, dict):
+        return {key: _turned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_turned(item) for item in value)
+    return value
+
 
 class RewrittenModel:
     """The stages of a model, partitioned and rewritten by the code that does so for training.
 
     Args:
-        model: whole, without values; it stays as it is. boundary: the block with which the second of two stages begins; None: one stage.
+        model: whole, without values; it stays as it is. stages: the blocks of each; None: one stage.
         mesh: of the run.
     """
 
@@ -45,17 +70,17 @@ class RewrittenModel:
         mesh: Mesh,
         options: ModelOptions,
         *,
-        boundary: int | None,
+        stages: tuple[range, ...] | None,
         seed: int,
         device: torch.device,
     ) -> None:
         self._mesh = mesh
         blocks = len(list(model.get_submodule(plan.layers).children())) if plan.layers else 0
-        ranges = (range(blocks),) if boundary is None else (range(boundary), range(boundary, blocks))
+        ranges = (range(blocks),) if stages is None else stages
         assignment = StageAssignment(ranges, tuple(range(len(ranges))))
         self._stages = []
         for stage in range(len(ranges)):
-            module = copy.deepcopy(model)
+            module = deep_copy(model)
             part = take_part(module, "", plan, StageMesh(mesh, stage, len(ranges)), options, assignment, seed=seed, device=device)
             fill(module, part.specs, seed, device, part.blueprint)
             self._stages.append(_Stage(module, part.specs, part.state, assignment.chunks_of(stage)[0]))
@@ -69,18 +94,25 @@ class RewrittenModel:
         return (stage.module for stage in self._stages)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all."""
+        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all.
+
+        Here all stages are in one process. Where they are in several, none finds what another has left in a class or a global of the code:
+        before a stage runs, the one before it runs once more with the rows in another order, so that what it leaves is of no use.
+        """
         received: Tensor | None = None
-        before: PipelineState | None = None
+        before: _Stage | None = None
+        entered: Tensor | None = None
         for stage in self._stages:
+            sent = received
             if before is not None:
-                stage.state.sides, stage.state.sequence.length = before.sides, before.sequence.length
-            with stage.state.random.isolated(), stage.state.running(stage.chunk, received, forward=True):
-                stage.state.random.begin(0, 0)
-                try:
-                    return stage.module(*args, **kwargs)
-                except StageBoundary as end:
-                    received, before = end.hidden, stage.state
+                sides, length = before.state.sides, before.state.sequence.length
+                with torch.no_grad(), suppress(StageBoundary):
+                    before.run(entered, *_turned((args, kwargs)), turned=True)
+                stage.state.sides, stage.state.sequence.length = sides, length
+            try:
+                return stage.run(sent, args, kwargs)
+            except StageBoundary as end:
+                entered, received, before = sent, end.hidden, stage
         raise AssertionError("the last stage has no boundary")
 
     def sequence_part(self, hidden: Tensor, whole: Tensor) -> Tensor | None:

@@ -1,0 +1,29 @@
+"""Functions of torch that draw random numbers, as constants: whole and rewritten models draw other ones, and neither is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.alpha_dropout}
+)
+_NOISE = {torch.randn_like: torch.zeros_like, torch.rand_like: torch.zeros_like}
+
+
+class WithoutNoise(TorchFunctionMode):
+    """Within it dropout does nothing, and noise shaped like a tensor is zero, even where a model asks for both in evaluation mode."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention and (len(args) > 4 or kwargs.get("dropout_p")):
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = kwargs if len(args) > 4 else kwargs | {"dropout_p": 0.0}
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"} if func in _NOISE else kwargs
+        return _NOISE.get(func, func)(*args, **kwargs)
