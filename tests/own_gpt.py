@@ -162,7 +162,6 @@ def fit(
     layout: str,
     plan: dict[str, Any] | None = None,
     cache: str | None = None,
-    module: type[Text] = Text,
     **options: Any,
 ) -> Fitted:
     """Train on this rank. `cache` is the folder in which self-checks are remembered."""
@@ -174,7 +173,7 @@ def fit(
     printed = io.StringIO()
     with redirect_stderr(printed):
         quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=STEPS, callbacks=[losses]).fit(
-            module(copy.deepcopy(model)), DataLoader(rows(), batch_size=4 // strategy.layout.dp)
+            Text(copy.deepcopy(model)), DataLoader(rows(), batch_size=4 // strategy.layout.dp)
         )
     return Fitted(losses.losses, printed.getvalue())
 
