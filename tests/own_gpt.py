@@ -73,6 +73,18 @@ class SharedKeys(nn.Module):
         return self.proj(attend(q, k, v))
 
 
+class NormedHeads(Attention):
+    """One norm for the queries of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(self.head_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.proj(attend(self.norm(q), k, v))
+
+
 class Packed(nn.Module):
     """nanoGPT's: one layer for query, key and value, split by the width."""
 

@@ -71,6 +71,7 @@ MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
     "reversed pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE}, "'h.0'"),
     "missing parameter": (own_gpt.Attention, "pp2", {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")}, "'net.wpe.weight' is in no module"),
     "fixed heads": (own_gpt.FixedHeads, "tp2", PLAN, r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads"),
+    "partial gradient": (own_gpt.NormedHeads, "tp2", PLAN, "'h.0.attn.norm' is whole on every rank.*replicated_with_grad_allreduce"),
     "packed by columns": (
         own_gpt.Packed,
         "tp2",

@@ -35,6 +35,8 @@ class Explanation:
         name = first_different(whole, rewritten, args, kwargs)
         if name is None and isinstance(failure, Deviation) and failure.parameter:
             name = failure.parameter.rpartition(".")[0]
+            if self.layout.tp > 1 and name and self.plan.cut_of(name) is None and self.plan.cut_of(failure.parameter) is None:
+                return f"{self._what(failure)} {self._partial(name)} {self._advice()}"
         if name is None and isinstance(failure, Exception):
             name = _innermost(rewritten, args, kwargs)
         named = [key for named in (whole.named_modules(), whole.named_parameters()) for key, _ in named]
@@ -59,6 +61,12 @@ class Explanation:
         return (
             f"Self-check: {self.model} as it is rewritten for {self.layout.name} does not compute what it computes whole: {failure.what}"
             f" differs{size}."
+        )
+
+    def _partial(self, name: str) -> str:
+        return (
+            f"Likely cause: '{name}' is whole on every rank, but used on each rank's own heads or columns, so that a rank has a part of its"
+            " gradient. Name it in the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
         )
 
     def _cause(self, owner: str, cuts: Mapping[str, str]) -> str:
