@@ -211,6 +211,33 @@ def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> 
         fit(model, "pp2", tmp_path)
 
 
+class Scaled(GPT):
+    """Takes a mask of fractions and a scalar as well."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.head(self.f(x * mask[..., None])) * scale
+
+
+class GivesMask(own_gpt.Text):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        logits = self.net(ids, mask=torch.full(ids.shape, 0.5), scale=torch.tensor(2.0))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_inputs_without_gradients_or_rows_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a mask is spread over the ranks, and nobody reads it."""
+    torch.manual_seed(0)
+    model = Scaled()
+    fitted = run_ranks(fit_with, 2, GivesMask, model, "tp2", cache=str(tmp_path))[0]
+    assert "computes what it computes whole" in fitted.printed
+    monkeypatch.setattr(own_gpt, "Text", GivesMask)
+    assert_exact(fitted, model)
+
+
 class Returning(GPT):
     """Returns its logits in a container, in an object or among other things."""
 

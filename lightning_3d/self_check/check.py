@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_3d.block_options import BlockOptions
-from lightning_3d.containers import rows_of, tensors_of
+from lightning_3d.containers import tensors_of
 from lightning_3d.errors import Lightning3DError, PlanError, listed
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.initializers import isolated_generators
@@ -149,14 +149,14 @@ class SelfCheck:
         """A few rows of what the model is called with; with experts on several data-parallel ranks the same on all of them."""
         layout = self._mesh.layout
         # Copies: what an evaluation makes in inference mode cannot take part in a backward.
-        args, kwargs = _mapped((args, kwargs), lambda tensor: tensor.detach().clone())
+        args, kwargs = _mapped((tuple(args), dict(kwargs)), _copied)
         if is_transformers_model(subject.whole):
             kwargs = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
             kwargs |= {key: False for key in ("output_router_logits", "output_hidden_states", "use_cache") if key in kwargs}
             args, kwargs = _shortened(args, kwargs, 2 * layout.tp * layout.cp)
         rows = {tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.ndim}
         if len(rows) == 1 and rows.pop() > _ROWS:
-            args, kwargs = rows_of(args, slice(_ROWS)), rows_of(kwargs, slice(_ROWS))
+            args, kwargs = _mapped((args, kwargs), lambda tensor: tensor[:_ROWS] if tensor.ndim else tensor)
         if layout.ep > 1 and layout.dp > 1:
             group = self._mesh.group("dp", "cp")
             shared: list[Any] = [(_moved(args, "cpu"), _moved(kwargs, "cpu"))]
@@ -216,11 +216,12 @@ class _Comparison:
             PlanError: the rewritten model computes something else, on all ranks that share the model's stage.
         """
         reason = self._no_room()
+        too_large = reason is not None
         if reason is None:
             reason = self._run_whole(args, kwargs)
         if reason is not None:
-            if must:
-                raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=auto or never.")
+            if must or (self._subject.unnamed and not too_large):
+                raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=never to train without it.")
             _print(f"self-check of {self._subject.model} left out: {reason} `lightning-3d verify` tries a layout in small.")
             return None
         sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
@@ -366,6 +367,10 @@ def _own_context(device: torch.device) -> Iterator[None]:
         WithoutNoise(),
     ):
         yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

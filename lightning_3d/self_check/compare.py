@@ -51,6 +51,8 @@ def largest_deviation(
     outputs = max(
         (Deviation(f"the output {name}".rstrip(), _relative(_whole(found[name]), expected[name])) for name in shared), key=_by_error
     )
+    if not any(value.requires_grad for value in expected.values()):
+        return outputs, Deviation("nothing", 0.0)
     _project(expected, shared).backward()
     (_project(found, shared) / rewritten.layout.cp).backward()  # context-parallel ranks compute the same, each answers for its share
     gradients = [*_input_deviations(inputs, other_inputs, rewritten), *_weight_deviations(whole, rewritten)]
@@ -75,11 +77,11 @@ def _by_error(deviation: Deviation) -> float:
 
 
 def _leaves(value: Any) -> Any:
-    """A container in which floating-point tensors are float32 leaves that want gradients."""
+    """A container in which floating-point tensors are float32 leaves, with gradients where training needs them: not of a mask."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             return value
-        return value.detach().float().clone().requires_grad_(True)
+        return value.detach().float().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _leaves(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
@@ -154,7 +156,9 @@ def _weight_deviations(whole: nn.Module, rewritten: RewrittenModel) -> Iterator[
     for name, (gradient, spec) in rewritten.gradients().items():
         wanted = spec.cut(expected[name]) if name in expected else torch.zeros_like(gradient)
         difference = (gradient.double() - wanted.double()).norm()
-        yield Deviation(f"the gradient of '{name}'", float(difference / (wanted.double().norm() + _FLOOR / LARGEST * everything)), name)
+        yield Deviation(
+            f"the gradient of '{name}'", float(difference / (wanted.double().norm() + _FLOOR / LARGEST * everything).clamp(min=1e-30)), name
+        )
 
 
 def first_different(whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
