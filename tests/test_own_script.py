@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_3d import Lightning3DStrategy, PeriodicCheckpoint
 from lightning_3d.errors import ConfigError
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 how, failing = sys.argv[1], int(sys.argv[2])
 if how == "early" and os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getpid(), signal.SIGKILL)
