@@ -51,6 +51,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.timeout(300)
 def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background ignore it, and so do their jobs
     listens = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"  # a shell's background jobs ignore it
     forever = job(tmp_path, 0, f"{listens}; print(os.getpid(), flush=True); time.sleep(600)")
     engine = SlurmEngine(SlurmResources(executor="local"), poll_seconds=0.1)
