@@ -30,6 +30,7 @@ import yaml
 from gpu_single_worker import CONTENDERS, OUT_OF_MEMORY, Settings
 from measure import machine, median_ratio, median_step
 
+from lightning_3d.model_families import read_spec
 from lightning_3d.model_spec import ModelSpec
 
 REPOSITORY = Path(__file__).parents[1]
@@ -98,7 +99,7 @@ def layers_that_should_fit(settings: Settings, memory: int) -> int:
     """The most layers, at most those of the whole model, whose prediction is within `FILL` of the memory; at least 1."""
     for layers in range(settings.config["num_hidden_layers"], 1, -1):
         shortened = with_layers(settings, layers)
-        if predicted_bytes(ModelSpec.from_config(shortened.config), shortened) <= FILL * memory:
+        if predicted_bytes(read_spec(shortened.config), shortened) <= FILL * memory:
             return layers
     return 1
 
@@ -157,7 +158,7 @@ def take_turns(contenders: Sequence[str], settings: Settings, rounds: int, run: 
 
 def table(rounds: Sequence[Mapping[str, Result]], settings: Settings, peak_flops: float | None) -> list[str]:
     """Lines of a Markdown table, a row for each contender in the order of `CONTENDERS`."""
-    flops = ModelSpec.from_config(settings.config).flops_per_token(settings.sequence)
+    flops = read_spec(settings.config).flops_per_token(settings.sequence)
     seconds = [{name: result["seconds"] for name, result in results.items() if "seconds" in result} for results in rounds]
     lines = ["| contender | s a step | tokens/s | MFU | peak GiB | tokens/s against |", "| --- | --- | --- | --- | --- | --- |"]
     for name in CONTENDERS:
@@ -182,7 +183,7 @@ def table(rounds: Sequence[Mapping[str, Result]], settings: Settings, peak_flops
 
 def report(rounds: Sequence[Mapping[str, Result]], settings: Settings, device: Device | None) -> str:
     """The table with the machine, the model and how each number was got."""
-    spec = ModelSpec.from_config(settings.config)
+    spec = read_spec(settings.config)
     here = machine()
     name = device.name if device is not None else here["processor"]
     memory = f"{device.memory / 2**30:.0f} GiB, CUDA {device.cuda}" if device is not None else f"{here['cores']} cores"

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.version import __version__
+
 if TYPE_CHECKING:
     from lightning_3d.initialization import initialize
     from lightning_3d.layout import Layout
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
     from lightning_3d.strategy import Lightning3DStrategy
     from lightning_3d.verification.compare import verify
 
-__version__ = "0.1.0"
-
-__all__ = ["Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "initialize", "load_pretrained", "planned", "verify"]
+__all__ = ["Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "initialize", "load_pretrained", "planned", "verify"]
 
 _HOMES = {
     "Layout": "lightning_3d.layout",

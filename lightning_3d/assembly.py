@@ -119,13 +119,13 @@ class Partition:
     @classmethod
     def of(cls, root: nn.Module) -> Partition | None:
         """The partition of `root`; None when it is whole, or was built anew since."""
-        found = vars(root).get(_PARTITION)
+        found = vars(root).get(PARTITION)
         return found if found is not None and _submodule(root, found.parts.name) is found.parts.module else None
 
     @staticmethod
     def require_kept(root: nn.Module) -> None:
         """Refuse a module that was partitioned once, and in which the pipelined module or a cut layer has been replaced since."""
-        if _PARTITION in vars(root) and Partition.of(root) is None:
+        if PARTITION in vars(root) and Partition.of(root) is None:
             raise ConfigError(
                 "The model was replaced after it was cut for this layout. If configure_model built it a second time, which would throw away"
                 " its trained weights, begin it with `if self.model is not None: return`. To change it after a fit (merge_and_unload),"
@@ -178,8 +178,8 @@ class Partition:
         return self
 
 
-_PARTITION = "_lightning_3d_partition"
-_COMMUNICATES = {"tp_region", "tp_context", "expert_parallel"}
+PARTITION = "_lightning_3d_partition"
+COMMUNICATES = {"tp_region", "tp_context", "expert_parallel"}
 """Attributes of layers that communicate."""
 
 
@@ -252,10 +252,10 @@ def assemble(
     materialize(
         root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored
     )
-    parameters = _by_stage(root, _Owners(root, name, plan, assignment), mesh.index("pp"))  # the ones that have values now
+    parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))  # the ones that have values now
     parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, part.routers)
-    cut = tuple((found, layer) for found, layer in module.named_modules() if _COMMUNICATES & vars(layer).keys())
-    object.__setattr__(root, _PARTITION, Partition(parts, mesh, options, cut))
+    cut = tuple((found, layer) for found, layer in module.named_modules() if COMMUNICATES & vars(layer).keys())
+    object.__setattr__(root, PARTITION, Partition(parts, mesh, options, cut))
     return parts
 
 
@@ -281,11 +281,11 @@ def take_part(
     Communicates: groups are created, but for a `StageMesh`.
     """
     layout, module = mesh.layout, root.get_submodule(name)
-    owners = _Owners(root, name, plan, assignment)
+    owners = Owners(root, name, plan, assignment)
     regions = _sequence_regions(module, plan, layout.tp, options.blocks.sequence_parallel)
-    specs = _all_specs(root, name, module, plan, mesh, owners, regions)
+    specs = all_specs(root, name, module, plan, mesh, owners, regions)
     if isinstance(mesh, Mesh):  # who tries a plan on one stage sums gradients over the groups that are there
-        _create_groups(specs.values(), mesh)
+        create_groups(specs.values(), mesh)
 
     blueprint, stored = Blueprint(root), stored_values(root)
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
@@ -303,14 +303,14 @@ def take_part(
         deal_sequence(module, regions, context)
         random.deals_sequence = True
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
-    local = _local_specs(root, specs)
+    local = local_specs(root, specs)
     inner = {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local
     _cut_layers(module, plan, inner, mesh, context, regions)
     choose_products(module, plan)
     if routers is not None:
         routers.watch(module)
         attend_calls(module, routers)
-    return Part(local, _by_stage(root, owners, mesh.index("pp")), state, routers, blueprint, stored)
+    return Part(local, by_stage(root, owners, mesh.index("pp")), state, routers, blueprint, stored)
 
 
 def context_of(mesh: Mesh | StageMesh, cp_kind: str) -> ContextParallel:
@@ -334,7 +334,7 @@ def _cut_layers(
         rewrite(module, plan, specs, tensor, regions)
 
 
-def _by_stage(root: nn.Module, owners: _Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
+def by_stage(root: nn.Module, owners: Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
     """The parameters that each of this rank's stages uses; one that is tied within the rank belongs to both of its stages."""
     parameters: dict[int, list[nn.Parameter]] = {chunk.stage: [] for chunk in owners.assignment.chunks_of(pp_rank)}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -404,7 +404,7 @@ def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bo
 
 
 @dataclass
-class _Owners:
+class Owners:
     """Which stages use a parameter, by its full name."""
 
     root: nn.Module
@@ -439,13 +439,13 @@ class _Owners:
         return tuple(sorted({self.assignment.rank_of_stage[stage] for name in names for stage in self.stages_of(name)}))
 
 
-def _all_specs(
+def all_specs(
     root: nn.Module,
     name: str,
     module: nn.Module,
     plan: ParallelPlan,
     mesh: Mesh | StageMesh,
-    owners: _Owners,
+    owners: Owners,
     regions: SequenceRegions | None,
 ) -> dict[str, ShardSpec]:
     """The specification of every parameter of the whole model, aliases of tied ones included."""
@@ -468,7 +468,7 @@ def _all_specs(
     return specs
 
 
-def _create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
+def create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
     """Groups for partial gradients inside tp and for copies on two stages; all ranks pass the same list."""
     specs = list(specs)
     layout = mesh.layout
@@ -483,6 +483,6 @@ def _create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
     mesh.warm_up()
 
 
-def _local_specs(root: nn.Module, specs: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
+def local_specs(root: nn.Module, specs: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
     """The specifications of the parameters that are still here after partitioning."""
     return {name: specs[name] for name, _ in root.named_parameters()}

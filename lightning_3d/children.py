@@ -15,14 +15,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
-from lightning_3d.failures import Failure, FailureReporter, silent_end
+from lightning_3d.failures import Failure, silent_end
 
 PATIENCE_SECONDS = 3.0
 """How long the other ranks may take to learn of a failure by themselves after one of them has ended."""
 
 LAST_SECONDS = 60.0
 """How long ranks may take to come to the end of the script after rank 0 has."""
+
+
+class Reporter(Protocol):
+    """The part of a `FailureReporter` that `Children` needs."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has failed itself."""
+
+    def speak_for(self, failure: Failure) -> None:
+        """Report the failure of a rank that ended without an error of its own."""
 
 
 class Children:
@@ -41,7 +53,7 @@ class Children:
         self._first_rank = first_rank
         self._world_size = world_size
         self._closing = False
-        self.reporter: FailureReporter | None = None
+        self.reporter: Reporter | None = None
 
     def start(self, begin: Callable[[], Sequence[subprocess.Popen]]) -> None:
         """Start the local ranks 1, 2, ... and watch them, both in a thread that lives as long as they do.

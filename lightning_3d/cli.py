@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from lightning_3d import __version__
 from lightning_3d.errors import Lightning3DError, did_you_mean
 from lightning_3d.launch import OutsideRank, outside_rank
+from lightning_3d.version import __version__
 
 USAGE = """\
 lightning-3d: tensor x pipeline x data x context x expert parallel training, driven by Hydra configs

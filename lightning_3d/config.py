@@ -38,8 +38,7 @@ from lightning_3d.layout_rules import (
     resolve_layout,
 )
 from lightning_3d.lora_options import LoraOptions
-from lightning_3d.model_families import FAMILIES
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import FAMILIES, read_spec
 from lightning_3d.nonfinite import check_nonfinite
 from lightning_3d.plan_options import PlanOptions
 from lightning_3d.precision import PRECISIONS, check_fp8_device, check_fp8_library, fp8_refused, listed_capability, unknown_precision
@@ -512,7 +511,7 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
     """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
     if not isinstance(run.model.get("config"), dict):
         raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
-    spec = ModelSpec.from_config(run.model["config"])
+    spec = read_spec(run.model["config"])
     if spec.experts and spec.top_k > spec.experts:
         raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
     if experts.asked_for and not spec.experts:

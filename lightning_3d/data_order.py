@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint.generators import read_generators, set_generators
 from lightning_3d.errors import DataError
+from lightning_3d.randomness import global_seed
 
 _STATE_BYTES = 64 * 1024
 _HOST = torch.device("cpu")
@@ -155,6 +156,24 @@ class OneProcessOrder(DistributedSampler[Any]):
         if not known:
             return order
         return torch.randperm(len(self._data), generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+
+def sampler_maker(device: torch.device, resumed: Callable[[], dict[str, Any] | None]) -> Callable[..., OneProcessOrder]:
+    """The function with which `keep_sample_order` makes the sampler of each data loader.
+
+    Args:
+        device: of this rank.
+        resumed: returns the state that the next sampler of a training loader resumes, if any.
+    """
+
+    def make(sampler: Any, dataset: Any, *, training: bool, **arguments: Any) -> OneProcessOrder:
+        order = OneProcessOrder(sampler, dataset, **arguments, device=device, seed=global_seed())
+        state = resumed() if training else None
+        if state is not None:
+            order.resume(state)
+        return order
+
+    return make
 
 
 def orders_in(loaders: Any) -> list[OneProcessOrder]:

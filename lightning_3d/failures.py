@@ -25,15 +25,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from lightning_3d.attempts import name_attempt
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.rendezvous import explained_errors
 from lightning_3d.ties import die_with, outlive_parent
-
-if TYPE_CHECKING:
-    from lightning_3d.children import Children
 
 FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
 """Names the folder that serves as board. Set by the supervisor for its ranks."""
@@ -373,10 +370,8 @@ class FailureReporter:
         parent = os.getppid() if os.environ.get(PARENT_VARIABLE) == str(os.getppid()) else None
         return cls(board, rank, world_size, parent=parent)
 
-    def watch(self, children: Children | None = None) -> None:
-        """Take over uncaught exceptions, watch for other ranks' failures in a thread, and speak for processes that this one started."""
-        if children is not None:
-            children.reporter = self
+    def watch(self) -> None:
+        """Take over uncaught exceptions and watch for other ranks' failures in a thread."""
         if self._previous_hook is None:
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught

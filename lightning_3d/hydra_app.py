@@ -19,6 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
+from hydra.plugins.plugin import Plugin
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hydra_plugins.lightning_3d_configs.search_path import Lightning3DSearchPath
@@ -93,11 +94,8 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
 
 
 def register_plugins() -> None:
-    """Hydra finds plugins by walking their folders, which it cannot where an editable install maps names instead."""
-    found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # classes of modules that it loaded anew
-    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, Lightning3DLauncher, Lightning3DSlurmLauncher):
-        if plugin.__name__ not in found:
-            Plugins.instance().register(plugin)
+    """Register all Hydra plugins of this package: those that a configuration needs, and the launchers of sweeps."""
+    register_sources((Lightning3DLauncher, Lightning3DSlurmLauncher))
 
 
 def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
@@ -182,13 +180,24 @@ def _is_given(config: DictConfig, key: str) -> bool:
     return any(line.startswith(f"{key}=") for line in config.hydra.overrides.hydra)
 
 
+def register_sources(others: Sequence[type[Plugin]] = ()) -> None:
+    """Register the config sources and the search path of this package, and `others`, with Hydra.
+
+    Hydra finds plugins by walking their folders, which it cannot do where an editable install maps names instead.
+    """
+    found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # Hydra loads the modules of plugins a second time
+    for plugin in (LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, *others):
+        if plugin.__name__ not in found:
+            Plugins.instance().register(plugin)
+
+
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a command line, with Hydra's own part, as `run` would get it.
+    """Compose the configuration of a command line, with Hydra's own part, as `lightning-3d train` would get it.
 
     Raises:
         HydraException, OmegaConfBaseException: `explain` says what is wrong.
     """
-    register_plugins()
+    register_sources()
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         return hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
 

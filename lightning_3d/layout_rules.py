@@ -131,11 +131,11 @@ def _check_expert_groups(layout: Layout) -> None:
     factors = " * ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1) or "no axis above 1"
     raise LayoutError(
         f"Expert parallelism is laid over the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} of {layout}"
-        f" ({factors}). Use {listed((replace(layout, ep=ep).name for ep in _near(divisors(ranks), layout.ep)), last='or')}."
+        f" ({factors}). Use {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
     )
 
 
-def _near(choices: Sequence[int], wanted: int) -> list[int]:
+def nearest(choices: Sequence[int], wanted: int) -> list[int]:
     """The largest choice up to `wanted` and the smallest above it."""
     return [*[max(choice for choice in choices if choice <= wanted)], *[choice for choice in choices if choice > wanted][:1]]
 
@@ -186,7 +186,7 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         fits = [ep for ep in divisors(experts) if ranks % ep == 0]
         raise LayoutError(
             f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, of which every rank gets as many. Use"
-            f" {listed((replace(layout, ep=ep).name for ep in _near(fits, layout.ep)), last='or')}."
+            f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."
         )
 
 

@@ -183,12 +183,11 @@ def _in_hydra_job() -> bool:
     return hydra_config is not None and hydra_config.HydraConfig.initialized()
 
 
-def connect_process_group(strategy: Any, timeout: Any) -> None:
+def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
     """Tell the cluster environment this process's place and initialize the default process group.
 
     `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
-    both. Unlike there, generators that have the same state on all ranks keep it, which one process would have: drawing goes on behind
-    what a model was made from. Where they differ, `reset_seed` puts them where `seed_everything` had put them.
+    both. DDPStrategy also resets the random number generators here. This returns the function that does, for the caller to decide.
 
     The group is not bound to a device, as DDPStrategy binds it: NCCL communicators of a bound group are made eagerly, and in them
     all messages of a rank are serialized, so that a send of a middle pipeline stage would wait behind the receives posted before
@@ -199,7 +198,6 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from lightning_3d.data_order import reset_unequal_generators
     from lightning_3d.failures import connect_store, store_outlives_ranks
     from lightning_3d.rendezvous import explained_errors
 
@@ -216,7 +214,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> None:
         place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
     with explained_errors(strategy.global_rank):
         _init_dist_connection(environment, backend, timeout=timeout, **place)
-    reset_unequal_generators(reset_seed, device)
+    return reset_seed
 
 
 @contextmanager
@@ -376,7 +374,7 @@ def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
     return metadata
 
 
-def keep_sample_order(trainer: Any, resumed: Callable[[], dict[str, Any] | None]) -> None:
+def keep_sample_order(trainer: Any, make_sampler: Callable[..., Any]) -> None:
     """Let every data loader keep the order that it has on one process, of which each data-parallel rank reads its part.
 
     With several ranks Lightning 2.6 injects a `DistributedSampler` into the training loader, which shuffles whatever the user asked for,
@@ -384,12 +382,10 @@ def keep_sample_order(trainer: Any, resumed: Callable[[], dict[str, Any] | None]
     repeated.
 
     Args:
-        resumed: what the next sampler of a training loader resumes, if anything.
+        make_sampler: called with the loader's own sampler and dataset and, as keywords, the arguments that Lightning gives a
+            `DistributedSampler`, `drop_last`, and `training`: whether the loader is one of the training.
     """
     from lightning.pytorch.trainer.states import RunningStage
-
-    from lightning_3d.data_order import OneProcessOrder
-    from lightning_3d.randomness import global_seed
 
     connector = trainer._data_connector
     inject = type(connector)._resolve_sampler
@@ -398,18 +394,13 @@ def keep_sample_order(trainer: Any, resumed: Callable[[], dict[str, Any] | None]
         if mode == RunningStage.PREDICTING or not connector._requires_distributed_sampler(dataloader):
             return inject(connector, dataloader, shuffle, mode)
         batches = dataloader.batch_sampler  # given by the user, it has the user's sampler, and the loader a sequential one
-        sampler = OneProcessOrder(
+        return make_sampler(
             getattr(batches, "sampler", dataloader.sampler),
             dataloader.dataset,
             **trainer.distributed_sampler_kwargs,
             drop_last=bool(getattr(batches, "drop_last", False)),
-            device=trainer.strategy.root_device,
-            seed=global_seed(),
+            training=mode == RunningStage.TRAINING,
         )
-        state = resumed() if mode == RunningStage.TRAINING else None
-        if state is not None:
-            sampler.resume(state)
-        return sampler
 
     connector._resolve_sampler = resolve
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lightning_3d.model_spec import ModelSpec, Reader
-
-Shapes = dict[str, tuple[int, ...]]
+from lightning_3d.errors import ConfigError
+from lightning_3d.model_spec import EXPERT_COUNTS, TOP_K, ModelSpec, Reader, Shapes, attention_windows
 
 
 @dataclass(frozen=True)
@@ -283,3 +281,42 @@ FAMILIES: dict[str, Family] = {
         bias_of_norms=True,
     ),
 }
+
+
+def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Read the fields of a Transformers configuration.
+
+    Args:
+        config: `model_type` and the fields, as in `conf/model/*.yaml` or `PretrainedConfig.to_dict()`.
+
+    Raises:
+        ConfigError: `model_type` or a size is missing, not a whole number, or not positive.
+    """
+    if not config.get("model_type"):
+        raise ConfigError("The model configuration has no model_type. Add one, for example `model_type: llama`.")
+    model_type = str(config["model_type"])
+    family = FAMILIES.get(model_type)
+    reader = Reader(config, family.defaults if family else {})
+    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    layers = reader.size("num_hidden_layers")
+    experts = reader.first(EXPERT_COUNTS)
+    known = family is not None and family.sparse == (experts > 0)
+    spec = ModelSpec(
+        model_type=model_type,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=reader.optional("num_key_value_heads") or heads,
+        head_dim=reader.optional("head_dim") or hidden // heads,
+        intermediate=reader.optional("intermediate_size") or 4 * hidden,
+        vocab=reader.size("vocab_size"),
+        max_positions=reader.optional("max_position_embeddings"),
+        tied=bool(reader.get("tie_word_embeddings", False)),
+        experts=experts,
+        top_k=reader.first(TOP_K) if experts else 0,
+        windows=attention_windows(reader, layers),
+        shapes=None,
+    )
+    if not known or family is None:
+        return spec
+    return family.complete(spec, reader)

@@ -1,9 +1,9 @@
 """What a model configuration says about sizes, without building the model. Pure Python: no torch, no Transformers.
 
-`ModelSpec.from_config` reads the dict that a `model/` config file holds under `config` (the fields of a Transformers
-configuration). Every configuration yields the numbers that layouts are checked against (heads, layers, vocabulary,
-...). For the families listed in `model_families` it also yields the name and shape of every parameter, hence parameters
-and FLOPs."""
+`model_families.read_spec` makes a `ModelSpec` from the dict that a `model/` config file holds under `config` (the fields of a
+Transformers configuration). Every configuration gives the numbers that layouts are checked against (heads, layers, vocabulary, ...).
+For the families listed in `model_families` a spec also has the name and shape of every parameter, and from these the parameter count
+and the FLOPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from math import prod
 from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.model_families import FAMILIES, Shapes
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shape of each parameter by its name."""
 
 # Configurations of older families use other names for the same sizes (`attribute_map` in Transformers).
 _SYNONYMS = {
@@ -24,7 +26,7 @@ _SYNONYMS = {
     "max_position_embeddings": ("n_positions", "n_ctx"),
 }
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)
@@ -61,45 +63,6 @@ class ModelSpec:
     shapes: Shapes | None = field(repr=False)
     embedding: str = "model.embed_tokens.weight"
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Read the fields of a Transformers configuration.
-
-        Args:
-            config: `model_type` and the fields, as in `conf/model/*.yaml` or `PretrainedConfig.to_dict()`.
-
-        Raises:
-            ConfigError: `model_type` or a size is missing, not a whole number, or not positive.
-        """
-        if not config.get("model_type"):
-            raise ConfigError("The model configuration has no model_type. Add one, for example `model_type: llama`.")
-        model_type = str(config["model_type"])
-        family = FAMILIES.get(model_type)
-        reader = Reader(config, family.defaults if family else {})
-        hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
-        layers = reader.size("num_hidden_layers")
-        experts = reader.first(EXPERT_COUNTS)
-        known = family is not None and family.sparse == (experts > 0)
-        spec = cls(
-            model_type=model_type,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=reader.optional("num_key_value_heads") or heads,
-            head_dim=reader.optional("head_dim") or hidden // heads,
-            intermediate=reader.optional("intermediate_size") or 4 * hidden,
-            vocab=reader.size("vocab_size"),
-            max_positions=reader.optional("max_position_embeddings"),
-            tied=bool(reader.get("tie_word_embeddings", False)),
-            experts=experts,
-            top_k=reader.first(_TOP_K) if experts else 0,
-            windows=_windows(reader, layers),
-            shapes=None,
-        )
-        if not known or family is None:
-            return spec
-        return family.complete(spec, reader)
-
     @property
     def parameters(self) -> int | None:
         """Number of parameters, tied ones counted once; None for a family whose shapes are not known here."""
@@ -130,8 +93,7 @@ class ModelSpec:
         """
         if self.shapes is None:
             raise ConfigError(
-                f"FLOPs of model_type '{self.model_type}' are not known. Known families:"
-                f" {', '.join(sorted(FAMILIES))}."
+                f"The FLOPs of model_type '{self.model_type}' are not known: `lightning_3d.models.families` does not list this family."
             )
         matrices = sum(self._active(shape) for name, shape in self.shapes.items() if len(shape) > 1 and name != self.embedding)
         if self.tied:
@@ -171,7 +133,7 @@ class Reader:
         return next((self.optional(name) or 0 for name in names if self.get(name) is not None), 0)
 
 
-def _windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
+def attention_windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
     """Attention window of each layer, from `layer_types` or from the rule that Transformers fills it in by."""
     window = reader.optional("sliding_window")
     kinds = reader.get("layer_types")

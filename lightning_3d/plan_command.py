@@ -32,11 +32,7 @@ the first, and writes plan.json and plan.html.
                                            predicted beside what was measured
   --steps N                                steps of each of these runs; 4 unless given. The first one is left out
 
-lightning-3d plan --evaluate FILE.csv [--folds N] [--out FILE.md]
-
-Compares predictions with measured runs: errors of step time and memory by source and type of GPU, and how good the layout
-is that would have been chosen. With --folds the constants are calibrated anew for each of N parts of the cells (a model on a number of
-GPUs), without the cells that they then predict.
+To compare predictions with measured runs: python -m benchmarks.planner_accuracy FILE.csv, in a checkout.
 """
 
 
@@ -51,7 +47,7 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     options, overrides = read_options(arguments, OPTIONS, "plan")
     if "evaluate" in options:
-        return _evaluate(Path(options["evaluate"]), options, overrides)
+        raise ConfigError("--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv [--folds N] [--out FILE.md]")
     return _plan(overrides, Path(options.get("out", ".")), _count(options, "validate", 0), _count(options, "steps", 4))
 
 
@@ -90,27 +86,11 @@ def read_options(arguments: Sequence[str], known: Sequence[str], command: str) -
     return found, rest
 
 
-def _evaluate(path: Path, options: dict[str, str], overrides: Sequence[str]) -> int:
-    from lightning_3d.planner.accuracy import evaluate
-
-    if overrides:
-        raise ConfigError(f"--evaluate takes no overrides, but {overrides[0]} was given.")
-    folds = options.get("folds", "0")
-    if not folds.isdigit() or folds == "1":
-        raise ConfigError(f"--folds is {folds}; it must be a whole number of at least 2, or 0 for none.")
-    text = evaluate(path, int(folds))
-    if "out" in options:
-        Path(options["out"]).write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
-    return 0
-
-
 def _length_left_open(run: RunConfig, overrides: Sequence[str]) -> str:
     """Says so where a plan is for the short samples that some data has, and the model is made for longer ones."""
-    from lightning_3d.model_spec import ModelSpec
+    from lightning_3d.model_families import read_spec
 
-    longest = ModelSpec.from_config(run.model["config"]).max_positions
+    longest = read_spec(run.model["config"]).max_positions
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""

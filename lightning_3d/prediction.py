@@ -17,8 +17,7 @@ from lightning_3d.cluster import ClusterConfig
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.host_memory import available_memory
 from lightning_3d.layout import Layout
-from lightning_3d.model_families import FAMILIES
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import FAMILIES, read_spec
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
 from lightning_3d.planner.job import Job, Stack
@@ -115,7 +114,7 @@ def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str
     offload = parallelism.zero_offload != "none"
     recompute = "full" if parallelism.offload_activations else parallelism.recompute or "none"
     return Job(
-        model=Architecture.from_spec(ModelSpec.from_config(run.model["config"])),
+        model=Architecture.from_spec(read_spec(run.model["config"])),
         layout=layout or Layout(),
         seq=run.data["sequence_length"],
         global_batch=run.data["global_batch_size"],
@@ -189,7 +188,7 @@ class Advice:
             LayoutError: with a table of what needs how much, and what would fit.
         """
         machine = machine_of(run.cluster, run.profile)
-        if machine is None or ModelSpec.from_config(run.model["config"]).shapes is None:
+        if machine is None or read_spec(run.model["config"]).shapes is None:
             return ()
         job, reserve = job_of(run, precision, layout, schedule, micro_batch), run.plan.memory_reserve
         memory = memory_of(job)
@@ -205,7 +204,7 @@ class Advice:
             LayoutError: with a table of what needs how much, and what would fit.
         """
         there = available_memory()
-        if there is None or ModelSpec.from_config(run.model["config"]).shapes is None:
+        if there is None or read_spec(run.model["config"]).shapes is None:
             return
         job = job_of(run, precision, layout, schedule, micro_batch)
         # Host memory has no reserves, no copies of gradients, and what is offloaded to it is in it.
@@ -239,7 +238,7 @@ def plan(run: Any, precision: str, *, most: int = 5) -> Found:
             f"The planner needs to know the GPUs of the cluster, but {run.cluster.name} does not say what they are. Name one by numbers,"
             " such as cluster=h100_4x8, or measure this machine with lightning-3d profile and give profile=profile.json."
         )
-    if ModelSpec.from_config(run.model["config"]).shapes is None:
+    if read_spec(run.model["config"]).shapes is None:
         raise ConfigError(
             f"The planner does not know the parameters of model_type '{run.model['config']['model_type']}'. Known families:"
             f" {', '.join(sorted(FAMILIES))}."

@@ -155,7 +155,7 @@ def _available(
                 " save_original_format=False)."
             )
         else:
-            columns = parts.setdefault(new, (made.tiling, {pattern: [] for pattern in made.patterns}))[1]
+            columns = parts.setdefault(new, (Tiling(*made.tiling), {pattern: [] for pattern in made.patterns}))[1]
             columns[made.pattern].append(tensors[name])
     return available | {name: tiling.tile(name, columns) for name, (tiling, columns) in parts.items()}, unexpected
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import CheckpointError, ConfigError, listed
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import read_spec
 from lightning_3d.pretrained_files import StoredTensor, find_folder, read_config, read_tensors
 
 TAKEN = "pretrained"
@@ -126,7 +126,7 @@ def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, An
 def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:
     """Refuse a model of other shapes than the folder's, by name, or one that is computed in another way."""
     if config.get("model_type") == stored.get("model_type"):
-        specs = ModelSpec.from_config(config), ModelSpec.from_config(stored)
+        specs = read_spec(config), read_spec(stored)
         here, there = (spec.shapes or {} for spec in specs)
         both = [key for key in here if key in there]
         other = [f"{key} {list(here[key])}, in the folder {list(there[key])}" for key in both if here[key] != there[key]]
@@ -148,7 +148,7 @@ def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: st
 
 def _require_stored_shapes(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> None:
     """Refuse files whose tensors have other shapes than the configuration says, for those that have its names."""
-    shapes = ModelSpec.from_config(config).shapes or {}
+    shapes = read_spec(config).shapes or {}
     refuse_shapes({key: (shape, tensors[key].shape) for key, shape in shapes.items() if key in tensors}, folder)
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import read_spec
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.torch_compat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.tracing.memory import SavedTensors
@@ -318,4 +318,4 @@ def _middle(own: list[Entry]) -> list[Entry]:
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
-    return Architecture.from_spec(ModelSpec.from_config(config))
+    return Architecture.from_spec(read_spec(config))

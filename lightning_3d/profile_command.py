@@ -135,10 +135,10 @@ def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
     from lightning_3d.config import choose_precision
     from lightning_3d.layout import Layout
     from lightning_3d.layout_rules import check_sizes
-    from lightning_3d.model_spec import ModelSpec
+    from lightning_3d.model_families import read_spec
     from lightning_3d.planner.architecture import Architecture
 
-    model = Architecture.from_spec(ModelSpec.from_config(run.model["config"]))
+    model = Architecture.from_spec(read_spec(run.model["config"]))
     seq, rows = run.data.get("sequence_length"), run.parallelism.micro_batch_size or 1
     check_sizes(**{"data.sequence_length": seq, "parallelism.micro_batch_size": rows})
     if seq is None:

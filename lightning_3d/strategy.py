@@ -33,7 +33,7 @@ from lightning_3d.blocks import Compilation
 from lightning_3d.callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
 from lightning_3d.checkpoint.outcome import NotSaved
-from lightning_3d.data_order import require_equal_orders
+from lightning_3d.data_order import require_equal_orders, reset_unequal_generators, sampler_maker
 from lightning_3d.errors import ConfigError, LayoutError, NonFiniteError
 from lightning_3d.expert_options import ExpertOptions
 from lightning_3d.failures import FailureReporter, show_refusals_plainly
@@ -279,12 +279,15 @@ class Lightning3DStrategy(TrainerCheckpoints):
         assert self.layout is not None
         self._failed, self._terminated, self._batches_of_step = False, False, 0
         self.guard.begin()
-        connect_process_group(self, self._timeout)
+        reset_unequal_generators(connect_process_group(self, self._timeout), self.root_device)
         if self.lightning_module is not None:
             (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(self.lightning_module.trainer)
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size)
-            self._failures.watch(getattr(self._launcher, "children", None))
+            children = getattr(self._launcher, "children", None)
+            if children is not None:
+                children.reporter = self._failures
+            self._failures.watch()
         if self.mesh is None:
             earlier = Partition.of(self.lightning_module) if self.lightning_module is not None else None
             if earlier is not None and earlier.suits(self.layout, self.schedule):
@@ -322,7 +325,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_unsupported(trainer)
-        keep_sample_order(trainer, lambda: next(self._resumed_orders, None))
+        keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None)))
         self._build()
         if fitting:
             self.setup_optimizers(trainer)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_3d.adapters import is_adapter
 from lightning_3d.errors import CheckpointError
 from lightning_3d.peft_compat import describe_adapters
-from lightning_3d.pretrained_values import Tiling
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -41,13 +40,14 @@ class Made:
 
     Attributes:
         pattern: that the name of this stored tensor has. patterns: of all that are needed, in order.
-        operations: in words. tiling: what they come to; None for anything but tensors that are put side by side.
+        operations: in words.
+        tiling: (stacked, dim), the arguments of `weights.stored.Tiling`; None for anything but tensors that are put side by side.
     """
 
     pattern: str
     patterns: tuple[str, ...]
     operations: str
-    tiling: Tiling | None
+    tiling: tuple[bool, int | None] | None
 
 
 def renamed(model: Any, stored: Iterable[str], names: Collection[str]) -> dict[str, tuple[str, Made | None]]:
@@ -81,7 +81,7 @@ def _made(converter: Any, pattern: str) -> Made:
     words = ", ".join(type(step).__name__ for step in converter.operations)
     stack, join = steps.pop("MergeModulelist", None), steps.pop("Concatenate", None)
     simple = not steps and len(converter.target_patterns) == 1 and (stack is None or stack.dim == 0)
-    tiling = Tiling(stack is not None, None if join is None else join.dim) if simple else None
+    tiling = (stack is not None, None if join is None else join.dim) if simple else None
     return Made(pattern, tuple(converter.source_patterns), words, tiling)
 
 

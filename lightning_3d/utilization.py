@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_3d.layout import Layout
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import read_spec
 
 _RATES = {"bf16": ("bf16",), "bf16_mixed": ("bf16",), "fp8": ("fp8",), "fp32": ("tf32", "fp32")}
 """Of each precision the keys of `cluster.peak_flops` that tell its rate, the first that is known."""
@@ -25,7 +25,7 @@ def full_speed(config: Mapping[str, Any]) -> float | None:
         return None
     known = config["cluster"].get("peak_flops") or {}
     rate = next((known[name] for name in _RATES.get(config["precision"]["name"], ()) if known.get(name)), None)
-    spec = ModelSpec.from_config(config["model"]["config"])
+    spec = read_spec(config["model"]["config"])
     if rate is None or spec.shapes is None:
         return None
     layout = Layout.parse(config["parallelism"]["layout"])

@@ -121,7 +121,7 @@ def test_predicted_memory_of_one_gpu() -> None:
     parameters = 2 * 128256 * 4096 + 4096 + layers * layer
     activations = 8192 * (layers * (20 * 4096 + 8 * 14336 + 4 * 1024) + 16 * 128256)
     fits = gpu_single.with_layers(settings, layers)
-    predicted = gpu_single.predicted_bytes(gpu_single.ModelSpec.from_config(fits.config), fits)
+    predicted = gpu_single.predicted_bytes(gpu_single.read_spec(fits.config), fits)
     assert predicted == 20 * parameters + activations
     assert predicted <= 0.92 * 140 * gib < predicted + 20 * layer + 8192 * (20 * 4096 + 8 * 14336 + 4 * 1024)
     assert gpu_single.layers_that_should_fit(settings, 10**15) == 32

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_3d.config_files import conf_folder
 from lightning_3d.errors import ConfigError
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import read_spec
 from lightning_3d.training.module import transformers_config
 
 FILES = sorted(file for file in (conf_folder() / "model").glob("*.yaml") if file.stem != "pretrained")
@@ -82,7 +82,7 @@ def test_the_published_models_are_there() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_parameters_equal_transformers_and_the_published_count(path: Any) -> None:
     entry = read(path)
-    spec = ModelSpec.from_config(entry["config"])
+    spec = read_spec(entry["config"])
     model = on_meta(entry["config"])
     assert entry["name"] == path.stem
     assert spec.shapes == shapes_of(model)
@@ -95,7 +95,7 @@ def test_parameters_equal_transformers_and_the_published_count(path: Any) -> Non
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_sizes_equal_those_of_transformers(path: Any) -> None:
     fields = read(path)["config"]
-    spec, config = ModelSpec.from_config(fields), transformers_config(fields)
+    spec, config = read_spec(fields), transformers_config(fields)
     assert (spec.hidden, spec.layers, spec.heads) == (
         config.hidden_size,
         config.num_hidden_layers,
@@ -136,7 +136,7 @@ def test_transformers_knows_every_field(path: Any) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"])
 def test_fields_that_are_left_out_take_the_defaults_of_transformers(model_type: str) -> None:
     sizes = {**TINY_LLAMA, "model_type": model_type, "num_attention_heads": 32, "hidden_size": 64}
-    spec, config = ModelSpec.from_config(sizes), transformers_config({**sizes, "pad_token_id": None})
+    spec, config = read_spec(sizes), transformers_config({**sizes, "pad_token_id": None})
     model = on_meta({**sizes, "pad_token_id": None})
     assert spec.shapes == shapes_of(model)
     assert spec.max_positions == config.max_position_embeddings
@@ -158,7 +158,7 @@ def test_fields_that_are_left_out_take_the_defaults_of_transformers(model_type: 
 )
 def test_options_change_shapes_as_in_transformers(changes: dict[str, Any]) -> None:
     fields = {**TINY_LLAMA, **changes}
-    assert ModelSpec.from_config(fields).shapes == shapes_of(on_meta(fields))
+    assert read_spec(fields).shapes == shapes_of(on_meta(fields))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -171,13 +171,13 @@ def test_flops_equal_those_that_torch_counts(tied: bool) -> None:
     forward = counter.get_total_flops()
     # Some releases of Transformers make the rotary angles by a matrix product, head_dim / 2 x 1 x seq.
     rotary = 2 * (4 // 2) * seq
-    assert 0 <= 3 * forward - ModelSpec.from_config(fields).flops_per_token(seq) * seq <= 3 * rotary
+    assert 0 <= 3 * forward - read_spec(fields).flops_per_token(seq) * seq <= 3 * rotary
 
 
 def test_windows_bound_attention_flops() -> None:
     fields = {**TINY_LLAMA, "model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 8}
-    spec = ModelSpec.from_config(fields)
-    without = ModelSpec.from_config({**TINY_LLAMA, "model_type": "llama"})
+    spec = read_spec(fields)
+    without = read_spec({**TINY_LLAMA, "model_type": "llama"})
     assert spec.windows == (8, 8)
     assert without.flops_per_token(32) - spec.flops_per_token(32) == 12 * 2 * 16 * (32 - 8)
 
@@ -190,11 +190,11 @@ def test_qwen_windows_begin_at_a_layer() -> None:
         "sliding_window": 8,
         "max_window_layers": 1,
     }
-    assert ModelSpec.from_config(fields).windows == (None, 8)
+    assert read_spec(fields).windows == (None, 8)
 
 
 def test_an_unknown_family_still_gives_its_sizes() -> None:
-    spec = ModelSpec.from_config(
+    spec = read_spec(
         {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 100}
     )
     assert (spec.hidden, spec.layers, spec.heads, spec.kv_heads) == (48, 3, 4, 4)
@@ -206,7 +206,7 @@ def test_an_unknown_family_still_gives_its_sizes() -> None:
 
 def test_experts_are_seen() -> None:
     fields = {**TINY_LLAMA, "model_type": "jamba", "num_experts": 8, "num_experts_per_tok": 2}
-    spec = ModelSpec.from_config(fields)
+    spec = read_spec(fields)
     assert (spec.experts, spec.top_k, spec.parameters) == (8, 2, None)
 
 
@@ -220,7 +220,7 @@ def test_flops_of_a_mixture_equal_those_that_torch_counts(name: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, seq, dtype=torch.long))
-    spec = ModelSpec.from_config(fields)
+    spec = read_spec(fields)
     assert 3 * counter.get_total_flops() / seq == pytest.approx(spec.flops_per_token(seq), rel=1e-3)
 
 
@@ -237,7 +237,7 @@ def test_flops_of_a_mixture_equal_those_that_torch_counts(name: str) -> None:
 )
 def test_impossible_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelSpec.from_config({**TINY_LLAMA, **changes})
+        read_spec({**TINY_LLAMA, **changes})
 
 
 def test_an_unknown_model_type_is_refused() -> None:

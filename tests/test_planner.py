@@ -14,6 +14,7 @@ from command_line import REPOSITORY
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.model_families import read_spec
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.planner import constants
 from lightning_3d.planner.accuracy import compare, contradictions, evaluate, quantile
@@ -32,7 +33,7 @@ MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml")
 
 
 def spec(name: str) -> ModelSpec:
-    return ModelSpec.from_config(yaml.safe_load((REPOSITORY / f"conf/model/{name}.yaml").read_text())["config"])
+    return read_spec(yaml.safe_load((REPOSITORY / f"conf/model/{name}.yaml").read_text())["config"])
 
 
 def machine(gpus: int = 64, gpu: str = "H100-80GB") -> Machine:

@@ -13,7 +13,7 @@ from command_line import REPOSITORY, Result, run_commands
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import read_spec
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.job import Job
@@ -108,7 +108,7 @@ def test_a_profile_gives_back_the_rates_that_it_was_made_with(folder: Path) -> N
 
 def test_a_plan_with_slower_products_is_slower(folder: Path) -> None:
     config = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
-    job = Job(Architecture.from_spec(ModelSpec.from_config(config)), Layout(), 4096, 64, 1)
+    job = Job(Architecture.from_spec(read_spec(config)), Layout(), 4096, 64, 1)
     (folder / "slow.json").write_text(json.dumps(made(lambda one: 2.0 if one["kind"] in ("matmul", "model") else 1.0)))
     times = []
     for name in ("h100.json", "slow.json"):

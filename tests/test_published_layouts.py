@@ -11,6 +11,7 @@ from test_recipes import ON_GPUS, recipe
 from lightning_3d.config import RunConfig, check_keys, plan_run
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
+from lightning_3d.model_families import read_spec
 from lightning_3d.model_spec import ModelSpec
 
 PUBLISHED = {
@@ -67,7 +68,7 @@ def check_refusal(message: str, spec: ModelSpec, layout: Layout) -> None:
 @pytest.mark.parametrize("model", [name for name in options("model") if name != "pretrained"])
 def test_every_model_on_every_published_layout(model: str, keys_are_checked: None) -> None:
     run: Any = check_keys(composed(f"model={model}", "cluster=h100_1x8", "trainer.dry=true"))
-    spec = ModelSpec.from_config(run.model["config"])
+    spec = read_spec(run.model["config"])
     refused = set()
     for layout in map(Layout.parse, LAYOUTS):
         suit(run, layout)

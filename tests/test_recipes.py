@@ -15,6 +15,7 @@ from lightning_3d.config import RunPlan, check_keys, plan_run
 from lightning_3d.config_files import conf_folder, recipes_folder
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
+from lightning_3d.model_families import read_spec
 from lightning_3d.model_spec import ModelSpec
 from lightning_3d.prediction import Advice
 from lightning_3d.schedules import find_schedule, predicted_bubble
@@ -160,7 +161,7 @@ def mlp_width(spec: ModelSpec) -> int:
 
 def predicted_bytes(config: DictConfig, plan: RunPlan) -> tuple[float, float]:
     """(state, activations) of the fullest rank."""
-    spec = ModelSpec.from_config(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
+    spec = read_spec(OmegaConf.to_container(config.model.config))  # type: ignore[arg-type]
     tokens = plan.micro_batch_size * config.data.sequence_length // plan.layout.cp
     (parameters, experts), rank = stage_parameters(spec, plan.layout), config.model.lora.r
     trained = parameters if rank is None else rank * sum(sum(shape) for shape in (spec.shapes or {}).values() if len(shape) == 2)

@@ -22,7 +22,7 @@ from lightning_3d.containers import rows_of
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.layout_rules import check_model
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.model_families import read_spec
 from lightning_3d.pipeline.transport import Transport
 from lightning_3d.tensor_parallel import collectives, cuts
 from lightning_3d.tensor_parallel.collectives import _Copy
@@ -64,7 +64,7 @@ def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> 
     big = Layout.parse(layout)
     folded, _ = fold(big)
     small = shrink_model(config, big, folded)
-    spec, before = ModelSpec.from_config(small), ModelSpec.from_config(config)
+    spec, before = read_spec(small), read_spec(config)
     check_model(
         folded,
         heads=spec.heads,

@@ -42,7 +42,7 @@ _RATES = {
     "h200": (141.0e9, 4.8e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
     "b200": (180.0e9, 8.0e12, 2250.0e12, 4500.0e12, 1125.0e12, 900.0e9, 50.0e9),
 }
-_LINK_LATENCY, _NETWORK_LATENCY = 0.6e-6, 2.7e-6
+LINK_LATENCY, NETWORK_LATENCY = 0.6e-6, 2.7e-6
 """NCCL 2.30, src/graph/tuning.cc, hwLatencies."""
 
 
@@ -61,13 +61,13 @@ def published_machine(gpu: str, gpus: int, remark: str = "") -> Machine | None:
     slower = min(1.0, float(watts[1]) / 700.0) if watts and kind.startswith("h100") else 1.0
     peak, peak8, peak32 = peak * slower, peak8 * slower, peak32 * slower
     nodes = max(1, -(-gpus // 8))
-    latencies = _LINK_LATENCY, _NETWORK_LATENCY
+    latencies = LINK_LATENCY, NETWORK_LATENCY
     return Machine(kind, nodes, 8, memory, bandwidth, peak, peak8, peak32, link, network, *latencies, efficiency_of(kind))
 
 
 _MEGATRON_ORDER = ("tp", "cp", "dp", "pp")
 
-_EAGER = Stack(
+EAGER = Stack(
     traffic=2.4,  # [fit]
     logit_traffic=14.3,  # [fit]
     optimizer_traffic=90.0,  # [fit]
@@ -78,7 +78,7 @@ _EAGER = Stack(
 """Eager blocks, as nanotron's runs show them."""
 
 OURS = replace(
-    _EAGER,
+    EAGER,
     name="ours",
     # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in
     # float32 and its normalized copy, the MLP its gate before and after the activation
@@ -93,7 +93,7 @@ OURS = replace(
 """This package, without torch.compile."""
 
 NANOTRON = replace(
-    _EAGER,
+    EAGER,
     name="nanotron",
     order=_MEGATRON_ORDER,  # parallel/context.py
     split="filled",  # models/base.py: blocks are given out by cumulated cost

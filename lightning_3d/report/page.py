@@ -22,7 +22,7 @@ def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from lightning_3d import __version__
+    from lightning_3d.version import __version__
 
     environment = Environment(
         loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -110,7 +110,7 @@ def _file_around(kind: type) -> str:
 
 
 def _own_version() -> str:
-    from lightning_3d import __version__
+    from lightning_3d.version import __version__
 
     return __version__
 

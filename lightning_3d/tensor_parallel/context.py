@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from lightning_3d.sequence import SequenceShards
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_3d.randomness import RandomState
-    from lightning_3d.tensor_parallel.sequence import Gathered
+
+
+class GatheredInput(Protocol):
+    """The input of a region that was gathered from the parts of the sequence, see `sequence.Gathered`."""
+
+    whole: Tensor
+
+    def multiply(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of the whole input, which keeps only this rank's part for the backward."""
 
 
 @dataclass
@@ -32,7 +42,7 @@ class TensorParallel:
     rank: int
     random: RandomState | None = None
     sequence: SequenceShards = field(default_factory=SequenceShards)
-    gathered: Gathered | None = None
+    gathered: GatheredInput | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """A copied model (weight averaging) talks to the same ranks."""

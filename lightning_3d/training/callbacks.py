@@ -39,7 +39,7 @@ TOKENS_SEEN = "step/tokens_seen"
 """What loggers get it as, with all else of the same step."""
 
 
-def _val_loss(trainer: Trainer) -> float | None:
+def last_val_loss(trainer: Trainer) -> float | None:
     value = trainer.callback_metrics.get("val_loss")
     return None if value is None else float(value)
 
@@ -126,7 +126,7 @@ class MetricsCSV(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        value = _val_loss(trainer)
+        value = last_val_loss(trainer)
         if self._file is None or trainer.sanity_checking or value is None or not self._row:
             return
         self._row["val_loss"] = f"{value:.9g}"
@@ -271,7 +271,7 @@ class ProgressBar(LightningProgressBar):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        value = _val_loss(trainer)
+        value = last_val_loss(trainer)
         if self._enabled and not trainer.sanity_checking and value is not None:
             self.print(f"step {trainer.global_step}: validation loss {value:.4f}")
 
@@ -437,7 +437,7 @@ def _describe_checkpoint(trainer: Trainer) -> str:
 
 def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:
     """The held-out loss beside what models of frequencies alone would reach."""
-    value = _val_loss(trainer)
+    value = last_val_loss(trainer)
     if value is None:
         return []
     rows = [("validation loss", f"{value:.4f} nats/{unit}")]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 # Arguments of each, besides lr, weight_decay, no_decay and scheduler.
-_OPTIMIZERS: dict[str, tuple[str, ...]] = {
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),
     "cpu_adamw": ("betas", "eps", "fused"),
     "sgd": ("momentum", "nesterov"),
@@ -32,9 +32,9 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         ConfigError: an unknown name or key, or a number out of range.
     """
     name = config.get("name")
-    if name not in _OPTIMIZERS:
-        raise ConfigError(f"optimizer.name is {name!r}; it must be {listed(_OPTIMIZERS, last='or')}.")
-    _check_keys("optimizer", config, (*_COMMON, *_OPTIMIZERS[name]))
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer.name is {name!r}; it must be {listed(OPTIMIZERS, last='or')}.")
+    _check_keys("optimizer", config, (*_COMMON, *OPTIMIZERS[name]))
     _require("optimizer.lr", config.get("lr"), lambda x: x > 0, "more than 0, for example 3e-4")
     for key in ("weight_decay", "eps", "momentum"):
         if config.get(key) is not None:
@@ -131,7 +131,7 @@ def make_optimizer(
         kept = [p for name, p in parameters.items() if name in undecayed]
         groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-    options = {key: config[key] for key in _OPTIMIZERS[config["name"]] if config.get(key) is not None}
+    options = {key: config[key] for key in OPTIMIZERS[config["name"]] if config.get(key) is not None}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     if config["name"] == "cpu_adamw":
