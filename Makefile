@@ -31,6 +31,7 @@ test-faults: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python docs/reference.py

@@ -30,8 +30,8 @@ import yaml
 from gpu_single_worker import CONTENDERS, OUT_OF_MEMORY, Settings
 from measure import machine, median_ratio, median_step
 
-from lightning_3d.model_families import read_spec
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.models.families import read_spec
+from lightning_3d.models.spec import ModelSpec
 
 REPOSITORY = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("gpu_single_worker.py")

@@ -62,7 +62,7 @@ def _measure(rank: int, parameters: int, port: int) -> tuple[float, float]:
     import torch
     import torch.distributed as dist
 
-    from lightning_3d.torch_compat import all_gather_flat
+    from lightning_3d.parallel.collectives import all_gather_flat
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -122,8 +122,8 @@ def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bo
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_3d.layout import Layout
+    from lightning_3d.parallel.zero import DataParallelBackend
     from lightning_3d.strategy import Lightning3DStrategy
-    from lightning_3d.zero import DataParallelBackend
 
     if not overlap:
         scope = DataParallelBackend.gradient_scope

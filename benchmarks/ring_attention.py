@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from measure import machine
 
-from lightning_3d.context_parallel import kernels
-from lightning_3d.context_parallel.attention import KINDS
-from lightning_3d.context_parallel.context import ContextParallel
-from lightning_3d.context_parallel.kernels import Scores
-from lightning_3d.context_parallel.masks import Mask
+from lightning_3d.parallel.context import kernels
+from lightning_3d.parallel.context.attention import KINDS
+from lightning_3d.parallel.context.group import ContextParallel
+from lightning_3d.parallel.context.kernels import Scores
+from lightning_3d.parallel.context.masks import Mask
 
 
 @dataclass(frozen=True)

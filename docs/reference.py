@@ -3,7 +3,7 @@
     python docs/reference.py
 
 rewrites each part of a page that stands between `<!-- generated: NAME -->` and `<!-- end -->`. Types are those of the structured
-configurations (`lightning_3d.config.RunConfig` and what is in it, the options of launchers) and of the data modules, defaults are those
+configurations (`lightning_3d.config.run_config` and the options of launchers) and of the data modules, defaults are those
 of the files in `conf/`, and meanings are the comments beside the keys there, or the `Attributes:` of a dataclass.
 """
 
@@ -24,12 +24,12 @@ DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from lightning_3d.cluster import ClusterConfig  # noqa: E402
-from lightning_3d.config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig  # noqa: E402
-from lightning_3d.config_files import conf_folder, recipes_folder  # noqa: E402
-from lightning_3d.launchers import KINDS  # noqa: E402
-from lightning_3d.lora_options import LoraOptions  # noqa: E402
-from lightning_3d.plan_options import PlanOptions  # noqa: E402
+from lightning_3d.cli.launch import KINDS  # noqa: E402
+from lightning_3d.config.cluster import ClusterConfig  # noqa: E402
+from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
+from lightning_3d.config.options.lora import LoraOptions  # noqa: E402
+from lightning_3d.config.options.plan import PlanOptions  # noqa: E402
+from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig  # noqa: E402
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 Row = tuple[str, str, str, str]

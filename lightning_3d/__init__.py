@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
-    from lightning_3d.initialization import initialize
-    from lightning_3d.layout import Layout
-    from lightning_3d.periodic_checkpoint import PeriodicCheckpoint
-    from lightning_3d.planned import planned
-    from lightning_3d.pretrained import load_pretrained
-    from lightning_3d.strategy import Lightning3DStrategy
+    from lightning_3d.layout.layout import Layout
+    from lightning_3d.planner.api import planned
+    from lightning_3d.strategy.strategy import Lightning3DStrategy
+    from lightning_3d.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
     from lightning_3d.verification.compare import verify
+    from lightning_3d.weights.initialize import initialize
+    from lightning_3d.weights.pretrained import load_pretrained
 
 __all__ = ["Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "initialize", "load_pretrained", "planned", "verify"]
 
 _HOMES = {
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
-    "PeriodicCheckpoint": "lightning_3d.periodic_checkpoint",
-    "initialize": "lightning_3d.initialization",
-    "load_pretrained": "lightning_3d.pretrained",
-    "planned": "lightning_3d.planned",
+    "PeriodicCheckpoint": "lightning_3d.training.callbacks.periodic_checkpoint",
+    "initialize": "lightning_3d.weights.initialize",
+    "load_pretrained": "lightning_3d.weights.pretrained",
+    "planned": "lightning_3d.planner.api",
     "verify": "lightning_3d.verification.compare",
 }
 

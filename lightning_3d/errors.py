@@ -61,3 +61,18 @@ def listed(values: Iterable[object], *, last: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+class StorageError(CheckpointError):
+    """The disk did not take or give what it should: full, read-only, failing, gone."""
+
+
+class StorageHangs(CheckpointError):
+    """The disk does not answer: nothing can be said of what was written. No mistake of the user's."""
+
+    exit_code = 1
+
+
+def reason(error: BaseException) -> str:
+    """An error in a sentence about something larger. The text of an `OSError` names the file, its repr does not."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ A tiny model of each family trains 4 steps of AdamW on CPU ranks, in an ordinary
 gradient norms and final weights are compared with those of the same model in a loop of Transformers and PyTorch alone. A difference
 that may be rounding is measured again in float64; with ZeRO, which has none, with a larger epsilon of Adam. A cell is
 
-    exact          equal within the tolerances of tests/parity.py, or 3 x what another order of the sums changes on one process
+    exact          equal within the tolerances of tests/support/parity.py, or 3 x what another order of the sums changes on one process
     refused        the strategy raised one of its own errors on every rank
     WRONG          something else was computed
     crash, hang    any other error; no end within --timeout seconds
@@ -56,8 +56,8 @@ from family_training import (
 )
 from ranks import RankPool, RankTimeout
 
-from lightning_3d.self_check.mode import MODES
-from lightning_3d.self_check.remembered import VERIFIED, family_of, versions
+from lightning_3d.config.options.self_check import MODES
+from lightning_3d.strategy.self_check.remembered import VERIFIED, family_of, versions
 
 LAYOUTS = ("tp2", "pp2", "zero3", "ep2_dp2", "cp2")
 KINDS = (EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE)

@@ -1,106 +1,15 @@
 """`hydra/launcher=lightning_3d`: each job of `-m` is a fresh process on this machine.
 
-A launcher is a thin shell around `lightning_3d.sweep`: Hydra's overrides become jobs, outcomes become what sweepers read.
+A launcher is a thin shell around `lightning_3d.runs.sweep`: Hydra's overrides become jobs, outcomes become what sweepers read.
 Another way to start jobs is another engine: derive from `SweepLauncher`, and give the class a file in `conf/hydra/launcher`.
 """
 
 from __future__ import annotations
 
-import sys
-from abc import abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-
-from lightning_3d.composed import check
-from lightning_3d.config import RunPlan
-from lightning_3d.run_status import FINISHED
-from lightning_3d.sweep.compose import JobFailed, compose_job, swept_overrides, task_config
-from lightning_3d.sweep.engine import Engine, Interrupted, LocalEngine, interruptible
-from lightning_3d.sweep.folder import SweepFolder
-from lightning_3d.sweep.results import CHECKED, Outcome, check_metric
-from lightning_3d.sweep.sweep import Sweep
-
-
-class SweepLauncher(Launcher):
-    """What all launchers of this package share; they differ in the engine.
-
-    Args:
-        metric: the number that a job returns to the sweeper, or several; None is the final validation loss, or the training
-            loss where there is no validation.
-    """
-
-    def __init__(self, metric: Any = None) -> None:
-        self._single = isinstance(metric, str) or not isinstance(metric, Sequence)
-        self._metrics = [metric] if self._single else list(metric)
-
-    @abstractmethod
-    def engine(self) -> Engine:
-        """How jobs are started."""
-
-    def check(self, config: DictConfig) -> RunPlan:
-        """What a job's configuration would be where the engine runs it. Raises Lightning3DError where it cannot run."""
-        return check(config, None)
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take the sweep's folder, before Hydra writes into it."""
-        given = any(line.startswith("hydra.sweep.dir=") for line in config.hydra.overrides.hydra)
-        for name in self._metrics:
-            if name is not None:
-                check_metric(name)
-        engine, keys = self.engine(), swept_overrides(hydra_context, config)
-        folder = SweepFolder.take(Path(str(config.hydra.sweep.dir)), numbered=not given)
-        with read_write(config), open_dict(config):
-            config.hydra.sweep.dir = str(folder.path)
-        self._sweep = Sweep(folder, engine, keys=keys)
-        # train.py's job is told of its sweep, for the exit code; the function of another app is run as its own script.
-        self._ours = hasattr(task_function, "begin_sweep")
-        if self._ours:
-            task_function.begin_sweep(self._sweep)  # type: ignore[attr-defined]
-        self._context, self._config, self._task = hydra_context, config, task_function
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run a batch of jobs: all are composed and checked before the first starts."""
-        run = self.check if self._ours else (sys.executable, str(Path(sys.argv[0]).absolute()))
-        folder = self._sweep.folder.path
-        try:
-            with interruptible():
-                composed = [
-                    compose_job(self._context, self._config, overrides, number, folder, run)
-                    for number, overrides in enumerate(job_overrides, initial_job_idx)
-                ]
-                outcomes = self._sweep.run([entry for entry, _ in composed])
-        except Interrupted as end:
-            self._sweep.close()
-            sys.exit(end.exit_code)
-        if not self._ours:  # train.py shows the table when the sweeper has no more batches
-            self._sweep.show_table()
-        return [self._returned(outcome, config) for outcome, (_, config) in zip(outcomes, composed, strict=True)]
-
-    def _returned(self, outcome: Outcome, config: DictConfig | None) -> JobReturn:
-        """What the sweeper reads of a job."""
-        returned = JobReturn(overrides=list(outcome.overrides), working_dir=str(outcome.folder or ""))
-        returned.task_name = self._config.hydra.job.name
-        if config is not None:
-            returned.cfg, returned.hydra_cfg = task_config(config), OmegaConf.masked_copy(config, ["hydra"])
-        values = [outcome.objective(metric) for metric in self._metrics]
-        if outcome.status in (FINISHED, CHECKED):
-            returned.status = JobStatus.COMPLETED
-            returned.return_value = values[0] if self._single else values
-        elif self._ours and str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper"):
-            returned.status = JobStatus.COMPLETED  # reading a failure would end the sweep; the exit code tells
-            returned.return_value = None
-        else:
-            returned.status = JobStatus.FAILED
-            returned.return_value = JobFailed(f"job {outcome.number} {outcome.status}: {outcome.reason}")
-        if config is not None:
-            self._context.callbacks.on_job_end(config=config, job_return=returned)
-        return returned
+from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
+from lightning_3d.runs.sweep.local_engine import Engine, LocalEngine
 
 
 class Lightning3DLauncher(SweepLauncher):

@@ -7,12 +7,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydra_plugins.lightning_3d_launcher.launcher import SweepLauncher
-from lightning_3d.config import RunPlan, explain_value
+from lightning_3d.config.plan_run import RunPlan, explain_value
 from lightning_3d.errors import ConfigError
 from lightning_3d.launchers.target import check_for_nodes
-from lightning_3d.sweep.engine import Engine
-from lightning_3d.sweep.slurm import SlurmEngine, SlurmResources
+from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
+from lightning_3d.runs.sweep.local_engine import Engine
+from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
 
 
 class Lightning3DSlurmLauncher(SweepLauncher):

@@ -26,14 +26,10 @@ from lightning_3d.checkpoint.parameter_groups import (
     take_groups,
 )
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.checkpoint.state import (
-    MODEL,
-    LocalState,
-    OptimizerOwner,
-)
+from lightning_3d.checkpoint.state import MODEL, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointStore
 from lightning_3d.errors import CheckpointError
-from lightning_3d.remote_path import place
+from lightning_3d.storage.remote_path import place
 
 __all__ = [
     "BATCHES",

@@ -29,11 +29,11 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
-from lightning_3d.checkpoint import remote
-from lightning_3d.checkpoint.agreement import StorageError, reason
+from lightning_3d.checkpoint import remote_folder as remote
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
-from lightning_3d.checkpoint.plain import Packer, unpack
-from lightning_3d.checkpoint_names import (
+from lightning_3d.checkpoint.json_state import Packer, unpack
+from lightning_3d.errors import CheckpointError, StorageError, did_you_mean, listed, reason
+from lightning_3d.storage.checkpoint_names import (
     MANIFEST,
     REMOVED,
     REPLACED,
@@ -45,8 +45,7 @@ from lightning_3d.checkpoint_names import (
     recover,
     recover_all,
 )
-from lightning_3d.errors import CheckpointError, did_you_mean, listed
-from lightning_3d.remote_path import Place, RemotePath
+from lightning_3d.storage.remote_path import Place, RemotePath
 
 TRAINER, TRAINER_TENSORS = "trainer.json", "trainer.safetensors"
 FORMAT, VERSION = "lightning_3d", 1

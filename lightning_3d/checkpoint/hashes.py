@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_3d.checkpoint.agreement import StorageError, reason
-from lightning_3d.remote_path import Place, RemotePath, Upload
+from lightning_3d.errors import StorageError, reason
+from lightning_3d.storage.remote_path import Place, RemotePath, Upload
 
 _READ_BYTES = 32 * 2**20
 """Of a remote file at a time."""

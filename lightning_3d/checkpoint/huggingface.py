@@ -19,10 +19,10 @@ from lightning_3d.checkpoint.peft import MergedFolder, write_adapters
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
 from lightning_3d.checkpoint.state import MODEL
+from lightning_3d.compat.peft import inject
+from lightning_3d.compat.transformers import build_on_meta, keeps_float32, stored_form
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
-from lightning_3d.peft_compat import inject
-from lightning_3d.remote_path import Place
-from lightning_3d.transformers_compat import build_on_meta, keeps_float32, stored_form
+from lightning_3d.storage.remote_path import Place
 
 MODELS = "transformers"
 """Where in the manifest the models of Transformers are described, by their names in the user's module."""

@@ -11,7 +11,7 @@ from lightning_3d.checkpoint.huggingface import MODELS
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import CURRENT, MODEL, OPTIMIZER
 from lightning_3d.errors import listed
-from lightning_3d.remote_path import Place
+from lightning_3d.storage.remote_path import Place
 
 
 def in_bytes(nbytes: float) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.checkpoint.agreement import on_rank_zero
-from lightning_3d.checkpoint_names import checkpoints_in, steps_of
+from lightning_3d.checkpoint.rank_agreement import on_rank_zero
 from lightning_3d.errors import CheckpointError
-from lightning_3d.remote_path import Place
+from lightning_3d.storage.checkpoint_names import checkpoints_in, steps_of
+from lightning_3d.storage.remote_path import Place
 
 
 class NotSaved(CheckpointError):

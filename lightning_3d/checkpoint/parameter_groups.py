@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import CheckpointError, listed
-from lightning_3d.mesh import Mesh
+from lightning_3d.parallel.mesh import Mesh
 
 Names = list[list[str]]
 """Of each parameter group the names of its parameters."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
+from lightning_3d.compat.peft import WEIGHTS, adapter_form, merged, merging_layers, stored_names, write_config
 from lightning_3d.errors import CheckpointError, ConfigError, listed
-from lightning_3d.peft_compat import WEIGHTS, adapter_form, merged, merging_layers, stored_names, write_config
 
 
 def write_adapters(

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_3d.checkpoint import archive
-from lightning_3d.checkpoint.agreement import reason
+from lightning_3d.checkpoint import torch_archive as archive
 from lightning_3d.checkpoint.slices import Slices, overlap, whole
 from lightning_3d.checkpoint.writing import METADATA_FILE, Notes
-from lightning_3d.errors import CheckpointError
-from lightning_3d.lightning_compat import read_dcp_metadata
-from lightning_3d.remote_path import Place
+from lightning_3d.compat.torch_checkpoint import read_dcp_metadata
+from lightning_3d.errors import CheckpointError, reason
+from lightning_3d.storage.remote_path import Place
 
 _BLOCK_BYTES = 64 * 2**20
 """At most so much of a slice is in memory beside the tensor that it is read for."""

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from lightning_3d.sharding import Box, ShardSpec
+from lightning_3d.parallel.sharding import Box, ShardSpec
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.agreement import on_rank_zero
+from lightning_3d.checkpoint.rank_agreement import on_rank_zero
 from lightning_3d.checkpoint.state import MASTER, OptimizerOwner
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import Mesh
-from lightning_3d.remote_path import place
-from lightning_3d.sharding import ShardSpec
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.storage.remote_path import place
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.generators import GENERATORS, read_generators, set_generators
 from lightning_3d.checkpoint.reading import TensorFolder
+from lightning_3d.checkpoint.rng_state import GENERATORS, read_generators, set_generators
 from lightning_3d.checkpoint.slices import Slices, flat_range, shard, whole
 from lightning_3d.errors import CheckpointError
-from lightning_3d.mesh import Mesh
-from lightning_3d.sharding import OptimizerShard, ShardSpec
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
 CURRENT = "current_model."
@@ -35,7 +35,7 @@ SHOWN = 10
 
 
 class OptimizerOwner(Protocol):
-    """The data-parallel backend, as far as checkpoints know it: see `lightning_3d.zero.DataParallelBackend`."""
+    """The data-parallel backend, as far as checkpoints know it: see `lightning_3d.parallel.zero.DataParallelBackend`."""
 
     def weight_shards(self) -> list[OptimizerShard]: ...
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]: ...

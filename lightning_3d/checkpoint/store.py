@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint import folder
-from lightning_3d.checkpoint.agreement import StorageError, StorageHangs, on_rank_zero, reason, through_rank_zero
-from lightning_3d.checkpoint.background import BackgroundSave, in_time
+from lightning_3d.checkpoint.background_save import BackgroundSave, in_time
 from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
-from lightning_3d.checkpoint.lock import FolderLock, Lease, hold
 from lightning_3d.checkpoint.outcome import SaveOutcome
-from lightning_3d.checkpoint.remote import remove_remains
+from lightning_3d.checkpoint.rank_agreement import on_rank_zero, through_rank_zero
+from lightning_3d.checkpoint.remote_folder import remove_remains
 from lightning_3d.checkpoint.slices import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
-from lightning_3d.checkpoint_names import MANIFEST, checkpoints_in
-from lightning_3d.errors import CheckpointError
-from lightning_3d.remote_path import Place, RemotePath, place
+from lightning_3d.errors import CheckpointError, StorageError, StorageHangs, reason
+from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in
+from lightning_3d.storage.lock import FolderLock, Lease, hold
+from lightning_3d.storage.remote_path import Place, RemotePath, place
 
 PATH = "lightning_3d_path"
 """Where in Lightning's checkpoint dict the folder stands from which its tensors are to be read."""

@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_3d.checkpoint import archive, staging
-from lightning_3d.checkpoint.agreement import StorageError, reason, through_rank_zero
+from lightning_3d.checkpoint import host_buffers as staging
+from lightning_3d.checkpoint import torch_archive as archive
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
+from lightning_3d.checkpoint.rank_agreement import through_rank_zero
 from lightning_3d.checkpoint.slices import Slices
-from lightning_3d.errors import CheckpointError, listed
-from lightning_3d.lightning_compat import dcp_metadata, dcp_place
-from lightning_3d.remote_path import Place
+from lightning_3d.compat.torch_checkpoint import dcp_metadata, dcp_place
+from lightning_3d.errors import CheckpointError, StorageError, listed, reason
+from lightning_3d.storage.remote_path import Place
 
 METADATA_FILE = ".metadata"
 Notes = dict[str, dict[str, str]]

@@ -23,19 +23,19 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.dryrun.measured import Measured, RankReport
+from lightning_3d.dryrun.rank_report import Measured, RankReport
 from lightning_3d.dryrun.shapes import ShapeMeter, Told, alone
-from lightning_3d.expert_parallel.dispatch import DispatchedExperts
-from lightning_3d.layout import Layout
-from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline import runs_now
-from lightning_3d.pipeline.schedule import Action, Kind, Order, training_order
-from lightning_3d.pipeline.transport import AHEAD
-from lightning_3d.schedules import find_schedule, rank_of_stage
-from lightning_3d.silent_trainer import Batches, silence, silent_trainer
-from lightning_3d.step import MicroBatches, cut_batch
-from lightning_3d.step.checks import most_micro_batches
-from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.schedules import find_schedule, rank_of_stage
+from lightning_3d.parallel.expert.dispatch import DispatchedExperts
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline import runs_now
+from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order
+from lightning_3d.parallel.pipeline.transport import AHEAD
+from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
+from lightning_3d.strategy.step import MicroBatches, cut_batch
+from lightning_3d.strategy.step.checks import most_micro_batches
+from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 STEPS = 2
 """The first step makes the optimizer's state, tells the pipeline the shape of its messages and what is logged. The second is measured."""

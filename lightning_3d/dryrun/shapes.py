@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.dryrun.metering import Meter
-from lightning_3d.dryrun.remembered import Remembered, tensors_in
-from lightning_3d.torch_compat import data_dependent_errors, device_of_fake, fake_backend, fake_mode, is_fake
+from lightning_3d.compat.torch_fake import data_dependent_errors, device_of_fake, fake_backend, fake_mode, is_fake
+from lightning_3d.dryrun.meter import Meter
+from lightning_3d.dryrun.shape_cache import Remembered, tensors_in
 
 NEW, FEW, MANY = 16, 4096, 2**20
 """Elements up to which tensors are real: new floating-point ones, those that are computed from real ones, and whole numbers and flags."""

@@ -15,8 +15,8 @@ import yaml
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.launchers.options import KubernetesOptions
+from lightning_3d.launchers.submit import hand_to
 from lightning_3d.launchers.target import Target, as_name
-from lightning_3d.launchers.tools import hand_to
 from lightning_3d.launchers.torchrun import torchrun_command
 
 # torchrun would know pod 0 by its name in the headless service, which may not resolve yet when the pod begins.

@@ -12,9 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_3d.config_keys import explain_value, unknown_key
+from lightning_3d.config.keys import explain_value, unknown_key
 from lightning_3d.errors import ConfigError
-from lightning_3d.layout_rules import check_sizes
+from lightning_3d.layout.sizes import check_sizes
 
 PREFIX = "launch."
 

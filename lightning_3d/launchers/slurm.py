@@ -8,8 +8,8 @@ import sys
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.launchers.options import SlurmOptions
+from lightning_3d.launchers.submit import hand_to
 from lightning_3d.launchers.target import Target
-from lightning_3d.launchers.tools import hand_to
 
 _WORDS = ("partition", "account", "qos", "time", "memory", "output")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.composed import check
-from lightning_3d.config import RunPlan, check_keys
+from lightning_3d.config.plan_run import RunPlan, check_keys
 from lightning_3d.errors import ConfigError, LayoutError, listed
-from lightning_3d.pretrained_config import REQUIRED, TAKEN
+from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
+from lightning_3d.runs.check import check
 
 _NOT_FOR_A_LAUNCH = {
     "-m": "a launch is one run",
@@ -69,7 +69,7 @@ def find_target(overrides: Sequence[str], *, counted: bool, elsewhere: bool) -> 
         Lightning3DError: as `lightning-3d train trainer.dry=true` would, and where nodes are not known.
     """
     _refuse_options(overrides)
-    from lightning_3d.hydra_app import compose
+    from lightning_3d.config.compose import compose
 
     config = compose(overrides)
     if config.get("trainer") is not None and config.trainer.get("dry"):

@@ -7,8 +7,8 @@ from functools import cached_property
 from math import prod
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.model_families import FAMILIES
-from lightning_3d.model_spec import ModelSpec
+from lightning_3d.models.families import FAMILIES
+from lightning_3d.models.spec import ModelSpec
 
 _ROUTED = ("mlp.experts.", "mlp.gate.weight")
 

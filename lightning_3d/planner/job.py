@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.layout import AXES, Layout
+from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.planner.architecture import Architecture
 
 
@@ -100,7 +100,7 @@ class Job:
 
     Attributes:
         seq: tokens of a sequence. global_batch: sequences of a step. micro_batch: sequences that pass a stage at once.
-        schedule: of the pipeline, as in `lightning_3d.schedules`.
+        schedule: of the pipeline, as in `lightning_3d.layout.schedules`.
         zero: stage 0 to 3.
         precision: of matrix products: `bf16` (or 16 bits of another kind), `fp8` or `fp32`.
         weight_bytes, state_bytes: of a parameter, and of what the optimizer keeps for it: 2 and 12 with float32 master weights.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout.layout import Layout
 
 _LARGE_LATENCIES = 3.4e-6, 14.0e-6
 """Seconds of a step of a ring over links and between nodes, protocol Simple (NCCL 2.30, src/graph/tuning.cc, hwLatencies)."""

@@ -22,10 +22,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
 from lightning_3d.planner.timeline import in_flight
-from lightning_3d.schedules import find_schedule, stages_of_rank
 
 _WORD = 4
 """Bytes of a number in 32 bits."""

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, product
 
-from lightning_3d.layout import Layout, divisors
+from lightning_3d.layout.layout import Layout, divisors
+from lightning_3d.layout.schedules import SCHEDULES, find_schedule
+from lightning_3d.planner.block_costs import Work, work_of
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
-from lightning_3d.planner.step import Step, least_seconds, least_span, step_of
-from lightning_3d.planner.work import Work, work_of
-from lightning_3d.schedules import SCHEDULES, find_schedule
+from lightning_3d.planner.step_time import Step, least_seconds, least_span, step_of
 
 MOST_SIMULATED = 30
 """No more candidates than this are simulated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_3d.balance import split_layers
+from lightning_3d.layout.balance import split_layers
 from lightning_3d.planner.job import Job
 
 _HEAD_WORK = 0.95

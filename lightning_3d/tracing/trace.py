@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout.layout import Layout
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "backward", "input gradient", "weight gradient"
 SEND, RECEIVE, REDUCE, OPTIMIZER = "send", "receive", "reduce", "optimizer"

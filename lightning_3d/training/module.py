@@ -18,12 +18,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
+from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
-from lightning_3d.lora_options import LoraOptions
-from lightning_3d.pretrained import load_pretrained
-from lightning_3d.pretrained_config import TAKEN, architecture, refuse_other_architecture
-from lightning_3d.pretrained_files import find_folder
-from lightning_3d.training.optimizers import check_optimizer, lr_factor, make_optimizer, undecayed_names
+from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
+from lightning_3d.models.safetensors_folder import find_folder
+from lightning_3d.training.optimizers import lr_factor, make_optimizer, undecayed_names
+from lightning_3d.weights.pretrained import load_pretrained
 
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path", "auto_map", "output_attentions")
 """Fields of configurations that older versions of Transformers wrote, and newer ones translate or ignore."""

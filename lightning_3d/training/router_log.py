@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.training.callbacks import rows_until
+from lightning_3d.training.callbacks.metrics_csv import rows_until
 
 COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 """Columns of `routers.csv`: `max_load` is the tokens of the fullest expert divided by the mean, `tokens` those of each expert."""

@@ -15,17 +15,17 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 
-from lightning_3d.deepspeed_compat import import_deepspeed
+from lightning_3d.compat.deepspeed import import_deepspeed
+from lightning_3d.config.options.nonfinite import STOP
+from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.launch import outside_rank
-from lightning_3d.nonfinite import STOP
-from lightning_3d.precision import PRECISIONS
-from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.planner.utilization import full_speed
+from lightning_3d.ranks.environment import outside_rank
+from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.module import CausalLM
-from lightning_3d.training.record import RunRecord, same_run
+from lightning_3d.training.run_record import RunRecord, same_run
 from lightning_3d.training.wandb_logger import WandbLogger
-from lightning_3d.utilization import full_speed
 
 
 def train(config: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def preload(config: Mapping[str, Any]) -> None:
     names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
     sharded = config["parallelism"]["zero_stage"] > 0
     if sharded:
-        names += ["deepspeed", "lightning_3d.zero.deepspeed"]
+        names += ["deepspeed", "lightning_3d.parallel.zero.deepspeed_backend"]
     for name in names:
         try:
             importlib.import_module(name)

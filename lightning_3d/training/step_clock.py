@@ -24,7 +24,7 @@ class StepNumbers:
         tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
         seconds: from the batch being there to the end of the optimizer step, over all its batches; waiting for data, validation and
             checkpoints are not in it.
-        routers: of a mixture of experts, see `lightning_3d.expert_parallel.RouterStatistics`; None for a dense model.
+        routers: of a mixture of experts, see `lightning_3d.parallel.expert.RouterStatistics`; None for a dense model.
         trace: of a step that was traced, see `lightning_3d.tracing.trace.StepTrace`.
         skipped: the optimizer did not take it (`nonfinite="skip"`).
     """

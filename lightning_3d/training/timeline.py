@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.report import About, write_report
-from lightning_3d.run_status import FAILED, FINISHED, INTERRUPTED
-from lightning_3d.step.weighting import TokenMeanLoss
+from lightning_3d.runs.report import About, write_report
+from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED
+from lightning_3d.strategy.step.loss_weights import TokenMeanLoss
 from lightning_3d.tracing.trace import write_timeline
 
 

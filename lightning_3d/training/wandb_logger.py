@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.layout import Layout
-from lightning_3d.training.callbacks import TOKENS_SEEN
+from lightning_3d.layout.layout import Layout
+from lightning_3d.runs.wandb_access import check_access, is_offline, require_host
+from lightning_3d.training.callbacks.metrics_csv import TOKENS_SEEN
 from lightning_3d.training.wandb_service import answered_within, end_service, end_service_after, forget_service, services
-from lightning_3d.wandb_access import check_access, is_offline, require_host
 
 _SECONDS = {"init_timeout": 90.0, "finish_timeout": 300.0}
 """How long a run that begins waits for an answer, and one that has ended for what is still to be sent."""

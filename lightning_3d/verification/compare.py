@@ -19,12 +19,12 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_3d.containers import rows_of, tensors_of
 from lightning_3d.errors import ConfigError, listed
-from lightning_3d.initialization import initialize
-from lightning_3d.launch import can_fork, launch
-from lightning_3d.silent_trainer import Batches, silence, silent_trainer
-from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.parallel.nested import rows_of, tensors_of
+from lightning_3d.ranks.supervisor import can_fork, launch
+from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
+from lightning_3d.strategy.strategy import Lightning3DStrategy
+from lightning_3d.weights.initialize import initialize
 
 RELATIVE = {"32-true": 1e-5, "64-true": 1e-10}
 """Largest allowed difference of a loss or a gradient norm, relative."""

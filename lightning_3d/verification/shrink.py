@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_3d.layout import Layout
-from lightning_3d.model_spec import EXPERT_COUNTS
-from lightning_3d.schedules import find_schedule
+from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.models.spec import EXPERT_COUNTS
 
 MOST_RANKS = 8
 SEQUENCE = 32

@@ -1,0 +1,199 @@
+"""The report of `python -m benchmarks.planner_accuracy`: predictions next to measured values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from pathlib import Path
+
+from benchmarks.planner_accuracy.comparison import Comparison, compare
+from benchmarks.planner_accuracy.polling import polling
+from benchmarks.planner_accuracy.published_runs import read_runs
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.tables import Table, table
+
+_CONTRADICTIONS = (
+    "## Runs that contradict each other",
+    "",
+    "Pairs of runs with tp <= 8 that differ in the model alone, of which one has at least twice the parameters and no smaller size.",
+    "It does more of everything, so it takes longer: `reversed` counts pairs that were measured the other way round. `larger / smaller`:",
+    "median ratio of their seconds. `over 2x`: share of all runs with so many GPUs that took more than twice what is predicted.",
+    "",
+)
+_PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured", "predicted", "over 2x")
+
+_POLLING = (
+    "## Pipelines that sleep between messages",
+    "",
+    "nanotron's pipelines with tp <= 8. A version that made a part of the sweep sleeps for 0.1 s until a message has come, twice for",
+    "each tensor (`polling.py`). `sleeping`: runs whose seconds are nearer to what is predicted with that than without; each",
+    "median error is that of the prediction that is nearer.",
+    "",
+)
+_POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "error of all, without sleeping")
+
+_TITLE = """\
+# How good the planner's predictions are
+
+Written by `python -m benchmarks.planner_accuracy FILE.csv`, which compares the planner with measured runs. The first part uses
+the constants of `lightning_3d/planner/constants.py` and `software.py`. With `--folds N` a second part uses constants that were fitted
+without the cells that they predict.
+
+"""
+
+_TIME, _MEMORY = ("step time: rows", "median", "mean", "p90", "under"), ("memory: rows", "median", "mean", "p90", "p95", "under")
+_HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value that `share` of the absolute values do not exceed, between neighbours by a straight line."""
+    ordered = sorted(abs(value) for value in values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, int, float]]:
+    """For every cell with several timed layouts: (software, model, tokens of a sequence, GPUs, layouts, score). The score is measured
+    tokens/s of the layout that is predicted to fit and to be fastest, divided by the most tokens/s that were measured."""
+    cells: dict[tuple[str, str, int, int], list[Comparison]] = {}
+    for one in compared:
+        if one.measured_rate is not None:
+            job = one.run.job
+            cells.setdefault((job.stack.name, one.run.model, job.seq, job.layout.world_size), []).append(one)
+    found = []
+    for cell, members in sorted(cells.items()):
+        if len(members) > 1:
+            fitting = [one for one in members if one.roomy <= one.run.machine.memory] or members
+            chosen = max(fitting, key=lambda one: one.predicted_rate)
+            best = max(one.measured_rate or 0.0 for one in members)
+            found.append((*cell, len(members), (chosen.measured_rate or 0.0) / best))
+    return found
+
+
+def evaluate(path: Path, folds: int = 0) -> str:
+    """The report on a file, as Markdown: with the constants as they are, and with `folds` > 1 with constants that were calibrated
+    without the cells that they predict.
+
+    Raises:
+        ConfigError: the file is missing, or has no columns of measured runs; fewer cells than folds.
+    """
+    from benchmarks.planner_accuracy.fit import cross_validate
+
+    runs, skipped = read_runs(path)
+    compared = [compare(run) for run in runs]
+    counted = f"{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated."
+    text = f"{_TITLE}{counted}\n\n{report(compared)}"
+    if folds:
+        held = cross_validate(runs, folds, compare)
+        text += f"\n# With constants calibrated without the cells that they predict, {folds} parts\n\n{report(held)}"
+    return text
+
+
+def report(compared: Sequence[Comparison]) -> str:
+    """Tables of errors by source and type of GPU, of choices by cell."""
+    lines = [
+        "## Errors",
+        "",
+        "|predicted - measured| / measured; `under`: share of rows that are predicted too small.",
+        "",
+        *table(_HEAD, _errors(compared)),
+        "",
+        "`core`: rows with tp <= 8 and a stated MFU of at least 20 %.",
+        "",
+        "## Choices",
+        "",
+        "In each cell, a model, a length of sequences and a number of GPUs: measured tokens/s of the layout that is predicted to fit and"
+        " to be fastest, divided by the best measured.",
+        "",
+    ]
+    found, slow = choices(compared), slow_shares(compared)
+    for software in dict.fromkeys(cell[0] for cell in found):
+        cells = [cell for cell in found if cell[0] == software]
+        scores = [cell[-1] for cell in cells]
+        lines += [f"{software}: {_scores(scores)}", ""]
+        usual = [cell[-1] for cell in cells if slow.get((software, cell[3]), 0.0) <= 0.5]
+        if 0 < len(usual) < len(cells):
+            lines += [f"Without numbers of GPUs at which most runs took more than twice what is predicted: {_scores(usual)}", ""]
+        rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
+        lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
+    pairs, pipelines = contradictions(compared), polling(compared)
+    if pairs:
+        lines += [*_CONTRADICTIONS, *table(_PAIRS, pairs), ""]
+    if pipelines:
+        lines += [*_POLLING, *table(_POLLED, pipelines)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _scores(scores: Sequence[float]) -> str:
+    return f"median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(scores)} cells"
+
+
+def slow_shares(compared: Sequence[Comparison]) -> dict[tuple[str, int], float]:
+    """By software and number of GPUs: the share of runs with tp <= 8 that took more than twice what is predicted."""
+    slow: dict[tuple[str, int], list[bool]] = {}
+    for one in compared:
+        if one.run.seconds is not None and one.run.job.layout.tp <= 8:
+            slow.setdefault(_where(one), []).append(one.run.seconds > 2 * one.seconds)
+    return {where: sum(found) / len(found) for where, found in slow.items()}
+
+
+def _where(one: Comparison) -> tuple[str, int]:
+    return one.run.job.stack.name, one.run.job.layout.world_size
+
+
+def contradictions(compared: Sequence[Comparison]) -> Table:
+    """Pairs of runs that are alike in everything but the model, of which one is larger, by software and number of GPUs."""
+    alike: dict[tuple[object, ...], list[Comparison]] = {}
+    for one in compared:
+        job = one.run.job
+        if one.run.seconds is not None and job.layout.tp <= 8:
+            settings = job.seq, job.global_batch, job.micro_batch, job.zero, job.precision, job.recompute, job.schedule
+            alike.setdefault((job.stack.name, one.run.gpu, job.layout, *settings), []).append(one)
+    ratios: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for members in alike.values():
+        for small, large in permutations(members, 2):
+            if _larger(large.run.job.model, small.run.job.model):
+                measured = (large.run.seconds or 0.0) / (small.run.seconds or 1.0)
+                ratios.setdefault(_where(small), []).append((measured, large.seconds / small.seconds))
+    rows, slow = [], slow_shares(compared)
+    for where, pairs in sorted(ratios.items()):
+        measured_ratios, predicted_ratios = zip(*pairs, strict=True)
+        medians = [f"{quantile(values, 0.5):.2f}" for values in (measured_ratios, predicted_ratios)]
+        reversed_pairs = sum(ratio < 1 for ratio in measured_ratios)
+        rows.append([where[0], str(where[1]), str(len(pairs)), str(reversed_pairs), *medians, f"{slow[where]:.0%}"])
+    return rows
+
+
+def _larger(large: Architecture, small: Architecture) -> bool:
+    sizes = [(model.layers, model.hidden, model.ffn, model.vocab, model.heads) for model in (large, small)]
+    return large.parameters >= 2 * small.parameters and all(a >= b for a, b in zip(*sizes, strict=True))
+
+
+def _errors(compared: Sequence[Comparison]) -> Table:
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for one in compared:
+        groups.setdefault((short(one.run.source), one.run.gpu), []).append(one)
+        if one.run.core and one.run.mfu is not None:
+            groups.setdefault((short(one.run.source) + ", core", one.run.gpu), []).append(one)
+    return [_row(source, gpu, members) for (source, gpu), members in groups.items()]
+
+
+def short(source: str) -> str:
+    """A source without what stands in brackets."""
+    return source.partition(" (")[0]
+
+
+def _row(source: str, gpu: str, members: Sequence[Comparison]) -> list[str]:
+    time = [one.time_error for one in members if one.time_error is not None]
+    memory = [one.memory_error for one in members if one.memory_error is not None]
+    return [source, gpu, str(len(members)), *_summary(time, (0.9,)), *_summary(memory, (0.9, 0.95))]
+
+
+def _summary(errors: Sequence[float], shares: Sequence[float]) -> list[str]:
+    if not errors:
+        return ["0"] + ["-"] * (3 + len(shares))
+    mean = sum(map(abs, errors)) / len(errors)
+    values = [quantile(errors, 0.5), mean, *(quantile(errors, share) for share in shares), sum(error < 0 for error in errors) / len(errors)]
+    return [str(len(errors)), *(f"{value:.1%}" for value in values)]

@@ -1,8 +1,0 @@
-"""What runs around the forward of a model's blocks: recomputation (activation checkpointing), offload of what the backward needs to
-host memory, `torch.compile`. Applied to the whole model, before it is cut.
-"""
-
-from lightning_3d.blocks.compiled import Compilation
-from lightning_3d.blocks.process import find_blocks, process_blocks
-
-__all__ = ["Compilation", "find_blocks", "process_blocks"]

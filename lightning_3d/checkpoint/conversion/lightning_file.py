@@ -1,0 +1,141 @@
+"""A checkpoint file of Lightning: of one process, of DDP, and the consolidated one of FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_3d.checkpoint.conversion.parameter_order import Shape, find_names
+from lightning_3d.checkpoint.conversion.safe_unpickler import load
+from lightning_3d.checkpoint.conversion.source_contents import NOT_CARRIED, Foreign, Later, as_state
+from lightning_3d.errors import CheckpointError
+
+Groups = Sequence[Sequence[str]]
+
+
+def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
+    """What a file holds.
+
+    Args:
+        groups: names of the parameters of each group, where shapes do not tell.
+        optimizer: its state too.
+        plain_only: see `load`.
+
+    Raises:
+        CheckpointError: it is none of Lightning's, or what the optimizer's state belongs to is not clear.
+    """
+    contents = load(path, plain_only=plain_only)
+    if not isinstance(contents, dict) or not isinstance(contents.get("state_dict"), dict):
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
+    found = read_state(contents["state_dict"], contents.get("optimizer_states") if optimizer else None, groups, f"{path}")
+    found.trainer = {key: value for key, value in contents.items() if key not in NOT_CARRIED}
+    return found
+
+
+def read_state(
+    state_dict: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]] | None, groups: Groups | None, source: str
+) -> Foreign:
+    """A state dict of a module and those of its optimizers, as torch makes them."""
+    weights, aliases = _untie({name: value for name, value in state_dict.items() if isinstance(value, Tensor)})
+    found = Foreign("a checkpoint file of Lightning", {name: Later.of(tensor) for name, tensor in weights.items()}, aliases=aliases)
+    found.lost += [f"{name} in the module's state is no tensor." for name in state_dict.keys() - weights.keys() - aliases.keys()]
+    if not optimizers:
+        return found
+    if len(optimizers) > 1:
+        raise CheckpointError(f"{source} has the state of {len(optimizers)} optimizers; one can be carried over. Use --weights-only.")
+    state, saved_groups = optimizers[0]["state"], optimizers[0]["param_groups"]
+    numbers = [list(group["params"]) for group in saved_groups]
+    shapes = [[_shape(state.get(number, {})) for number in group] for group in numbers]
+    names = _names(weights, numbers, shapes, groups)
+    found.groups = [
+        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "names": own}
+        for group, own in zip(saved_groups, names, strict=True)
+    ]
+    for group, own in zip(numbers, names, strict=True):
+        for number, name in zip(group, own, strict=True):
+            states = {key: as_state(key, value) for key, value in state.get(number, {}).items()}
+            found.states[name] = {key: value for key, value in states.items() if value is not None}
+    drop_copies(found)
+    return found
+
+
+def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that share all of their memory are one."""
+    weights: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            weights[name] = tensor
+    return weights, aliases
+
+
+def drop_copies(found: Foreign) -> None:
+    """FSDP writes a tied parameter under each name, and the optimizer's state under the first."""
+    trained: dict[Any, list[str]] = {}
+    for name, weight in found.weights.items():
+        if name in found.states:
+            trained.setdefault((weight.shape, weight.dtype), []).append(name)
+    for name in [name for name in found.weights if name not in found.states and len(found.weights[name].shape) > 1]:
+        weight = found.weights[name]
+        others = trained.get((weight.shape, weight.dtype), [])
+        values = weight.read() if others else None
+        for other in others:
+            if values is not None and values.any() and values.equal(found.weights[other].read()):
+                found.aliases[name] = other
+                del found.weights[name]
+                break
+
+
+def _shape(state: Mapping[str, Any]) -> Shape | None:
+    """Of the parameter that a state belongs to, as far as it tells."""
+    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim > 0}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _names(
+    weights: Mapping[str, Tensor], numbers: Sequence[Sequence[Any]], shapes: Sequence[Sequence[Shape | None]], given: Groups | None
+) -> list[list[str]]:
+    """The names of each group's parameters."""
+    if given is not None:
+        return _check_given(weights, shapes, given)
+    if any(isinstance(number, str) for group in numbers for number in group):  # made of a sharded checkpoint by Lightning's own tool
+        return _check_given(weights, shapes, [[str(name) for name in group] for group in numbers])
+    parameters = [(name, tuple(tensor.shape)) for name, tensor in weights.items() if _may_be_trained(name, tensor, weights)]
+    flat = [number for group in numbers for number in group]
+    if flat == list(range(len(flat))):
+        return find_names(parameters, shapes)
+    # FSDP counts all parameters of the module, frozen ones too
+    if flat and max(flat) < len(parameters):
+        found = [[parameters[number] for number in group] for group in numbers]
+        pairs = [pair for group, wants in zip(found, shapes, strict=True) for pair in zip(group, wants, strict=True)]
+        if all(want in (None, shape) for (_, shape), want in pairs):
+            return [[name for name, _ in group] for group in found]
+    return find_names(parameters, shapes)
+
+
+def _may_be_trained(name: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
+    """Whether this is no buffer, as far as that can be seen: buffers of integers, and those of normalizations over batches, are known."""
+    owner, _, last = name.rpartition(".")
+    running = last in ("running_mean", "running_var") and f"{owner}.num_batches_tracked" in weights
+    return tensor.is_floating_point() and not running
+
+
+def _check_given(weights: Mapping[str, Tensor], shapes: Sequence[Sequence[Shape | None]], given: Groups) -> list[list[str]]:
+    counts, wanted = [len(group) for group in given], [len(group) for group in shapes]
+    if counts != wanted:
+        raise CheckpointError(f"--groups has groups of {counts} names, but the optimizer's groups have {wanted} parameters.")
+    for names, group in zip(given, shapes, strict=True):
+        for name, shape in zip(names, group, strict=True):
+            if name not in weights:
+                raise CheckpointError(f"--groups names {name}, which is not in the checkpoint.")
+            if shape not in (None, tuple(weights[name].shape)):
+                raise CheckpointError(f"--groups gives {name} {tuple(weights[name].shape)} a state of shape {shape}.")
+    return [list(group) for group in given]

@@ -1,0 +1,48 @@
+"""How a command ends: one message for what the user can repair, a traceback for what is not his to repair."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from lightning_3d.errors import Lightning3DError
+
+
+def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = (), *, silent: bool = False) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        told: errors whose text says enough: exit code 1 without a traceback.
+        silent: another rank says what the user can repair.
+    """
+    try:
+        code = action()
+        sys.stdout.flush()  # here, where it can be told that nobody reads any more
+        return code
+    except Lightning3DError as error:
+        if not silent:
+            print(f"lightning_3d: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning's Trainer ends the process with 1 then
+            return 128 + signal.SIGINT
+        raise
+    except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        from lightning_3d.config.explain import explain, is_composition_error
+
+        if is_composition_error(error):  # some are OSErrors
+            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
+            return Lightning3DError.exit_code
+        if isinstance(error, told):
+            print(f"lightning_3d: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 1

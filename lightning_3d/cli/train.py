@@ -1,0 +1,215 @@
+"""`lightning-3d train`: Hydra composes the configuration, this checks it and hands it to `run_job`.
+
+Before Hydra makes the run folder, `BeforeRun` refuses whatever the configuration alone shows to be wrong. torch is
+imported after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
+from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
+from lightning_3d.config.compose import plain, register_sources
+from lightning_3d.config.explain import explain_sweep, is_composition_error
+from lightning_3d.config.files import conf_folder
+from lightning_3d.config.plan_run import RunPlan
+from lightning_3d.errors import ConfigError, Lightning3DError, is_full
+from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
+from lightning_3d.runs.check import check
+from lightning_3d.runs.ending import CommandLine
+from lightning_3d.runs.folder import RunFolder
+from lightning_3d.runs.sweep.compose_job import JobFailed
+from lightning_3d.runs.sweep.local_engine import Interrupted, interruptible
+from lightning_3d.runs.sweep.sweep import Sweep
+from lightning_3d.training.job import Place, find_place, run_job, show_plan
+
+_NEW_FOLDER = (
+    "trainer.auto_resume goes on from what an earlier try left in the run folder. Without hydra.run.dir=FOLDER each start by hand has a"
+    " new one."
+)
+
+
+def run(arguments: list[str], outside: OutsideRank | None) -> int:
+    """Run Hydra's command line and return the exit code.
+
+    Args:
+        arguments: overrides and Hydra's own options.
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
+    """
+    job = TrainJob(outside, CommandLine.of_train(arguments))
+    try:
+        with job.signals:
+            code = _run_guarded(job, arguments)
+    except Interrupted as end:
+        code = end.exit_code
+    if job.sweep is not None:
+        job.sweep.close()
+        code = code or job.sweep.exit_code
+    return code
+
+
+def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
+    """Run Hydra, and make an exit code of whatever ends it."""
+    try:
+        _run_hydra(job, arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `--help | head`; Python would complain again when it flushes standard output at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except JobFailed as failure:
+        print(f"lightning_3d: the sweeper gave up: {failure}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if is_composition_error(error):
+            return refuse(explain_sweep(error, arguments), job.outside)
+        if is_full(error):
+            print_once(f"lightning_3d: {error}", job.outside, file=sys.stderr)
+            return 1
+        if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
+            # Optuna's sweeper asks for the best trial.
+            print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
+            return 0
+        traceback.print_exc()
+        return 1
+    return job.exit_code
+
+
+def register_plugins() -> None:
+    """Register all Hydra plugins of this package: those that a configuration needs, and the launchers of sweeps."""
+    register_sources((Lightning3DLauncher, Lightning3DSlurmLauncher))
+
+
+def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
+    """`hydra.main` takes its arguments from `sys.argv`, and shortens tracebacks unless told otherwise, instead of
+    raising.
+    """
+    register_plugins()
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    installed = Path(sys.argv[0]).name == "lightning-3d"  # a shell completes for the name of the application
+    flags_first = sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))  # Hydra takes no override behind them otherwise
+    sys.argv = [sys.argv[0] if installed else "train.py", *flags_first]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()
+    finally:
+        sys.argv = before[0]
+        os.environ.pop("HYDRA_FULL_ERROR") if before[1] is None else os.environ.update(HYDRA_FULL_ERROR=before[1])
+
+
+class BeforeRun(Callback):
+    """Hydra calls it with the composed configuration: here a run is refused before anything of it is on disk."""
+
+    def __init__(self) -> None:
+        self.outside = outside_rank()
+        self.place: Place | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check the configuration and decide on the folder. Ends the process where Hydra would swallow an exception."""
+        try:
+            plan = check(config, self.outside)
+            if config.trainer.dry:
+                show_plan(plan, self.outside)
+                sys.exit(0)
+            if config.trainer.auto_resume and not _is_given(config, "hydra.run.dir"):
+                print_once(f"lightning_3d: {_NEW_FOLDER}", self.outside, file=sys.stderr)
+            self._take_folder(config, plan)
+        except Lightning3DError as error:
+            sys.exit(refuse(error, self.outside))
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        if self.outside is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """A sweep starts the ranks of each job itself."""
+        if self.outside is not None:
+            error = ConfigError(
+                f"A sweep (-m) starts the ranks of each job, but {self.outside.launcher} already started"
+                f" {self.outside.world_size}. Run it without {self.outside.launcher}."
+            )
+            sys.exit(refuse(error, self.outside))
+        # Between jobs, and while Hydra composes them: so that a sweep that has not begun leaves no folder.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        if "max_failure_rate" in config.hydra.sweeper and not _is_given(config, "hydra.sweeper.max_failure_rate"):
+            with read_write(config):
+                config.hydra.sweeper.max_failure_rate = 1.0  # Optuna's: a failed job does not stop the others
+
+    def on_job_start(self, config: DictConfig, *, task_function: Any, **kwargs: Any) -> None:
+        """Hand over to the job what was decided."""
+        task_function.place = self.place
+
+    def _take_folder(self, config: DictConfig, run_plan: RunPlan) -> None:
+        given = _is_given(config, "hydra.run.dir")
+        path = Path(config.hydra.run.dir)
+
+        def take(earlier: Path | None) -> RunFolder:
+            plain = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer", "trainer")}
+            plain |= {"model": dict(run_plan.model), "seed": config.seed}
+            return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
+
+        self.place = find_place(self.outside, config.logger, take)
+        with read_write(config), open_dict(config):
+            config.hydra.run.dir = str(self.place.path)
+            if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
+                config.hydra.output_subdir = None
+                config.hydra.job_logging = {"version": 1, "root": {"level": "WARNING"}}
+
+
+def _is_given(config: DictConfig, key: str) -> bool:
+    """Whether the command line sets a key of Hydra's."""
+    return any(line.startswith(f"{key}=") for line in config.hydra.overrides.hydra)
+
+
+class TrainJob:
+    """What Hydra runs with the composed configuration, once; in a sweep with Hydra's own launcher once per job."""
+
+    def __init__(self, outside: OutsideRank | None, command: CommandLine) -> None:
+        self.outside = outside
+        self.command = command
+        self.place: Place | None = None
+        self.exit_code = 0
+        self.sweep: Sweep | None = None
+        self.signals = contextlib.ExitStack()
+
+    def begin_sweep(self, sweep: Sweep) -> None:
+        """Called by our launcher, whose jobs are processes of their own. From here on a signal ends the sweep, wherever it is."""
+        self.sweep = sweep
+        self.signals.enter_context(interruptible())
+
+    def __call__(self, config: DictConfig) -> int:
+        code = self._run(config)
+        self.exit_code = self.exit_code or code
+        if code > 128:  # a signal ends a sweep, not one job of it
+            sys.exit(code)
+        self.place = None
+        return code
+
+    def _run(self, config: DictConfig) -> int:
+        try:
+            plan = check(config, self.outside)
+            if config.trainer.dry:
+                show_plan(plan, self.outside)
+                return 0
+            path = Path(HydraConfig.get().runtime.output_dir)
+            place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False))
+            content = plain(config)
+        except Lightning3DError as error:
+            return refuse(error, self.outside)
+        command = self.command if self.place is not None else CommandLine.of_run()  # a job of a sweep is repeated from its folder
+        return run_job(content, plan, self.outside, place, command)

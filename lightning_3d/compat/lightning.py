@@ -1,0 +1,92 @@
+"""Every private symbol of Lightning and torch that this package touches, in one place, with the reason; DeepSpeed's: `deepspeed_compat`.
+
+Each function names the library, the versions it was read in and what would make it unnecessary. `tests/compat` hold one
+contract test for each, so that a new version which changes one of them fails there and not in a training run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.storage.checkpoint_names import SAVING, aside, checkpoints_in
+
+if TYPE_CHECKING:
+
+    pass
+
+
+def run_after_closure(precision_plugin: Any, module: Any, optimizer: Any) -> None:
+    """Run Lightning's hooks and clipping between backward and optimizer step.
+
+    `Precision._after_closure` (Lightning 2.6) calls `on_before_optimizer_step` and `configure_gradient_clipping`. Lightning's own
+    `Precision.optimizer_step` runs it inside `optimizer.step(closure)`; ours steps a backend instead of the optimizer.
+    """
+    precision_plugin._after_closure(module, optimizer)
+
+
+def hush_sync_dist_advice(name: str) -> None:
+    """Keep Lightning from advising `sync_dist=True` for a value that already is the same on every rank.
+
+    Lightning 2.6 keeps the messages that it showed in a module-level set, under their full text; there is no other way to tell it
+    that a value was reduced.
+    """
+    from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
+
+    warning_cache.add(
+        f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level in distributed setting to"
+        " accumulate the metric across devices."
+    )
+
+
+def hush_tree_warning() -> None:
+    """Keep Lightning 2.6 with torch 2.13 from warning on every rank of a name of torch that Lightning itself uses (`LeafSpec`)."""
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+
+
+def steps_after_this_batch(trainer: Any) -> bool:
+    """Whether the optimizer steps after this batch, as Lightning's loop asks itself (`FitLoop._should_accumulate`, 2.6)."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def finished_requeue(path: str) -> str:
+    """The checkpoint of a requeued job that Lightning means by `path`. It takes the highest number in any name with "hpc_ckpt_" (2.6,
+    `_CheckpointConnector._hpc_resume_path`), that of a folder too that a killed save has left unfinished."""
+    wanted = Path(path)
+    if not wanted.name.startswith("hpc_ckpt_") or wanted.exists() or not aside(wanted, SAVING).exists():
+        return path
+    finished = [other for other in checkpoints_in(wanted.parent) if other.name.startswith("hpc_ckpt_")]
+    return str(finished[0]) if finished else path
+
+
+def throughputs_of(monitor: Any) -> list[Any]:
+    """The counters of a `ThroughputMonitor`, which it keeps in `_throughputs` (Lightning 2.6) by stage."""
+    return list(monitor._throughputs.values())
+
+
+def find_last_at_urls() -> None:
+    """Let `ckpt_path="last"` find checkpoints at URLs, in this process.
+
+    Lightning 2.6 (`ModelCheckpoint._find_last_checkpoints`) forgets the protocol of what it has listed, so that it looks for it on the
+    local disk, warns, and trains from the start. Then it asks when each was modified, which an object store does not know of a folder: so
+    what it is given are the manifests, and `CheckpointStore.load` takes a manifest for its checkpoint.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lightning_3d.storage.checkpoint_names import manifests_in
+    from lightning_3d.storage.remote_path import RemotePath, place
+
+    found_by_lightning = ModelCheckpoint._find_last_checkpoints
+    if hasattr(found_by_lightning, "at_urls"):
+        return
+
+    def find(callback: ModelCheckpoint, trainer: Any) -> set[str]:
+        folder = place(callback.dirpath or trainer.default_root_dir)
+        if not isinstance(folder, RemotePath):
+            return found_by_lightning(callback, trainer)
+        last = str(callback.CHECKPOINT_NAME_LAST)
+        return {str(manifest) for manifest in manifests_in(folder) if manifest.parent.name.startswith(last)}
+
+    find.at_urls = found_by_lightning  # type: ignore[attr-defined]
+    ModelCheckpoint._find_last_checkpoints = find  # type: ignore[assignment, method-assign]

@@ -1,0 +1,109 @@
+"""Lightning's launcher of a user's own script and its process group, by their private functions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.compat.torch import settle_gloo_at_exit
+
+if TYPE_CHECKING:
+
+    pass
+
+
+def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """Lightning's launcher that runs the user's script once per local rank; None where the cluster already started the ranks.
+
+    `_SubprocessScriptLauncher` is not public (Lightning 2.6), but it is what DDPStrategy uses. Its `launch` is overridden, because
+    the observer that it starts kills rank 0 when a child has failed, and the children that it starts outlive rank 0. Attribute
+    `children`: who watches instead, None before.
+
+    Raises:
+        ConfigError: from its `launch`: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+    """
+    from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    from lightning_3d.ranks.children import Children
+    from lightning_3d.ranks.process_ties import die_with
+    from lightning_3d.ranks.rendezvous import hold_meeting_point
+    from lightning_3d.ranks.reporter import PARENT_VARIABLE
+
+    class Launcher(_SubprocessScriptLauncher):
+        children: Children | None = None
+        meeting_point: Any = None
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
+            if self.children is None:  # not again for a second fit, or a test after it
+                self.meeting_point = hold_meeting_point(cluster_environment, num_nodes)
+                children = Children(cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
+                children.start(self._start_scripts)
+                self.children = children
+            _set_num_threads_if_needed(num_processes=num_processes)
+            return function(*args, **kwargs)
+
+        def _start_scripts(self) -> list[subprocess.Popen]:
+            self._check_can_spawn_children()
+            place = {"MASTER_ADDR": cluster_environment.main_address, "MASTER_PORT": str(cluster_environment.main_port)}
+            place |= {"NODE_RANK": str(cluster_environment.node_rank()), "WORLD_SIZE": str(num_processes * num_nodes)}
+            os.environ.update(place, LOCAL_RANK=str(cluster_environment.local_rank()))
+            self.procs = []
+            for local_rank in range(1, num_processes):
+                command, folder = _basic_subprocess_cmd(), None
+                if _in_hydra_job():
+                    command, folder = _hydra_subprocess_cmd(local_rank)
+                environment = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
+                tie = partial(die_with, os.getpid())
+                self.procs.append(subprocess.Popen(command, env=environment, cwd=folder, preexec_fn=tie))
+            return self.procs
+
+    if cluster_environment.creates_processes_externally:
+        return None
+    return Launcher(cluster_environment, num_processes, num_nodes)
+
+
+def _in_hydra_job() -> bool:
+    """Whether this script is a job of Hydra, which need not be installed."""
+    hydra_config = sys.modules.get("hydra.core.hydra_config")
+    return hydra_config is not None and hydra_config.HydraConfig.initialized()
+
+
+def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
+    """Tell the cluster environment this process's place and initialize the default process group.
+
+    `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
+    both. DDPStrategy also resets the random number generators here. This returns the function that does, for the caller to decide.
+
+    The group is not bound to a device, as DDPStrategy binds it: NCCL communicators of a bound group are made eagerly, and in them
+    all messages of a rank are serialized, so that a send of a middle pipeline stage would wait behind the receives posted before
+    it. Unbound, every pair of ranks has a communicator of its own (torch 2.11 to 2.13, `ProcessGroupNCCL::pointToPoint`).
+    """
+    from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from lightning_3d.ranks.boards import connect_store, store_outlives_ranks
+    from lightning_3d.ranks.rendezvous import explained_errors
+
+    environment = strategy.cluster_environment
+    environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
+    environment.set_world_size(strategy.num_nodes * strategy.num_processes)
+    for decorator in (rank_zero_only, fabric_rank_zero_only):
+        setattr(decorator, "rank", strategy.global_rank)  # noqa: B010  an attribute that its type does not declare
+    device = strategy.root_device
+    backend = _get_default_process_group_backend_for_device(device)
+    settle_gloo_at_exit()
+    place: dict[str, Any] = {}
+    if store_outlives_ranks() and strategy.world_size > 1:  # torch 2.13 would read the addresses of ranks that are gone
+        place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
+    with explained_errors(strategy.global_rank):
+        _init_dist_connection(environment, backend, timeout=timeout, **place)
+    return reset_seed

@@ -1,0 +1,121 @@
+"""Lightning's handling of signals, replaced so that all ranks end a fit before the same batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+
+    pass
+
+
+def obey_signals_together(trainer: Any) -> None:
+    """Let a signal to any rank act before the next batch of a fit, on all ranks, whatever each of them is doing when it comes. SIGTERM ends
+    the fit, and so does the first SIGINT (`obey_first_interrupt`). Where SLURM starts jobs again, its signal before that (SIGUSR1) saves a
+    checkpoint and requeues the job.
+
+    Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`) broadcast and save in the middle of a
+    step, where the other ranks wait for activations that this rank then never sends. Here they only take a note; where the loop
+    broadcasts rank 0's before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), all ranks' notes are reduced. Outside a fit
+    SIGTERM ends the process at once.
+    """
+    import signal
+
+    import torch
+    import torch.distributed as dist
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    connector = trainer._signal_connector
+    save_and_requeue = type(connector)._slurm_sigusr_handler_fn
+    noted = {"end": 0, "requeue": 0}
+
+    def note_end(signum: int, frame: Any) -> None:
+        if trainer.state.fn != "fit":
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        if trainer.strategy.launcher is not None and not noted["end"]:
+            trainer.strategy.launcher.kill(signum)
+        noted["end"] = max(noted["end"], signum)
+
+    def note_interrupt(signum: int) -> None:  # not passed on: a terminal sends it to all ranks, and a second one would end them at once
+        noted["end"] = max(noted["end"], signum)
+
+    def note_requeue(signum: int, frame: Any) -> None:
+        noted["requeue"] = 1
+
+    def act_on_notes() -> None:
+        anywhere = torch.tensor([noted["end"], noted["requeue"]], device=trainer.strategy.root_device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        end, requeue = anywhere.tolist()
+        noted.update(end=0, requeue=0)
+        if requeue:
+            with trainer.strategy.saving_at_once():
+                save_and_requeue(connector, signal.SIGUSR1, None)
+        if end:
+            rank_zero_info(f"{signal.Signals(end).name}: the fit ends before its next batch.")
+            raise ended_by(SIGTERMException(), end)
+
+    obey_first_interrupt(trainer, note_interrupt)
+    connector._sigterm_notifier_fn = note_end
+    connector._slurm_sigusr_handler_fn = note_requeue
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = act_on_notes
+
+
+def obey_interrupt_alone(trainer: Any) -> None:
+    """As `obey_signals_together`, for a fit of one process: Lightning (2.6) asks `received_sigterm` after each batch, and raises."""
+
+    def note(signum: int) -> None:
+        trainer._signal_connector.received_sigterm = True
+
+    obey_first_interrupt(trainer, note)
+
+
+def obey_first_interrupt(trainer: Any, note: Callable[[int], None]) -> None:
+    """Let the first SIGINT of a fit that writes checkpoints call `note`; the second one ends this process at once, whatever it does.
+
+    Lightning (2.6) installs its handlers right before the fit begins (`_SignalConnector.register_signal_handlers`), and `teardown` there
+    restores every handler of before, this one's too. A handler of the user's own stays, and so does an ignored SIGINT (nohup, `&`).
+    """
+    import signal
+
+    connector = trainer._signal_connector
+
+    def interrupted(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        connector.interrupted = True
+        note(signum)
+
+    def register() -> None:
+        type(connector).register_signal_handlers(connector)
+        connector.interrupted = False
+        if trainer.state.fn == "fit" and trainer.checkpoint_callbacks and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            connector._register_signal(signal.SIGINT, interrupted)
+
+    connector.register_signal_handlers = register
+
+
+def ended_by(exception: Any, signum: int) -> Any:
+    """The exception of a fit that a signal ended, with the signal in it, and after Ctrl-C the exit code that a shell expects.
+
+    `SIGTERMException` is a `SystemExit` without a code, so that a script ends with 0 (Lightning 2.6). Ranks that Lightning's launcher
+    started leave the code to the rank that started them: it takes any other code of theirs for a failure.
+    """
+    import signal
+
+    from lightning_3d.ranks.reporter import PARENT_VARIABLE
+
+    exception.signal_number = signum
+    if signum == signal.SIGINT and PARENT_VARIABLE not in os.environ:
+        exception.code = 128 + signum
+    return exception
+
+
+def name_end(trainer: Any, exception: BaseException) -> None:
+    """Complete the exception of a fit of one process, which Lightning raised itself (see `ended_by`)."""
+    import signal
+
+    if not hasattr(exception, "signal_number"):
+        ended_by(exception, signal.SIGINT if getattr(trainer._signal_connector, "interrupted", False) else signal.SIGTERM)

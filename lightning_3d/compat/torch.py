@@ -1,0 +1,326 @@
+"""Everything of torch that is not public, beside what `lightning_compat` has."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup, Work
+
+
+
+_functional: ContextVar[bool] = ContextVar("functional", default=False)
+
+
+@contextmanager
+def functional_collectives() -> Iterator[None]:
+    """Within it, tensor-parallel sums are operators that return new tensors: a selective recomputation sees and keeps what they return."""
+    token = _functional.set(True)
+    try:
+        yield
+    finally:
+        _functional.reset(token)
+
+
+def collectives_are_functional() -> bool:
+    """Whether `functional_collectives` holds."""
+    return _functional.get()
+
+
+def functional_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `x`, contiguous, over a group in new memory, as an operator that compilers and checkpoints see (`_c10d_functional`)."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(x, "sum", group.group_name))
+
+
+def functional_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensors of all ranks, contiguous, one behind the other along dimension 0, as such an operator."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_gather_into_tensor(x, group.size(), group.group_name))
+
+
+def functional_scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part, along dimension 0, of the sum of `x`, contiguous, as such an operator."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
+
+
+def kept_collectives() -> frozenset[Any]:
+    """The operators that sum, whose results a selective recomputation keeps instead of communicating again."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    return frozenset({operators.all_reduce.default, operators.reduce_scatter_tensor.default, operators.wait_tensor.default})
+
+
+_recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
+
+
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """Around what the backward will run again, then too."""
+    token = _recomputed.set(True)
+    try:
+        yield
+    finally:
+        _recomputed.reset(token)
+
+
+def is_recomputed() -> bool:
+    """Whether what runs now is run again by the backward, so that what it saves is short-lived."""
+    return _recomputed.get()
+
+
+def graph_breaks() -> Counter[str]:
+    """By reason: how often Dynamo ended a graph inside a function in this process (`torch._dynamo.utils.counters`, 2.11 to 2.13)."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
+
+
+def compiled_graphs() -> int:
+    """How many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def uncompiled_frames() -> int:
+    """How many functions Dynamo was asked to compile and did not: beyond its limit of variants, for example."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["frames"]["total"] - counters["frames"]["ok"])
+
+
+def allow_graphs(variants: int) -> None:
+    """Let one function be compiled for so many kinds of arguments (`torch._dynamo.config.recompile_limit`, 8 by default)."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, variants)
+
+
+def allow_second_backward() -> None:
+    """Let the backward of a compiled function run twice, as schedules with a split backward do.
+
+    By default it gives the memory of what was saved to its own results (`torch._functorch.config.donated_buffer`, 2.11 to 2.13).
+    """
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+
+
+def all_gather_by_name(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
+    """`all_gather_flat` by the collective of that name, whatever the backend, as DeepSpeed calls it."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group, async_op=True)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, log of the sum of exponentials in float32) of CUDA's flash attention.
+
+    `aten::_scaled_dot_product_flash_attention`, 2.11 to 2.13.
+
+    Args:
+        query: (batch, heads, queries, width); key, value: with as many heads, or a divisor of them.
+    """
+    import torch
+
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's queries, keys and values, where `out` and `lse`, contiguous, are those of the queries with all keys.
+
+    The state of dropout, which there is none of, is not read (`aten::_scaled_dot_product_flash_attention_backward`, 2.11 to 2.13).
+    """
+    import torch
+
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))  # as the forward returns them
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    lengths = (query.shape[2], key.shape[2])
+    return backward(grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, seed, offset, scale=scale)
+
+
+def real_values() -> AbstractContextManager[Any]:
+    """Inside `fake_mode` operations compute values again: `torch._subclasses.fake_tensor.unset_fake_temporarily` (torch 2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def torch_pipeline_order(
+    schedule: str, stages: Sequence[int], num_stages: int, pp: int, micro_batches: int
+) -> dict[int, list[tuple[int, str, int]]]:
+    """Actions of every rank that a schedule class of torch.distributed.pipelining (2.11 to 2.13) computes.
+
+    The classes want live stages and a process group; they read only the few attributes given here to lay out their order, which is
+    not public. Returns for each rank (stage, letter in F B I W, micro-batch). Combined actions (DualPipeV) are flattened.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    stand_ins = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=num_stages,
+            group_size=pp,
+            group_rank=0,
+            is_first=stage == 0,
+            is_last=stage == num_stages - 1,
+            has_backward=True,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for stage in stages
+    ]
+    schedule_class: Any = get_schedule_class(schedule)
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    order = schedule_class(stand_ins, micro_batches, loss_fn=lambda output, target: output).pipeline_order
+    actions: dict[int, list[tuple[int, str, int]]] = {}
+    for rank, listed in order.items():
+        single = [part for action in listed if action is not None for part in (action.sub_actions or (action,))]
+        actions[rank] = [
+            (action.stage_index, letters[action.computation_type.name], action.microbatch_index)
+            for action in single
+            if action.computation_type.name in letters
+        ]
+    return actions
+
+
+def backward_input(
+    output: Tensor | None, gradient: Tensor | None, received: Tensor | None, parameters: Sequence[nn.Parameter]
+) -> list[dict[str, Any]] | None:
+    """First half of a split backward: the gradient of a stage's input, added to `received.grad`.
+
+    torch.distributed.pipelining._backward.stage_backward_input (torch 2.11 to 2.13), not public. Returns the state that
+    `backward_weight` needs, None when the output does not depend on anything that requires gradients.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    if output is None or not output.requires_grad:
+        return None
+    gradients = None if gradient is None else [gradient]
+    _, work = stage_backward_input([output], gradients, [received], iter(parameters))
+    return work
+
+
+def backward_weight(parameters: Sequence[nn.Parameter], work: list[dict[str, Any]]) -> None:
+    """Second half of a split backward: adds to `.grad` of the parameters, without running AccumulateGrad hooks.
+
+    torch.distributed.pipelining._backward.stage_backward_weight (torch 2.11 to 2.13), not public.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(parameters), work)
+
+
+@contextmanager
+def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
+    """Call `callback(operator, tensors read, tensors written)` before every ATen operation of this thread.
+
+    Initialization has to know which tensors a model's own initializers write. `TorchDispatchMode` is documented ("Extending PyTorch")
+    but lives in `torch.utils._python_dispatch`, and what an operator writes stands in its `_schema` only (torch 2.11 to 2.13). The
+    operator is named like "normal_.default". Views count as neither read nor written.
+    """
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            read: list[Tensor] = []
+            written: list[Tensor] = []
+            for position, argument in enumerate(func._schema.arguments):
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                values = value if isinstance(value, list | tuple) else (value,)
+                tensors = [item for item in values if isinstance(item, Tensor)]
+                if argument.alias_info is None:
+                    read += tensors
+                elif argument.alias_info.is_write:
+                    written += tensors
+            callback(func.__name__, read, written)
+            return func(*args, **kwargs)
+
+    with Watcher():
+        yield
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Stop the device with an assertion unless `condition`, of shape (), holds; nothing waits for it.
+
+    `torch._assert_async` (torch 2.11 to 2.13) has no public form.
+    """
+    import torch
+
+    torch._assert_async(condition, message)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is always 0.
+
+    `UntypedStorage._cdata` (torch 2.11 to 2.13); a storage has no public identity. Valid while the tensor lives.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+@cache
+def settle_gloo_at_exit() -> None:
+    """At the end of the process, wait until gloo's threads have let go of their last tensors.
+
+    To be called as early as possible: what is registered at exit first runs last, after others that may communicate.
+
+    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has told the caller that
+    it is done. If one of them has a Python object, that takes the interpreter's lock. When the main thread has begun to finalize the
+    interpreter meanwhile, Python ends the thread, which unwinds through a C++ destructor: "terminate called without an active exception",
+    and a run that succeeded ends with SIGABRT. That is about one in ten short runs which end soon after a collective, with DeepSpeed or
+    without. Here the main thread waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
+    """
+    atexit.register(_settle_gloo)
+
+
+def _settle_gloo(patience_seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + patience_seconds
+    asleep = 0
+    # Twice: at the first look a thread may sleep because it waits for the interpreter's lock, which the pause gives it.
+    while asleep < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        asleep = asleep + 1 if _gloo_threads_sleep() else 0
+
+
+def _gloo_threads_sleep() -> bool:
+    """Whether no gloo worker thread of this process is running or ready to; True on systems without /proc."""
+    for status in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, state = status.read_text().rpartition(")")[0::2]
+        except OSError:  # the thread has ended
+            continue
+        if name.partition("(")[2] == "pt_gloo_runloop" and state.split()[0] != "S":
+            return False
+    return True
+
+
+def autograd_is_running() -> bool:
+    """Whether this is called from inside a backward: `torch._C._current_graph_task_id` (torch 2.11 to 2.13) is not public."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,89 @@
+"""Private PyTorch APIs of checkpoints: `torch.distributed.checkpoint` metadata and the pickles of `torch.save`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.errors import CheckpointError
+
+if TYPE_CHECKING:
+
+    import torch
+
+    from lightning_3d.storage.remote_path import Place
+
+
+def read_dcp_metadata(path: Place) -> Any:
+    """The table of contents of a torch.distributed.checkpoint folder, a `Metadata`.
+
+    DCP (torch 2.11 to 2.13) keeps it as a pickle and opens it with plain `pickle.load`, which runs whatever code a file asks for.
+    Here only the classes that DCP itself writes are let through: those of `checkpoint.metadata`, `_StorageInfo`, sizes, dtypes,
+    layouts and paths.
+
+    Raises:
+        CheckpointError: the file asks for anything else, or is damaged.
+    """
+    import pickle
+
+    import torch
+
+    metadata = ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    storage = ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")
+    known = {("torch.distributed.checkpoint.metadata", name) for name in (*metadata, *storage)}
+    known |= {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+    known |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size")}
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            if (module, name) not in known and not is_dtype:
+                raise CheckpointError(f"{path} asks for {module}.{name}, which no checkpoint of this kind holds. It was not loaded.")
+            return super().find_class(module, name)
+
+    try:
+        with path.open("rb") as file:
+            return Reader(file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path} cannot be read: {error!r}.") from error
+
+
+def dcp_place(file: str, offset: int, length: int) -> Any:
+    """Where a slice lies, as the reader of torch.distributed.checkpoint expects it: its `_StorageInfo` (torch 2.11 to 2.13)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
+    """A table of contents of the version that torch.distributed.checkpoint (torch 2.11 to 2.13) writes itself; older ones had none."""
+    import torch.distributed.checkpoint.filesystem as filesystem
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    metadata = Metadata(tensors, planner_data=notes)
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return metadata
+
+
+def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """What `torch.save` (torch 2.11 to 2.13) pickles of one tensor, beside whose elements it stands: they are in the storage "0".
+
+    `torch.save` makes it on the way to writing the elements only.
+    """
+    import io
+    import pickle
+
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing: Any) -> Any:
+            if isinstance(thing, torch.storage.TypedStorage):
+                return ("storage", getattr(torch, thing._pickle_storage_type()), "0", "cpu", thing._size())
+            if isinstance(thing, torch.UntypedStorage):
+                return ("storage", torch.UntypedStorage, "0", "cpu", thing.nbytes())
+            return None
+
+    contents = io.BytesIO()
+    Pickler(contents, protocol=2).dump(torch.empty(shape, dtype=dtype, device="cpu"))
+    return contents.getvalue()

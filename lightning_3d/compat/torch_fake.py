@@ -1,0 +1,155 @@
+"""Private PyTorch APIs of tensors without values (`FakeTensorMode`) and of process groups that send nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective, or of a message between two ranks, on this rank.
+
+    Attributes:
+        name: of the function of `torch.distributed`. ranks: global ones of the group. bytes: that this rank puts in; with `recv`, gets.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+_COLLECTIVES = {  # name of the operator: name of the function, which argument holds what this rank puts in, and which the group
+    "allreduce_": ("all_reduce", 0, 1),
+    "broadcast_": ("broadcast", 0, 1),
+    "reduce_": ("reduce", 0, 1),
+    "_allgather_base_": ("all_gather_into_tensor", 1, 2),
+    "_reduce_scatter_base_": ("reduce_scatter_tensor", 1, 2),
+    "allgather_": ("all_gather", 1, 2),
+    "alltoall_base_": ("all_to_all_single", 1, 2),
+    "send": ("send", 0, 1),
+    "recv_": ("recv", 0, 1),
+}
+_FUNCTIONAL = {  # which argument holds the name of the group
+    "all_reduce": ("all_reduce", 2),
+    "all_gather_into_tensor": ("all_gather_into_tensor", 2),
+    "reduce_scatter_tensor": ("reduce_scatter_tensor", 3),
+}
+
+
+def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
+    """What an operator communicates; None where it does not: `c10d` and `_c10d_functional` operators (torch 2.11 to 2.13)."""
+    namespace = func.namespace
+    if namespace not in ("c10d", "_c10d_functional"):
+        return None
+    import torch
+    import torch.distributed as dist
+
+    name = func._opname
+    if namespace == "c10d" and name in _COLLECTIVES:
+        called, place, group_place = _COLLECTIVES[name]
+        group = dist.ProcessGroup.unbox(args[group_place])
+    elif namespace == "_c10d_functional" and name in _FUNCTIONAL:
+        called, group_place = _FUNCTIONAL[name]
+        place, group = 0, torch._C._distributed_c10d._resolve_process_group(args[group_place])
+    else:
+        return None
+    tensors = args[place] if isinstance(args[place], (list, tuple)) else [args[place]]
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    return Collective(called, ranks, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Operations of a matrix product or an attention; 0 for anything else (`torch.utils.flop_counter`, 2.11 to 2.13)."""
+    count = _flop_formulas().get(func.overloadpacket)
+    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+@cache
+def _flop_formulas() -> dict[Any, Any]:
+    """Those of torch, and of its attention on CPU and its grouped products, which it has none for."""
+    import torch
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+    def attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+        return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+    def grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+        """Every row of a two-dimensional factor is multiplied once, whichever group it is in."""
+        rows = left if left.ndim == 2 else right
+        other = right if left.ndim == 2 else left
+        return 2 * rows.numel() * (other.shape[-1] if left.ndim == 2 else other.shape[-2])
+
+    found = dict(flop_registry)
+    aten = torch.ops.aten
+    found[aten._scaled_dot_product_flash_attention_for_cpu] = attention
+    found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = attention_backward
+    found[aten._grouped_mm] = grouped
+    return found
+
+
+def fake_mode() -> Any:
+    """Under it operations compute shapes instead of values: `torch._subclasses.FakeTensorMode` (torch 2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@cache
+def _fake_tensor() -> type[Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(tensor, _fake_tensor())
+
+
+def as_fake(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
+    """A tensor of a `fake_mode` that is said to be on a device, of one on meta; they share the storage."""
+    return _fake_tensor()(mode, tensor, device)
+
+
+def device_of_fake(tensor: Tensor) -> torch.device:
+    """Where a fake tensor is said to be. `.device` is an operation, which every mode sees."""
+    return tensor.fake_device  # type: ignore[attr-defined]
+
+
+def can_be_remembered(func: Any) -> bool:
+    """Whether shapes of results, and where views begin, follow from shapes of arguments, which keep theirs (`torch.Tag`, 2.11 to 2.13)."""
+    import torch
+
+    other = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func.namespace == "aten" and not other & set(func.tags) and not func._opname.startswith("as_strided")
+
+
+@cache
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What a fake operation raises where its result depends on values (torch 2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+    return (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+FAKE_GLOO = "fake_gloo"
+"""Name of the backend that stands for gloo in a dry run; "fake" stands for NCCL."""
+
+
+def fake_backend(gloo: bool) -> tuple[str, Any]:
+    """(name of a backend that sends nothing, its store): `torch.testing._internal.distributed.fake_pg` (torch 2.11 to 2.13)."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
+    if FAKE_GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(FAKE_GLOO, _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
+    return (FAKE_GLOO if gloo else dist.Backend.FAKE), FakeStore()

@@ -1,0 +1,68 @@
+"""Private torchmetrics APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+
+def forward_value(metric: Any) -> Any:
+    """What the last call of a torchmetrics object returned, None if it was only updated.
+
+    torchmetrics 1.x keeps it in `_forward_cache`, which Lightning reads for `on_step` logging; there is no public reader.
+    """
+    return metric._forward_cache
+
+
+def set_forward_value(metric: Any, value: Tensor) -> None:
+    """Set the value that Lightning logs for a torchmetrics object with `on_step=True` (see `forward_value`)."""
+    metric._forward_cache = value
+
+
+def mark_updated(metric: Any) -> None:
+    """Tell a torchmetrics object (1.x) that its state is meaningful on this rank.
+
+    On ranks before the last stage it was never updated; computing it there, from the last stages' states, would warn.
+    """
+    metric._update_count = max(metric._update_count, 1)
+    metric._computed = None
+
+
+def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    """Let a torchmetrics object (1.x) compute its value from the states that `gather` returns for its own.
+
+    Its own `_sync_dist` gathers tensor by tensor, which waits for ever where ranks have lists of different lengths. `_reductions`
+    says how each state is joined.
+    """
+    import torch
+
+    def sync(dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        states = gather({name: getattr(metric, name) for name in metric._reductions})
+        for name, reduction in metric._reductions.items():
+            values = [state[name] for state in states]
+            if isinstance(values[0], list):
+                joined: Any = [tensor for value in values for tensor in value]
+            else:
+                joined = torch.stack(values)
+            setattr(metric, name, reduction(joined) if reduction is not None and len(joined) else joined)
+
+    if metric._reductions:  # others, as sums of two metrics, have no state of their own
+        metric._sync_dist = sync
+
+
+def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
+    """A copy of what a torchmetrics object (1.x) has accumulated: `_copy_state_dict` and `_update_count` have no public form."""
+    return metric._copy_state_dict(), metric._update_count
+
+
+def restore_metric_state(metric: Any, state: tuple[dict[str, Any], int]) -> None:
+    """Put back what `metric_state` copied."""
+    values, count = state
+    for name, value in values.items():
+        setattr(metric, name, value)
+    metric._update_count = count
+    metric._computed = None

@@ -1,0 +1,155 @@
+"""What `from_pretrained` and `save_pretrained` of Transformers do to the names in a checkpoint, by their own functions.
+
+`core_model_loading.rename_source_key`, `revert_weight_conversion` and `conversion_mapping.get_model_conversion_mapping` are no public API,
+but PEFT uses them too. Tried with Transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.compat.peft import describe_adapters
+from lightning_3d.compat.peft_layers import is_adapter
+from lightning_3d.errors import CheckpointError
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Told by name: a module that is none must not cost the import of Transformers."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+
+
+def models_in(root: nn.Module) -> dict[str, nn.Module]:
+    """The models of Transformers in a module, by their names there, without those that are parts of others."""
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        if is_transformers_model(module) and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+@dataclass(frozen=True)
+class Made:
+    """How Transformers makes a parameter of stored tensors.
+
+    Attributes:
+        pattern: that the name of this stored tensor has. patterns: of all that are needed, in order.
+        operations: in words.
+        tiling: (stacked, dim), the arguments of `weights.stored.Tiling`; None for anything but tensors that are put side by side.
+    """
+
+    pattern: str
+    patterns: tuple[str, ...]
+    operations: str
+    tiling: tuple[bool, int | None] | None
+
+
+def renamed(model: Any, stored: Iterable[str], names: Collection[str]) -> dict[str, tuple[str, Made | None]]:
+    """The name in the model of each tensor in a checkpoint, and how the parameter is made of it; None where it is the parameter.
+
+    Renames that Transformers declares for a family or for all, and the prefix of the base model, which one of the two may lack. The order
+    is that of the names, numbers by their value.
+
+    Args:
+        stored: names in the checkpoint. names: those of the model's parameters and saved buffers, without adapters.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, known = model.base_model_prefix, dict.fromkeys(names, True)
+    found: dict[str, tuple[str, Made | None]] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], prefix, known)
+        found[key] = name, None if pattern is None else _made(by_pattern[pattern], pattern)
+    return found
+
+
+def _made(converter: Any, pattern: str) -> Made:
+    steps = {type(step).__name__: step for step in converter.operations}
+    words = ", ".join(type(step).__name__ for step in converter.operations)
+    stack, join = steps.pop("MergeModulelist", None), steps.pop("Concatenate", None)
+    simple = not steps and len(converter.target_patterns) == 1 and (stack is None or stack.dim == 0)
+    tiling = (stack is not None, None if join is None else join.dim) if simple else None
+    return Made(pattern, tuple(converter.source_patterns), words, tiling)
+
+
+def may_be_missing(model: Any, name: str) -> bool:
+    """Whether the class of the model expects checkpoints without this parameter or buffer."""
+    return _matches(getattr(model, "_keys_to_ignore_on_load_missing", None), name)
+
+
+def may_be_left_over(model: Any, name: str) -> bool:
+    """Whether a tensor in a checkpoint is one of an older version of the class, or a buffer that every model makes itself."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    return _matches(patterns, name) or "rotary_emb.inv_freq" in name
+
+
+def _matches(patterns: Iterable[str] | None, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """Class and configuration of every model of Transformers in a module, by its name there, and those of its adapters of PEFT."""
+    return {
+        name: {
+            "class": type(model).__name__,
+            "config": json.loads(cast(Any, model).config.to_json_string(use_diff=False)),
+            "adapted": any(is_adapter(layer) for layer in model.modules()),
+            "adapters": describe_adapters(root, name),
+        }
+        for name, model in models_in(root).items()
+    }
+
+
+def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
+    """A model on the meta device.
+
+    Raises:
+        CheckpointError: Transformers has no such class.
+    """
+    import transformers
+
+    kind = getattr(transformers, class_name, None)
+    if kind is None:
+        raise CheckpointError(f"The model is a {class_name}, which Transformers {transformers.__version__} does not have.")
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_dict(dict(config)))
+    _keep_conversions(model)
+    return model
+
+
+def _keep_conversions(model: Any) -> None:
+    """Let `stored_form` find what it would look for itself, by going through all modules, for every tensor.
+
+    `from_pretrained` leaves it in the same attribute. Without it, a `PrefixChange` is not reverted: nothing tells whether the files had
+    that prefix.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [entry for entry in found if type(entry).__name__ != "PrefixChange"]
+
+
+def stored_form(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `save_pretrained` writes for some of the model's tensors: experts one by one, names of the published files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
+
+
+def keeps_float32(model: Any, name: str) -> bool:
+    """Whether the class of the model asks for this tensor in float32, whatever the others are."""
+    patterns = (getattr(model, "_keep_in_fp32_modules", None), getattr(model, "_keep_in_fp32_modules_strict", None))
+    return any(pattern in name for found in patterns for pattern in found or ())

@@ -1,0 +1,93 @@
+"""Group `cluster`: the machines of a run and what they can do, as vendors state it. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.sizes import check_number, check_sizes
+
+ACCELERATORS = ("auto", "cpu", "gpu")
+
+
+@dataclass
+class PeakFlops:
+    """Operations a second of one GPU in matrix products without sparsity, by the type of the factors. None: it has no such
+    products, or the vendor does not say.
+    """
+
+    fp32: float | None = None
+    tf32: float | None = None
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+
+
+@dataclass
+class Link:
+    """What one GPU sends over.
+
+    Attributes:
+        bandwidth: bytes a second in each direction.
+        latency: seconds that a message without content takes to the next GPU; None where it is not known.
+    """
+
+    bandwidth: float | None = None
+    latency: float | None = None
+
+
+@dataclass
+class ClusterConfig:
+    """Group `cluster`. What is None is not known.
+
+    Attributes:
+        name: in messages and reports.
+        nodes: machines of the run.
+        gpus_per_node: None: as many as there are.
+        accelerator: auto (GPUs where there is one for each rank), gpu or cpu.
+        gpu: what the vendor calls it.
+        memory: of one GPU, in bytes.
+        memory_bandwidth: of one GPU, in bytes a second.
+        nvlink_gpus: how many GPUs NVLink connects, also across nodes.
+        peak_flops: operations a second of one GPU in matrix products without sparsity.
+        intra_node: between the GPUs of a node.
+        inter_node: between nodes.
+    """
+
+    name: str = "local"
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    accelerator: str = "auto"
+    gpu: str | None = None
+    memory: float | None = None
+    memory_bandwidth: float | None = None
+    nvlink_gpus: int | None = None
+    peak_flops: PeakFlops = field(default_factory=PeakFlops)
+    intra_node: Link = field(default_factory=Link)
+    inter_node: Link = field(default_factory=Link)
+
+    @property
+    def lacks_fp8(self) -> bool:
+        """Whether it is known that its GPUs have no float8 matrix products."""
+        return self.peak_flops.bf16 is not None and self.peak_flops.fp8 is None
+
+    def check(self) -> None:
+        """Refuse numbers that no machine has.
+
+        Raises:
+            ConfigError: names the key.
+        """
+        if self.accelerator not in ACCELERATORS:
+            raise ConfigError(f"cluster.accelerator is {self.accelerator!r}; it must be auto, cpu or gpu.")
+        check_sizes(**{"cluster.nodes": self.nodes, "cluster.nvlink_gpus": self.nvlink_gpus})
+        if self.gpus_per_node or self.accelerator == "gpu":  # 0: a node of CPU cores
+            check_sizes(**{"cluster.gpus_per_node": self.gpus_per_node})
+        rates = {"memory": self.memory, "memory_bandwidth": self.memory_bandwidth}
+        rates |= {f"peak_flops.{kind.name}": getattr(self.peak_flops, kind.name) for kind in fields(PeakFlops)}
+        rates |= {"intra_node.bandwidth": self.intra_node.bandwidth, "inter_node.bandwidth": self.inter_node.bandwidth}
+        for name, rate in rates.items():
+            if rate is not None:
+                check_number(f"cluster.{name}", rate, least=1)
+        for name, link in (("intra_node", self.intra_node), ("inter_node", self.inter_node)):
+            if link.latency is not None:
+                check_number(f"cluster.{name}.latency", link.latency, least=0)

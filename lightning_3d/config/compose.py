@@ -1,0 +1,46 @@
+"""What Hydra composed, checked and as plain data. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.plugin import Plugin
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_3d.config.files import conf_folder
+from lightning_3d.config.search_path import Lightning3DSearchPath
+from lightning_3d.config.sources import ClusterSource, LayoutSource, RecipeSource
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration without interpolations and without Hydra's own part, as dicts and lists."""
+    task = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    content = OmegaConf.to_container(task, resolve=True)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def register_sources(others: Sequence[type[Plugin]] = ()) -> None:
+    """Register the config sources and the search path of this package, and `others`, with Hydra.
+
+    Hydra finds plugins by walking their folders, which it cannot do where an editable install maps names instead.
+    """
+    found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # Hydra loads the modules of plugins a second time
+    ours: list[type[Plugin]] = [LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, *others]
+    for plugin in ours:
+        if plugin.__name__ not in found:
+            Plugins.instance().register(plugin)
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration of a command line, with Hydra's own part, as `lightning-3d train` would get it.
+
+    Raises:
+        HydraException, OmegaConfBaseException: `explain` says what is wrong.
+    """
+    register_sources()
+    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        return hydra.compose("config", overrides=list(overrides), return_hydra_config=True)

@@ -1,0 +1,22 @@
+"""Where the configuration files are: beside the package in a checkout, inside it in an installed wheel. Imports nothing
+heavy.
+"""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def _folder(name: str) -> Path:
+    inside, beside = _PACKAGE / name, _PACKAGE.parent / name
+    return inside if inside.is_dir() else beside
+
+
+def conf_folder() -> Path:
+    """Folder of the Hydra groups, with `config.yaml`."""
+    return _folder("conf")
+
+
+def recipes_folder() -> Path:
+    """Folder of the recipes, whole runs in one file each."""
+    return _folder("recipes")

@@ -1,0 +1,71 @@
+"""Keys and values of a configuration: which there are, and what to say of one that cannot be. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_3d.config.files import conf_folder
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+
+
+def data_options(name: object) -> dict[str, Any]:
+    """Options of a data module and their defaults: what its configuration file says. Empty when there is no file."""
+    file = conf_folder() / "data" / f"{name}.yaml"
+    if not file.is_file():
+        return {}
+    options = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(options, dict)
+    return {str(key): default for key, default in options.items()}
+
+
+def check_type(key: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the default. Null passes; where the default is null or missing, anything does.
+
+    Raises:
+        ConfigError: names the key, the value and the default.
+    """
+    if value is None or default is None or default == "???":
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = number if isinstance(default, float) else type(value) is type(default)
+    if not fits:
+        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise ConfigError(f"{key} is {value!r}; it must be {kinds.get(type(default), 'a word')}, for example {str(default).lower()}.")
+
+
+def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key of a group that is not among those known; none known: not checked.
+
+    Raises:
+        ConfigError: names the key and the nearest one.
+    """
+    for key in values if known else ():
+        if key not in known:
+            raise ConfigError(unknown_key(f"{group}.{key}", known))
+
+
+def explain_value(error: OmegaConfBaseException) -> ConfigError:
+    """What is wrong with a key or a value, in the words of this package."""
+    key = str(error.full_key or error.key or "")
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        parent = error.parent_node
+        return ConfigError(unknown_key(key, [str(name) for name in parent] if isinstance(parent, DictConfig) else ()))
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(f"{key} must be given, for example {key}=... on the command line.")
+    text = str(error.msg or error).strip().splitlines()[0].rstrip(".")
+    return ConfigError(f"{key}: {text}." if key else text)
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The message for a key that does not exist; `known` are its possible siblings."""
+    group, _, name = key.rpartition(".")
+    known = [other for other in known if not other.startswith("_")]  # Hydra's own, such as _target_
+    near = did_you_mean(name, known)
+    if group:
+        near = near.replace('"', f'"{group}.', 1)
+    where = f"{group} has" if group else "A run has"
+    return f'There is no configuration key "{key}".{near}' + (f" {where} {listed(sorted(known))}." if known else "")

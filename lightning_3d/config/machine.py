@@ -1,0 +1,113 @@
+"""The accelerator and the precision of a run on the machine at hand. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning_3d.config.cluster import ClusterConfig
+from lightning_3d.config.options.precision import (
+    PRECISIONS,
+    check_fp8_device,
+    check_fp8_library,
+    fp8_refused,
+    listed_capability,
+    unknown_precision,
+)
+from lightning_3d.config.run_config import RunConfig
+from lightning_3d.errors import ConfigError, LayoutError, listed
+from lightning_3d.layout.layout import Layout, nearest_layouts
+from lightning_3d.ranks.environment import OutsideRank
+
+
+def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | None) -> tuple[str, tuple[str, ...]]:
+    """(cpu or gpu, warnings) for the ranks on this machine.
+
+    Raises:
+        LayoutError: the layout does not fill the cluster, or the GPUs of this machine are fewer than its ranks.
+        ConfigError: an impossible number of the cluster, or several nodes without a launcher that reaches them.
+    """
+    cluster = run.cluster
+    cluster.check()
+    _require_cluster(cluster, layout)
+    if run.trainer.dry and cluster.accelerator != "auto":
+        return cluster.accelerator, ()
+    if cluster.nodes > 1 and outside is None:
+        raise ConfigError(
+            f"The cluster {cluster.name} has {cluster.nodes} nodes, but this process reaches one. Start the ranks with"
+            f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} or with srun, or add"
+            " trainer.dry=true to check the configuration."
+        )
+    needed = outside.local_world_size if outside is not None else layout.world_size
+    there = visible_gpus()
+    if cluster.accelerator == "gpu" and there < needed:
+        near = listed((other.name for other in nearest_layouts(layout, there)), last="or")
+        layouts = f" Layouts for {there}: {near}." if near else ""
+        raise LayoutError(
+            f"{needed} ranks need {needed} GPUs on this machine, but it has {there}.{layouts} Or run on the CPU with"
+            " cluster=local_cpu."
+        )
+    if cluster.accelerator == "auto" and 0 < there < needed:
+        return "cpu", (f"This machine has {there} GPUs for {needed} ranks: running on the CPU.",)
+    return ("gpu" if cluster.accelerator != "cpu" and there >= needed else "cpu"), ()
+
+
+def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
+    """A cluster of known size is used as a whole."""
+    if not cluster.gpus_per_node:
+        return
+    size = cluster.nodes * cluster.gpus_per_node
+    if layout.world_size != size:
+        near = listed((other.name for other in nearest_layouts(layout, size)), last="or")
+        raise LayoutError(
+            f"Layout {layout} has {layout.world_size} ranks, but the cluster {cluster.name} has {size} GPUs"
+            f" ({cluster.nodes} nodes of {cluster.gpus_per_node}). Layouts for {size} ranks: {near}."
+        )
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, without asking CUDA, which would forbid a fork."""
+    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]) or _listed_gpus()
+    allowed = environment.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return there
+    names = [name.strip() for name in allowed.split(",")]
+    named = names.index("-1") if "-1" in names else len([name for name in names if name])
+    return min(there, named)
+
+
+def _listed_gpus() -> int:
+    """GPUs that the driver's tool lists, for machines that have them under other names in /dev."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, check=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def choose_precision(run: RunConfig, accelerator: str) -> str:
+    """A name of `PRECISIONS`."""
+    name, zero_stage = run.precision.name, run.parallelism.zero_stage
+    if name == "auto":
+        return "bf16" if accelerator == "gpu" else "fp32"
+    if name not in PRECISIONS:
+        raise unknown_precision(name)
+    if name == "fp64" and zero_stage:
+        raise ConfigError(
+            f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32. Use"
+            " parallelism.zero_stage=0."
+        )
+    if name == "fp8":
+        if run.cluster.lacks_fp8:
+            raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; those of the cluster {run.cluster.name} have none")
+        planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
+        check_fp8_device(accelerator, None if planned else listed_capability())
+        if not planned:
+            check_fp8_library()
+    return name

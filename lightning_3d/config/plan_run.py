@@ -1,0 +1,369 @@
+"""The configuration of a run: which keys there are, and what a run makes of them. Imports no torch.
+
+`plan_run` is the check that comes before anything is started: it takes a composed configuration, refuses what the
+configuration alone shows to be wrong, and returns what was left open in it (schedule, accelerator, precision, number of
+micro-batches).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_3d.config.keys import check_group_keys, check_type, data_options, explain_value
+from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
+from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.nonfinite import check_nonfinite
+from lightning_3d.config.options.optimizer import check_optimizer
+from lightning_3d.config.options.self_check import check_mode
+from lightning_3d.config.options.zero import NONE, ZeroOptions
+from lightning_3d.config.run_config import GROUPS, MODEL_KEYS, START_METHODS, RunConfig, TrainerConfig
+from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
+from lightning_3d.layout.batch_rules import check_batch, few_micro_batches
+from lightning_3d.layout.layout import AXES, Layout, divisors
+from lightning_3d.layout.model_rules import check_cp_kind, check_model
+from lightning_3d.layout.resolve import resolve_layout
+from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.layout.sizes import check_number, check_sizes
+from lightning_3d.models.context_limits import check_fields
+from lightning_3d.models.families import FAMILIES, read_spec
+from lightning_3d.models.pretrained_config import complete_model
+from lightning_3d.ranks.environment import OutsideRank
+from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
+from lightning_3d.storage.remote_path import RemotePath, place
+
+
+class Advice(Protocol):
+    """What the planner is asked (`lightning_3d.planner.advice`)."""
+
+    def choose(self, run: RunConfig, precision: str) -> dict[str, Any]:
+        """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+
+    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
+        """Raise LayoutError for what does not fit on the GPUs; return warnings of what fits badly."""
+
+    def refuse_here(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
+        """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will be.
+
+    Attributes:
+        layout: with `vp` as the schedule implies it.
+        micro_batches: of one optimizer step on each data-parallel rank.
+        accelerator: cpu or gpu.
+        precision: a name of `PRECISIONS`.
+        model: the group `model`, with what a pretrained folder says.
+        warnings: for the user, before the start.
+        chosen: keys of `parallelism` that the planner filled in.
+    """
+
+    layout: Layout
+    schedule: str
+    zero: ZeroOptions
+    blocks: BlockOptions
+    micro_batch_size: int
+    micro_batches: int
+    accelerator: str
+    precision: str
+    model: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration with everything that was left open in it filled in."""
+        filled: dict[str, Mapping[str, Any]] = {
+            "parallelism": {
+                **self.chosen,
+                "layout": self.layout.name,
+                "schedule": self.schedule,
+                "vp": self.layout.vp,
+                "zero_reduce": self.zero.reduce,
+                "zero_gather": self.zero.gather,
+                "micro_batch_size": self.micro_batch_size,
+            },
+            "cluster": {"accelerator": self.accelerator},
+            "precision": {"name": self.precision},
+            "model": self.model,
+        }
+        return config | {group: {**config[group], **values} for group, values in filled.items()}
+
+    def describe(self) -> str:
+        """One line for the user."""
+        count = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
+        micro = f"{count} of {self.micro_batch_size}"
+        where = "GPUs" if self.accelerator == "gpu" else "CPU"
+        words = [
+            f"{self.layout.name}: {self.layout.world_size} rank{'s' * (self.layout.world_size > 1)} on {where}",
+            self.schedule,
+            self.zero.describe(),
+        ]
+        words += [self.blocks.describe()] if self.blocks.changes_blocks else []
+        return ", ".join([*words, self.precision, micro])
+
+
+def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Advice | None = None) -> RunPlan:
+    """Check a composed configuration.
+
+    Args:
+        config: all groups; `hydra` is ignored.
+        outside: this process as a rank of torchrun or SLURM; None when the ranks are still to be started.
+        advice: the planner, for `parallelism=auto` and to refuse what does not fit.
+
+    Raises:
+        LayoutError, ConfigError: the first thing found wrong. The number of launched ranks comes first.
+    """
+    run = check_keys(config)
+    parallelism = run.parallelism
+    chosen = _choose_layout(run, advice)
+    layout, schedule = resolve_layout(
+        parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order or AXES)
+    )
+    if outside is not None:
+        layout.require_world_size(outside.world_size)
+    zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
+    blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
+    blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    check_cp_kind(parallelism.cp_kind)
+    check_mode(parallelism.self_check)
+    check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
+    experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
+    accelerator, warnings = choose_accelerator(run, layout, outside)
+    precision = choose_precision(run, accelerator)
+    _check_trainer(run.trainer)
+    run.plan.check()
+    _check_targets(run)
+    LoraOptions.of(run.model)
+    run.model = complete_model(run.model, dry=run.trainer.dry)
+    micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule, experts)
+    check_optimizer(run.optimizer)
+    if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
+        raise ConfigError(
+            "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
+            " use optimizer.name=adamw."
+        )
+    if advice is not None and not run.force:
+        here = outside.local_world_size if outside is not None else layout.world_size
+        warnings += _check_memory(run, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
+    bubble = few_micro_batches(layout, schedule, micro_batches)
+    return RunPlan(
+        layout=layout,
+        schedule=schedule,
+        zero=zero,
+        blocks=blocks,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        accelerator=accelerator,
+        precision=precision,
+        model=run.model,
+        warnings=(*warnings, *((bubble,) if bubble else ())),
+        chosen=chosen,
+    )
+
+
+def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
+    """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
+    if accelerator == "gpu":
+        return advice.refuse(run, *planned)
+    try:
+        advice.refuse_here(run, *planned, here)
+    except LayoutError as error:
+        if not run.trainer.dry:
+            raise
+        return (f"{error}".partition("\n")[0],)
+    return ()
+
+
+def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
+    """With `parallelism=auto`: what the planner chose, which is filled in; otherwise nothing."""
+    parallelism = run.parallelism
+    open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
+    if parallelism.layout != "auto":
+        if open_keys:
+            raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only parallelism=auto leaves it to the planner.")
+        return {}
+    if advice is None:
+        raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
+    run.model = complete_model(run.model, dry=run.trainer.dry)
+    run.cluster.check()
+    run.plan.check()
+    for key in ("sequence_length", "global_batch_size"):
+        check_sizes(**{f"data.{key}": run.data.get(key)})
+        if run.data.get(key) is None:
+            raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
+    here = run.cluster.accelerator == "auto" and not visible_gpus()
+    chosen = advice.choose(run, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
+    for key, value in chosen.items():
+        setattr(parallelism, key, value)
+    return chosen
+
+
+def check_keys(config: DictConfig) -> RunConfig:
+    """The configuration with types.
+
+    Raises:
+        ConfigError: a key that does not exist, a value of a wrong type, or one that must be given and is not.
+    """
+    for group in GROUPS:
+        if config.get(group) is None:
+            raise ConfigError(
+                f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
+            )
+    if "recipe" in config:
+        raise ConfigError("A recipe sets keys of the whole run: the first line of its file must be  # @package _global_")
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if merged.trainer.dry:  # files of data may be named when the run is started
+            for key in (name for name in missing if name.startswith("data.")):
+                OmegaConf.update(merged, key, None)
+            missing = [key for key in missing if not key.startswith("data.")]
+        if missing:
+            raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
+        run = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise explain_value(error) from error
+    assert isinstance(run, RunConfig)
+    check_group_keys("model", run.model, MODEL_KEYS)
+    options = data_options(run.data.get("name"))
+    check_group_keys("data", run.data, (*options, "global_batch_size", "seed", "vocab_size") if options else ())
+    for key, value in run.data.items():
+        check_type(f"data.{key}", value, options.get(key))
+    return run
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    steps = trainer.max_steps
+    check_sizes(
+        **{
+            "trainer.max_steps": steps,
+            "trainer.val_check_interval": trainer.val_check_interval,
+            "trainer.log_every_n_steps": trainer.log_every_n_steps,
+            "trainer.checkpoint_every_n_steps": trainer.checkpoint_every_n_steps,
+            "trainer.trace_every_n_steps": trainer.trace_every_n_steps,
+        }
+    )
+    if steps % trainer.val_check_interval:
+        near = min(divisors(steps), key=lambda interval: abs(interval - trainer.val_check_interval))
+        raise ConfigError(
+            f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
+            f" run would end without a validation. The nearest that does is {near}."
+        )
+    if trainer.keep_last < 1 and trainer.keep_last != -1:
+        raise ConfigError(f"trainer.keep_last must be at least 1, or -1 to keep all checkpoints; got {trainer.keep_last}.")
+    if trainer.limit_val_batches is not None:
+        check_number("trainer.limit_val_batches", trainer.limit_val_batches, least=0)
+    if trainer.gradient_clip_val is not None:
+        check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
+    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
+        raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
+    if trainer.resume is not None:
+        _check_resume(trainer.resume)
+    check_nonfinite("trainer.nonfinite", trainer.nonfinite)
+    if trainer.start_method not in START_METHODS:
+        raise ConfigError(
+            f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
+        )
+
+
+def _check_resume(given: str) -> None:
+    """What a look at the folder shows; the ranks compare the files with their hashes."""
+    path = place(given)
+    try:
+        recover(path)
+        if isinstance(path, Path) and path.is_symlink() and not path.exists():
+            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which is not there.")
+        if not path.exists():
+            raise CheckpointError(f"There is no checkpoint {given} to resume from (trainer.resume).")
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(f"trainer.resume={given} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
+    except OSError as error:
+        raise CheckpointError(f"trainer.resume={given} cannot be read: {error.strerror or error}.") from error
+
+
+def _check_targets(run: RunConfig) -> None:
+    """Loggers and callbacks are objects, by the name of their class."""
+    examples = {"logger": "loggers.CSVLogger", "callbacks": "callbacks.LearningRateMonitor"}
+    for group, entries in (("logger", run.logger), ("callbacks", run.callbacks)):
+        for name, entry in entries.items():
+            if entry is not None and not (isinstance(entry, dict) and isinstance(entry.get("_target_"), str)):
+                raise ConfigError(
+                    f"{group}.{name} has no _target_, the class to make. Write for example"
+                    f" +{group}.{name}._target_=lightning.pytorch.{examples[group]}."
+                )
+            if group == "callbacks" and entry and "://" in str(entry.get("dirpath")):
+                _check_url(f"callbacks.{name}.dirpath", str(entry["dirpath"]))
+
+
+def _check_url(key: str, url: str) -> None:
+    """Where checkpoints are to be written: what writes there is installed."""
+    path = place(url)
+    if not isinstance(path, RemotePath):
+        raise ConfigError(f"{key}={url} is on the local disk; write {path}.")
+    try:
+        path.require_backend()
+    except CheckpointError as error:
+        raise ConfigError(f"{key}={error}") from error
+
+
+def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
+    """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
+    if not isinstance(run.model.get("config"), dict):
+        raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
+    spec = read_spec(run.model["config"])
+    if spec.experts and spec.top_k > spec.experts:
+        raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
+    if experts.asked_for and not spec.experts:
+        name = experts.asked_for[0]
+        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Leave it out.")
+    family = FAMILIES.get(spec.model_type)
+    if experts.bias_update and family is not None and not family.biased_routers:
+        raise ConfigError(
+            f"parallelism.moe_bias_update is for routers with a bias for the choice of experts, as in DeepSeek-V3; {spec.model_type} has"
+            " none. Use parallelism.moe_aux_loss."
+        )
+    if layout.cp > 1:
+        check_fields(spec.model_type, run.model["config"].get)
+    check_model(
+        layout,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        layers=spec.layers,
+        vocab=spec.vocab,
+        intermediate=spec.intermediate,
+        sequence_length=run.data.get("sequence_length"),
+        max_positions=spec.max_positions,
+        sequence_parallel=run.parallelism.sequence_parallel is not False,
+        experts=spec.experts or None,
+        schedule=schedule,
+        cp_kind=run.parallelism.cp_kind,
+    )
+    if run.data.get("sequence_length") is None:
+        raise ConfigError("data.sequence_length must be given: the tokens of a sample.")
+    global_batch = run.data.get("global_batch_size")
+    if global_batch is None:
+        raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")
+    micro_batch_size = run.parallelism.micro_batch_size
+    if micro_batch_size is None:
+        micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
+    return micro_batch_size, check_batch(layout, global_batch, micro_batch_size, schedule)
+
+
+def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
+    """The largest micro-batch that the schedule runs with; 1 when none works, for `check_batch` to explain."""
+    check_sizes(global_batch=global_batch)
+    rows, info = global_batch // layout.dp, find_schedule(schedule)
+    sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]
+    return max(sizes, default=1)

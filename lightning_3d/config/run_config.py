@@ -1,0 +1,102 @@
+"""The typed configuration of a run: one dataclass for each group of keys. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from lightning_3d.config.cluster import ClusterConfig
+from lightning_3d.config.options.plan import PlanOptions
+from lightning_3d.layout.layout import AXES
+
+START_METHODS = ("auto", "fork", "spawn")
+GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
+MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_parameters", "config", "pretrained", "lora")
+
+
+@dataclass
+class ParallelismConfig:
+    """Group `parallelism`: `Lightning3DStrategy`, or a class made of it, and its arguments."""
+
+    _target_: str = "lightning_3d.Lightning3DStrategy"
+    _convert_: str = "all"
+    layout: str = MISSING
+    order: list[str] | None = field(default_factory=lambda: list(AXES))
+    schedule: str | None = None
+    vp: int | None = None
+    zero_stage: int | None = 1
+    zero_reduce: str | None = None
+    zero_gather: str | None = None
+    zero_reduce_scatter: bool | None = None
+    zero_offload: str = "none"
+    cp_kind: str = "ring"
+    recompute: str | None = "none"
+    recompute_every: int = 1
+    recompute_keep: list[str] | None = None
+    offload_activations: bool = False
+    compile: bool = False
+    sequence_parallel: bool | None = None
+    moe_aux_loss: float | None = None
+    moe_z_loss: float = 0.0
+    moe_bias_update: float = 0.0
+    moe_capacity_factor: float | None = None
+    checkpoint_verify: bool = True
+    checkpoint_fall_back: bool = False
+    checkpoint_asynchronous: bool = True
+    checkpoint_timeout_seconds: float = 1800.0
+    checkpoint_check_space: bool = True
+    micro_batch_size: int | None = None
+    pipeline_module: str | None = None
+    self_check: str = "auto"
+
+
+@dataclass
+class PrecisionConfig:
+    """Group `precision`: a name of `PRECISIONS`, or auto."""
+
+    name: str = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    """Group `trainer`: how long, how often, and arguments of Lightning's `Trainer`."""
+
+    max_steps: int = MISSING
+    max_time: str | None = None
+    val_check_interval: int = MISSING
+    limit_val_batches: int | None = None
+    gradient_clip_val: float | None = None
+    log_every_n_steps: int = 10
+    trace_every_n_steps: int | None = None
+    nonfinite: str = "stop"
+    checkpoint_every_n_steps: int | None = None
+    keep_last: int = 3
+    resume: str | None = None
+    auto_resume: bool = False
+    start_method: str = "auto"
+    dry: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunConfig:
+    """A whole run. `model`, `data` and `optimizer` are checked by what they are for; loggers and callbacks have a
+    `_target_`.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    seed: int = 0
+    force: bool = False
+    profile: str | None = None
+    run_folder: str = ""

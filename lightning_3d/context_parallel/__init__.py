@@ -1,7 +1,0 @@
-"""Context parallelism: the tokens of a sequence dealt to ranks, and attention between them."""
-
-from lightning_3d.context_parallel.collectives import sum_over_ranks
-from lightning_3d.context_parallel.context import ContextParallel
-from lightning_3d.context_parallel.model import WholeSequenceLoss, share_sequences
-
-__all__ = ["ContextParallel", "WholeSequenceLoss", "share_sequences", "sum_over_ranks"]

@@ -1,0 +1,108 @@
+"""Rules for global batch, micro-batch and number of micro-batches. Imports no torch."""
+
+from __future__ import annotations
+
+from lightning_3d.errors import LayoutError, listed
+from lightning_3d.layout.layout import Layout, divisors
+from lightning_3d.layout.resolve import check_schedule
+from lightning_3d.layout.schedules import SCHEDULES, ScheduleInfo, default_schedule, find_schedule, predicted_bubble
+from lightning_3d.layout.sizes import check_sizes
+
+
+def check_batch(layout: Layout, global_batch: int, micro_batch: int, schedule: str | None = None) -> int:
+    """Refuse a global batch that cannot be cut into micro-batches as the layout and the schedule need them.
+
+    Args:
+        layout: resolved (`resolve_layout`).
+        global_batch: rows of one optimizer step over all data-parallel ranks.
+        micro_batch: rows that pass through the model at once.
+        schedule: name; None for the default.
+
+    Returns:
+        Micro-batches of one optimizer step on each data-parallel rank.
+
+    Raises:
+        ConfigError: a size that is no positive whole number.
+        LayoutError: with the nearest global batches that work.
+    """
+    check_sizes(global_batch=global_batch, micro_batch=micro_batch)
+    info = find_schedule(schedule) if schedule is not None else default_schedule(layout.vp)
+    unit = micro_batch * layout.dp
+    if global_batch % unit:
+        near = [count * unit for count in _counts_around(layout, info, global_batch // unit)]
+        works = f"batches that work are {listed(near)}" if len(near) > 1 else f"batch that works is {near[0]}"
+        raise LayoutError(
+            f"The global batch of {global_batch} is not divisible by micro-batch {micro_batch} * dp {layout.dp} ="
+            f" {unit}. The nearest global {works}."
+        )
+    check_micro_batches(layout, info.name, global_batch // unit, micro_batch=micro_batch)
+    return global_batch // unit
+
+
+def _counts_around(layout: Layout, info: ScheduleInfo, below: int) -> list[int]:
+    """The nearest numbers of micro-batches that the schedule accepts, at most `below` and above it."""
+    pp, vp = layout.pp, layout.vp
+    down = [count for count in info.nearest_micro_batches(pp, vp, below) if 0 < count <= below]
+    up = [count for count in info.nearest_micro_batches(pp, vp, below + 1) if count > below]
+    return [*down, *up]
+
+
+def check_micro_batches(layout: Layout, schedule: str, micro_batches: int, *, micro_batch: int | None = None) -> None:
+    """Refuse a number of micro-batches that the schedule cannot run.
+
+    Args:
+        layout: resolved (`resolve_layout`).
+        micro_batches: of one optimizer step on each data-parallel rank.
+        micro_batch: rows of one, when known: the message then speaks of global batches.
+
+    Raises:
+        LayoutError: with the nearest numbers, and the schedules that take this one.
+    """
+    info = check_schedule(layout, schedule)
+    pp, vp = layout.pp, layout.vp
+    if info.accepts(pp, vp, micro_batches):
+        return
+    least = info.min_micro_batches(pp, vp)
+    if micro_batches < least:
+        reason = f"needs at least as many micro-batches as stages, {least}, but a step has {micro_batches}"
+    else:
+        rounds = info.divisor(pp, micro_batches)
+        reason = (
+            f"runs {micro_batches} micro-batches over {pp} pipeline ranks in {rounds} rounds, but {micro_batches} is"
+            f" not divisible by {rounds}"
+        )
+    repairs = _micro_batch_repairs(layout, info, micro_batches, micro_batch)
+    raise LayoutError(f"The schedule {info.name} {reason}. Use {repairs}.")
+
+
+def _micro_batch_repairs(layout: Layout, info: ScheduleInfo, micro_batches: int, micro_batch: int | None) -> str:
+    pp, vp = layout.pp, layout.vp
+    near = info.nearest_micro_batches(pp, vp, micro_batches)
+    repairs = [f"{listed(near, last='or')} micro-batches"]
+    if micro_batch is not None:
+        unit = micro_batch * layout.dp
+        repairs = [f"a global batch of {listed((count * unit for count in near), last='or')}"]
+        rows = micro_batches * micro_batch
+        sizes = [size for size in divisors(rows) if info.accepts(pp, vp, rows // size)]
+        if sizes:
+            repairs.append(f"a micro-batch of {min(sizes, key=lambda size: abs(size - micro_batch))}")
+    others = [other for other in SCHEDULES.values() if other.allows_vp(vp) and other.accepts(pp, vp, micro_batches)]
+    if others:
+        repairs.append(f"the schedule {listed((other.name for other in others), last='or')}")
+    return listed(repairs, last="or")
+
+
+def few_micro_batches(layout: Layout, schedule: str, micro_batches: int) -> str | None:
+    """A warning, with the predicted bubble, when there are fewer micro-batches than stages; None otherwise."""
+    stages = layout.pp * layout.vp
+    if layout.pp == 1 or micro_batches >= stages:
+        return None
+    info = find_schedule(schedule)
+    idle = predicted_bubble(info, layout.pp, layout.vp, micro_batches)
+    enough = 4 * stages
+    better = predicted_bubble(info, layout.pp, layout.vp, enough)
+    counted = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    return (
+        f"A step has {counted} for {stages} pipeline stages: with {info.name} each rank is"
+        f" predicted to idle {idle:.0%} of the step. With {enough} micro-batches it would be {better:.0%}."
+    )

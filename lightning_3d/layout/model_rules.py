@@ -1,0 +1,211 @@
+"""Whether a layout fits a model, a schedule and a batch. Pure arithmetic: the command line asks before torch is
+imported.
+
+Each check returns when all is well and raises otherwise, with what is wrong, the numbers, and the nearest thing that
+works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
+from lightning_3d.layout.batch_rules import check_micro_batches
+from lightning_3d.layout.layout import Layout, divisors
+from lightning_3d.layout.resolve import check_available, check_schedule, nearest
+from lightning_3d.layout.schedules import find_schedule, schedules_for
+from lightning_3d.layout.sizes import check_sizes
+
+CP_KINDS = ("ring", "ulysses")
+"""How context-parallel ranks attend to each other's tokens: keys and values go round, or heads are dealt for tokens."""
+
+
+def check_cp_kind(kind: str) -> str:
+    """The name of a kind of context parallelism. Raises ConfigError for any other."""
+    if kind not in CP_KINDS:
+        raise ConfigError(f'cp_kind is "{kind}".{did_you_mean(str(kind), CP_KINDS)} It must be {listed(CP_KINDS, last="or")}.')
+    return kind
+
+
+def _check_ulysses(layout: Layout, heads: int | None, cp_kind: str) -> None:
+    if layout.cp > 1 and cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
+        raise LayoutError(
+            f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
+            f" model has {heads} heads. Use cp_kind=ring."
+        )
+
+
+def _check_sequence(layout: Layout, tokens: int, sequence_parallel: bool) -> None:
+    """A sequence is cut into 2 * cp chunks, of which each rank has two; with sequence parallelism tp ranks share these."""
+    tp, cp = layout.tp if sequence_parallel else 1, layout.cp
+    chunks = 2 * cp if cp > 1 else 1
+    unit = lcm(chunks, tp * cp)
+    near = listed([length for length in (tokens // unit * unit, (tokens // unit + 1) * unit) if length > 0], last="or")
+    if tokens % chunks:
+        raise LayoutError(
+            f"cp {cp} cuts a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
+        )
+    if tokens % unit:
+        where = f"a context-parallel rank has {tokens // cp} of its {tokens} tokens (cp {cp})" if cp > 1 else f"it has {tokens} tokens"
+        raise LayoutError(
+            f"With sequence parallelism tp must divide the sequence, but {where} and tp is {tp}. Use a sequence length of {near}, or"
+            " parallelism.sequence_parallel=false."
+        )
+
+
+def _check_experts(layout: Layout, experts: int | None) -> None:
+    if layout.ep == 1:
+        return
+    if experts is None:
+        raise LayoutError(
+            f"Layout {layout} has expert parallelism (ep {layout.ep}), but the model is dense: it has no experts to"
+            f" distribute. Use {replace(layout, ep=1)}."
+        )
+    if experts % layout.ep:
+        ranks = layout.tp * layout.cp * layout.dp
+        fits = [ep for ep in divisors(experts) if ranks % ep == 0]
+        raise LayoutError(
+            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, of which every rank gets as many. Use"
+            f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."
+        )
+
+
+def _without(layout: Layout, axis: str) -> Layout:
+    """The layout without an axis; its ranks become data parallel."""
+    return replace(layout, **{axis: 1, "dp": layout.dp * getattr(layout, axis)})
+
+
+def check_model(
+    layout: Layout,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    layers: int | None = None,
+    vocab: int | None = None,
+    intermediate: int | None = None,
+    sequence_length: int | None = None,
+    max_positions: int | None = None,
+    sequence_parallel: bool = False,
+    experts: int | None = None,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    cp_kind: str = "ring",
+) -> None:
+    """Refuse a layout that does not fit a model. Whatever is None is unknown and not checked.
+
+    Args:
+        layout: resolved (`resolve_layout`).
+        heads: attention (query) heads. kv_heads: key/value heads; None when as many.
+        layers: transformer blocks.
+        vocab: rows of the embedding. tp need not divide them: shards may be uneven, but none may be empty.
+        intermediate: width of the feed-forward layers.
+        sequence_length: tokens in a sequence. max_positions: the longest sequence that the model knows.
+        sequence_parallel: tensor-parallel ranks share each sequence.
+        experts: number of experts of a mixture; None for a dense model.
+        schedule: name of the pipeline schedule. micro_batches: of one optimizer step. cp_kind: how context-parallel ranks attend.
+
+    Raises:
+        ConfigError: a size that is no positive whole number; a sequence longer than the model's positions.
+        LayoutError: anything that the layout does not divide or fill.
+    """
+    check_sizes(
+        heads=heads,
+        kv_heads=kv_heads,
+        layers=layers,
+        vocab=vocab,
+        intermediate=intermediate,
+        sequence_length=sequence_length,
+        max_positions=max_positions,
+        experts=experts,
+        micro_batches=micro_batches,
+    )
+    _check_experts(layout, experts)
+    check_available(layout)
+    if schedule is not None:
+        check_schedule(layout, schedule)
+    _check_ulysses(layout, heads, cp_kind)
+    _check_tensor_parallel(layout, heads, kv_heads, vocab, intermediate)
+    if layers is not None:
+        _check_layers(layout, layers, schedule)
+    if sequence_length is not None and max_positions is not None and sequence_length > max_positions:
+        raise ConfigError(
+            f"The sequence has {sequence_length} tokens, but the model has only {max_positions} positions."
+            f" Use a sequence length of at most {max_positions}."
+        )
+    if sequence_length is not None:
+        _check_sequence(layout, sequence_length, sequence_parallel)
+    if schedule is not None and micro_batches is not None:
+        check_micro_batches(layout, schedule, micro_batches)
+
+
+def _check_tensor_parallel(
+    layout: Layout, heads: int | None, kv_heads: int | None, vocab: int | None, intermediate: int | None
+) -> None:
+    tp = layout.tp
+    repair = f"Use {_tensor_parallel_degrees(heads, kv_heads, vocab, intermediate)}."
+    if heads is not None and heads % tp:
+        raise LayoutError(
+            f"Tensor parallelism deals whole attention heads to ranks, but tp {tp} does not divide {heads} heads."
+            f" {repair}"
+        )
+    if kv_heads is not None and not _shares_kv_heads(kv_heads, tp):
+        raise LayoutError(
+            f"tp {tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads, so they can be"
+            f" neither dealt nor replicated evenly. {repair}"
+        )
+    if intermediate is not None and intermediate % tp:
+        raise LayoutError(f"tp {tp} does not divide the width of the feed-forward layers, {intermediate}. {repair}")
+    if vocab is not None and vocab < tp:
+        raise LayoutError(
+            f"The vocabulary has {vocab} entries, fewer than the {tp} ranks (tp) that share it, so some would have"
+            f" none. {repair}"
+        )
+
+
+def _shares_kv_heads(kv_heads: int, tp: int) -> bool:
+    """Whether each rank has whole key/value heads (tp divides them) or each head whole ranks (they divide tp)."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def _tensor_parallel_degrees(
+    heads: int | None, kv_heads: int | None, vocab: int | None, intermediate: int | None
+) -> str:
+    """All degrees of tensor parallelism that fit the sizes known, as a phrase."""
+    widest = heads or intermediate or kv_heads
+    if widest is None:
+        return f"a tp of at most {vocab}"
+    good = [
+        tp
+        for tp in divisors(widest)
+        if (kv_heads is None or _shares_kv_heads(kv_heads, tp))
+        and (vocab is None or vocab >= tp)
+        and (intermediate is None or intermediate % tp == 0)
+    ]
+    return f"tp {listed(good, last='or')}"
+
+
+def _check_layers(layout: Layout, layers: int, schedule: str | None) -> None:
+    stages = layout.pp * layout.vp
+    if layers >= stages:
+        return
+    repairs = []
+    if layers >= layout.vp:
+        most = layers // layout.vp
+        repairs.append(f"a pp of at most {most}" if most > 1 else "pp 1")
+    if layers >= layout.pp and schedule is not None and find_schedule(schedule).v_shaped:
+        repairs.append(f"vp 1 with the schedule {schedules_for(1)}")
+    elif layers >= layout.pp:
+        fewer = layers // layout.pp
+        repairs.append("vp 1" if fewer == 1 else f"a vp of at most {fewer}")
+    elif layout.vp > 1:
+        repairs.append(f"vp 1 and a pp of at most {layers}")
+    product = f"pp {layout.pp}" if layout.vp == 1 else f"pp {layout.pp} * vp {layout.vp}"
+    raise LayoutError(
+        f"Layout {layout} has {stages} stages ({product}), but the model has only {_layers(layers)}, and each stage"
+        f" needs at least one. Use {', or '.join(repairs)}."
+    )
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"

@@ -1,0 +1,322 @@
+"""The parameters of the model families that are known: name and shape of each, as in Transformers. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K, ModelSpec, Reader, Shapes, attention_windows
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family names and shapes its parameters.
+
+    Attributes:
+        block: shapes of one block from (spec, reader), by names relative to the block.
+        experts: of a mixture: shapes of what stands in the place of a block's `mlp`. dense_layers: (spec, reader) -> the layers that keep
+            it.
+        attention_width: (reader) -> mean width of queries and values, where it is not the head's.
+        defaults: values that Transformers takes for fields a configuration leaves out, where they matter here.
+        bias_of_norms: norms are LayerNorms with a bias.
+        biased_routers: routers add a bias to their scores for the choice of experts alone.
+    """
+
+    block: Callable[[ModelSpec, Reader], Shapes]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    base: str = "model"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    bias_of_norms: bool = False
+    experts: Callable[[ModelSpec, Reader], Shapes] | None = None
+    dense_layers: Callable[[ModelSpec, Reader], Container[int]] = lambda spec, reader: ()
+    attention_width: Callable[[Reader], int] | None = None
+    biased_routers: bool = False
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.experts is not None
+
+    def complete(self, spec: ModelSpec, reader: Reader) -> ModelSpec:
+        """`spec` with the shapes of the whole model."""
+        embedding = f"{self.base}.{self.embedding}.weight"
+        shapes: Shapes = {embedding: (spec.vocab, spec.hidden)}
+        block = sparse = self.block(spec, reader)
+        if self.experts is not None:
+            sparse = {name: shape for name, shape in block.items() if not name.startswith("mlp.")} | self.experts(spec, reader)
+        dense = self.dense_layers(spec, reader)
+        for layer in range(spec.layers):
+            chosen = block if layer in dense else sparse
+            shapes.update({f"{self.base}.layers.{layer}.{name}": shape for name, shape in chosen.items()})
+        shapes.update(_norm(f"{self.base}.{self.final_norm}", spec.hidden, bias=self.bias_of_norms))
+        if not spec.tied:
+            shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+        width = spec.head_dim if self.attention_width is None else self.attention_width(reader)
+        return replace(spec, shapes=shapes, embedding=embedding, head_dim=width)
+
+
+def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (outputs, inputs)}
+    if bias:
+        shapes[f"{name}.bias"] = (outputs,)
+    return shapes
+
+
+def _norm(name: str, size: int, *, bias: bool = False) -> Shapes:
+    return {f"{name}.weight": (size,), **({f"{name}.bias": (size,)} if bias else {})}
+
+
+def _llama_like(
+    *, qkv_bias: bool | None = None, out_bias: bool | None = None, qk_norm: bool = False, norms: tuple[str, ...] = ()
+) -> Callable[[ModelSpec, Reader], Shapes]:
+    """Block of separate q, k, v projections and a gated MLP.
+
+    Args:
+        qkv_bias, out_bias: whether these projections have a bias; None follows the field `attention_bias`.
+        qk_norm: each head's query and key pass a norm of size head_dim.
+        norms: norms besides the two before attention and MLP.
+    """
+
+    def block(spec: ModelSpec, reader: Reader) -> Shapes:
+        attention_bias, mlp_bias = bool(reader.get("attention_bias", False)), bool(reader.get("mlp_bias", False))
+        of_qkv = attention_bias if qkv_bias is None else qkv_bias
+        of_out = attention_bias if out_bias is None else out_bias
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        shapes = {
+            **_linear("self_attn.q_proj", spec.hidden, queries, bias=of_qkv),
+            **_linear("self_attn.k_proj", spec.hidden, keys, bias=of_qkv),
+            **_linear("self_attn.v_proj", spec.hidden, keys, bias=of_qkv),
+            **_linear("self_attn.o_proj", queries, spec.hidden, bias=of_out),
+            **_linear("mlp.gate_proj", spec.hidden, spec.intermediate, bias=mlp_bias),
+            **_linear("mlp.up_proj", spec.hidden, spec.intermediate, bias=mlp_bias),
+            **_linear("mlp.down_proj", spec.intermediate, spec.hidden, bias=mlp_bias),
+        }
+        if qk_norm:
+            shapes |= {**_norm("self_attn.q_norm", spec.head_dim), **_norm("self_attn.k_norm", spec.head_dim)}
+        for name in ("input_layernorm", "post_attention_layernorm", *norms):
+            shapes |= _norm(name, spec.hidden)
+        return shapes
+
+    return block
+
+
+def _gpt_neox(spec: ModelSpec, reader: Reader) -> Shapes:
+    bias = bool(reader.get("attention_bias", True))
+    return {
+        **_norm("input_layernorm", spec.hidden, bias=True),
+        **_norm("post_attention_layernorm", spec.hidden, bias=True),
+        **_linear("attention.query_key_value", spec.hidden, 3 * spec.hidden, bias=bias),
+        **_linear("attention.dense", spec.hidden, spec.hidden, bias=bias),
+        **_linear("mlp.dense_h_to_4h", spec.hidden, spec.intermediate, bias=True),
+        **_linear("mlp.dense_4h_to_h", spec.intermediate, spec.hidden, bias=True),
+    }
+
+
+def _phi3(spec: ModelSpec, reader: Reader) -> Shapes:
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    return {
+        **_linear("self_attn.o_proj", queries, spec.hidden),
+        **_linear("self_attn.qkv_proj", spec.hidden, queries + 2 * keys),
+        **_linear("mlp.gate_up_proj", spec.hidden, 2 * spec.intermediate),
+        **_linear("mlp.down_proj", spec.intermediate, spec.hidden),
+        **_norm("input_layernorm", spec.hidden),
+        **_norm("post_attention_layernorm", spec.hidden),
+    }
+
+
+def _experts(spec: ModelSpec, width: int) -> Shapes:
+    """Router and experts, each with a gated MLP of some width."""
+    return {
+        "mlp.gate.weight": (spec.experts, spec.hidden),
+        "mlp.experts.gate_up_proj": (spec.experts, 2 * width, spec.hidden),
+        "mlp.experts.down_proj": (spec.experts, spec.hidden, width),
+    }
+
+
+def _mlp(name: str, spec: ModelSpec, width: int) -> Shapes:
+    return {
+        **_linear(f"{name}.gate_proj", spec.hidden, width),
+        **_linear(f"{name}.up_proj", spec.hidden, width),
+        **_linear(f"{name}.down_proj", width, spec.hidden),
+    }
+
+
+def _mixtral_experts(spec: ModelSpec, reader: Reader) -> Shapes:
+    return _experts(spec, spec.intermediate)
+
+
+def _qwen3_experts(spec: ModelSpec, reader: Reader) -> Shapes:
+    return _experts(spec, reader.size("moe_intermediate_size"))
+
+
+def _qwen2_experts(spec: ModelSpec, reader: Reader) -> Shapes:
+    shared = _mlp("mlp.shared_expert", spec, reader.size("shared_expert_intermediate_size"))
+    return _qwen3_experts(spec, reader) | shared | _linear("mlp.shared_expert_gate", spec.hidden, 1)
+
+
+def _deepseek_experts(spec: ModelSpec, reader: Reader) -> Shapes:
+    shared = reader.size("moe_intermediate_size") * reader.size("n_shared_experts")
+    return _qwen3_experts(spec, reader) | _mlp("mlp.shared_experts", spec, shared)
+
+
+def _qwen_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
+    every = reader.size("decoder_sparse_step")
+    return {layer for layer in range(spec.layers) if (layer + 1) % every} | set(reader.get("mlp_only_layers") or ())
+
+
+def _deepseek_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
+    return range(int(reader.get("first_k_dense_replace", 0)))
+
+
+def _latent_attention(spec: ModelSpec, reader: Reader) -> Shapes:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) and a gated MLP."""
+    bias = bool(reader.get("attention_bias", False))
+    rope, nope, value = (reader.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    latent, query_latent = reader.size("kv_lora_rank"), reader.get("q_lora_rank")
+    queries = spec.heads * (rope + nope)
+    if query_latent is None:
+        shapes = _linear("self_attn.q_proj", spec.hidden, queries)
+    else:
+        shapes = {
+            **_linear("self_attn.q_a_proj", spec.hidden, query_latent, bias=bias),
+            **_norm("self_attn.q_a_layernorm", query_latent),
+            **_linear("self_attn.q_b_proj", query_latent, queries),
+        }
+    return {
+        **shapes,
+        **_linear("self_attn.kv_a_proj_with_mqa", spec.hidden, latent + rope, bias=bias),
+        **_norm("self_attn.kv_a_layernorm", latent),
+        **_linear("self_attn.kv_b_proj", latent, spec.heads * (nope + value)),
+        **_linear("self_attn.o_proj", spec.heads * value, spec.hidden, bias=bias),
+        **_mlp("mlp", spec, spec.intermediate),
+        **_norm("input_layernorm", spec.hidden),
+        **_norm("post_attention_layernorm", spec.hidden),
+    }
+
+
+def _latent_width(reader: Reader) -> int:
+    return (reader.size("qk_rope_head_dim") + reader.size("qk_nope_head_dim") + reader.size("v_head_dim")) // 2
+
+
+_FOUR_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+
+# Defaults are those of the configuration classes of Transformers 5.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_llama_like(), {"max_position_embeddings": 2048}),
+    "mistral": Family(
+        _llama_like(qkv_bias=False, out_bias=False),
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        _llama_like(qkv_bias=True, out_bias=False),
+        _QWEN,
+    ),
+    "qwen3": Family(
+        _llama_like(qk_norm=True),
+        {**_QWEN, "head_dim": 128},
+    ),
+    "gemma": Family(
+        _llama_like(),
+        {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    ),
+    "gemma2": Family(
+        _llama_like(norms=_FOUR_NORMS),
+        {**_GEMMA, "max_position_embeddings": 8192, "sliding_window_pattern": 2},
+    ),
+    "gemma3_text": Family(
+        _llama_like(qk_norm=True, norms=_FOUR_NORMS),
+        {**_GEMMA, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+    ),
+    "phi3": Family(_phi3, {"max_position_embeddings": 4096}),
+    "mixtral": Family(
+        _llama_like(qkv_bias=False, out_bias=False),
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts_per_tok": 2},
+        experts=_mixtral_experts,
+    ),
+    "qwen2_moe": Family(
+        _llama_like(qkv_bias=True, out_bias=False),
+        {**_QWEN, "num_key_value_heads": 16, "decoder_sparse_step": 1, "num_experts_per_tok": 4},
+        experts=_qwen2_experts,
+        dense_layers=_qwen_dense_layers,
+    ),
+    "qwen3_moe": Family(
+        _llama_like(qk_norm=True),
+        {**_QWEN, "num_key_value_heads": 4, "decoder_sparse_step": 1, "num_experts_per_tok": 8},
+        experts=_qwen3_experts,
+        dense_layers=_qwen_dense_layers,
+    ),
+    "deepseek_v2": Family(
+        _latent_attention,
+        {"max_position_embeddings": 2048, "first_k_dense_replace": 0},
+        experts=_deepseek_experts,
+        dense_layers=_deepseek_dense_layers,
+        attention_width=_latent_width,
+    ),
+    "deepseek_v3": Family(
+        _latent_attention,
+        {"max_position_embeddings": 4096, "first_k_dense_replace": 3},
+        experts=_deepseek_experts,
+        dense_layers=_deepseek_dense_layers,
+        attention_width=_latent_width,
+        biased_routers=True,
+    ),
+    "gpt_neox": Family(
+        _gpt_neox,
+        {"max_position_embeddings": 2048},
+        base="gpt_neox",
+        embedding="embed_in",
+        final_norm="final_layer_norm",
+        bias_of_norms=True,
+    ),
+}
+
+
+def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Read the fields of a Transformers configuration.
+
+    Args:
+        config: `model_type` and the fields, as in `conf/model/*.yaml` or `PretrainedConfig.to_dict()`.
+
+    Raises:
+        ConfigError: `model_type` or a size is missing, not a whole number, or not positive.
+    """
+    if not config.get("model_type"):
+        raise ConfigError("The model configuration has no model_type. Add one, for example `model_type: llama`.")
+    model_type = str(config["model_type"])
+    family = FAMILIES.get(model_type)
+    reader = Reader(config, family.defaults if family else {})
+    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    layers = reader.size("num_hidden_layers")
+    experts = reader.first(EXPERT_COUNTS)
+    known = family is not None and family.sparse == (experts > 0)
+    spec = ModelSpec(
+        model_type=model_type,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=reader.optional("num_key_value_heads") or heads,
+        head_dim=reader.optional("head_dim") or hidden // heads,
+        intermediate=reader.optional("intermediate_size") or 4 * hidden,
+        vocab=reader.size("vocab_size"),
+        max_positions=reader.optional("max_position_embeddings"),
+        tied=bool(reader.get("tie_word_embeddings", False)),
+        experts=experts,
+        top_k=reader.first(TOP_K) if experts else 0,
+        windows=attention_windows(reader, layers),
+        shapes=None,
+    )
+    if not known or family is None:
+        return spec
+    return family.complete(spec, reader)

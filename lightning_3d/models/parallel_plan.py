@@ -1,0 +1,359 @@
+"""Parallel plans: which module of a model is cut how, and what runs before, in and after its blocks.
+
+A plan uses the words of Transformers, so that what a model family declares (`config.base_model_tp_plan`,
+`base_model_pp_plan` and the plans of the class) works as it is, and a plain `nn.Module` gives the same kind of
+dictionary. Reading a plan communicates nothing and touches no values: the module may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch import nn
+
+from lightning_3d.compat.peft_layers import own
+from lightning_3d.compat.transformers import is_transformers_model, models_in
+from lightning_3d.errors import PlanError, did_you_mean
+
+COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
+ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
+EMBEDDING_STYLES = frozenset({"embedding_rowwise", "embedding_colwise"})
+REPLICATED_STYLES = frozenset({"replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
+DENSE_STYLES = COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | REPLICATED_STYLES
+EXPERT_MODULE_STYLES = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
+EXPERT_STYLES = EXPERT_MODULE_STYLES | {"moe_identity_expert", "grouped_gemm", "ep_router"}
+OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one module or parameter is cut over the tensor-parallel ranks.
+
+    Attributes:
+        style: a word of Transformers' plans, see `DENSE_STYLES`.
+        units: number of groups of rows that stay together (attention heads); one number, or one for each of `parts`.
+            Derived from the model where None; without heads, single rows.
+        parts: sizes of the matrices packed along the cut dimension (q, k, v; gate, up), each cut by itself. For the
+            packed styles, None means two equal halves.
+    """
+
+    style: str
+    units: int | tuple[int, ...] | None = None
+    parts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """What a model says about itself. Names are relative to the pipelined module; `*` is one component of a name.
+
+    Attributes:
+        tp: pattern of a module or parameter name -> how it is cut.
+        layers: name of the list of blocks, an `nn.ModuleList` or `nn.Sequential`; empty when the plan says nothing about pipelines.
+        before, after: modules that run before and after the blocks, in order of execution.
+        embedding: name of the token embedding that is cut by vocabulary, or None.
+        head: name of the linear layer that makes the logits and is cut by vocabulary, or None.
+        experts: the modules that hold the experts of a mixture, called with (tokens, experts of each token, their weights).
+        ep: pattern of a module or parameter name -> how it is dealt to expert-parallel ranks, in the place of `tp`.
+    """
+
+    tp: dict[str, Cut]
+    layers: str = ""
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    embedding: str | None = None
+    head: str | None = None
+    experts: tuple[str, ...] = ()
+    ep: dict[str, Cut] = field(default_factory=dict)
+
+    def for_experts(self, ep: int) -> ParallelPlan:
+        """The plan for `ep` expert-parallel ranks: with more than one, experts are dealt out whole and not cut.
+
+        Raises:
+            PlanError: nothing says how the experts are dealt.
+        """
+        if ep == 1:
+            return self
+        if not self.ep:
+            raise PlanError(
+                f"The layout has ep={ep}, but the model's plan says nothing of experts: it is dense, or its experts are no module of one"
+                " tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts': 'ep_dispatch_experts', 'blocks.*.experts.up':"
+                " 'grouped_gemm', ...}}."
+            )
+        return replace(self, tp=self.tp | self.ep)
+
+    def cut_of(self, name: str) -> Cut | None:
+        """The entry for the module or parameter called `name`; an exact name wins over a pattern."""
+        if name in self.tp:
+            return self.tp[name]
+        return next((cut for pattern, cut in self.tp.items() if "*" in pattern and _matches(pattern, name)), None)
+
+
+def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> ParallelPlan:
+    """The plan of `module`: the user's where given, what the model declares for the rest.
+
+    Args:
+        module: the whole pipelined module, on meta or not.
+        user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}, "ep": {pattern: style}}`, any key may be
+            absent. The order of "pp" is the order of execution, and the `nn.ModuleList` in it (else
+            the `nn.Sequential`) is the blocks.
+
+    Raises:
+        PlanError: no plan is declared, a style or name is unknown, or the blocks are not one list.
+    """
+    user_plan = user_plan or {}
+    if unknown := set(user_plan) - {"tp", "pp", "ep"}:
+        raise PlanError(f"A plan has the keys 'tp', 'pp' and 'ep', but this one has {sorted(unknown)}.")
+    declared_tp, declared_pp = _declared(module)
+    tp = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
+    ep = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
+    # Some families declare the head only, which is no pipeline plan.
+    pp = list(user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else ()))
+    if not tp and not pp:
+        raise PlanError(
+            f"{type(module).__name__} declares no parallel plan. Pass one, for example"
+            " plan={'tp': {'blocks.*.attention.q': 'colwise', ...}, 'pp': {'embed': ..., 'blocks': ..., 'head': ...}},"
+            " or give the class the attributes _tp_plan and _pp_plan."
+        )
+    names = _names(module)
+    for key, given in (("tp", tp), ("ep", ep)):
+        if user_plan.get(key):
+            _require_matches(given, names)
+    layers, before, after = _pipeline_order(module, pp)
+    head = _find_head(module, before, after, ParallelPlan(tp))
+    embedding = _find_embedding(module, before, head)
+    patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
+    experts = tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
+    plan = ParallelPlan(tp, layers, before, after, experts=experts, ep=ep)
+    return _with_vocabulary(module, plan, embedding, head)
+
+
+def find_pipeline_module(
+    root: nn.Module, name: str | None = None, user_plan: Mapping[str, Any] | None = None
+) -> tuple[str, nn.Module]:
+    """The one submodule of `root` that has a plan of its own, the outermost when plans are nested.
+
+    Args:
+        name: of the module, where several have a plan.
+        user_plan: a plan given by the user belongs to the outermost module in which all of its names exist.
+
+    Raises PlanError when there is none, when there are several, or when `name` does not exist.
+    """
+    modules = dict(root.named_modules())
+    if name is not None:
+        if name not in modules:
+            raise PlanError(
+                f"pipeline_module='{name}' is not a module of {type(root).__name__}.{did_you_mean(name, modules)}"
+            )
+        return name, modules[name]
+    found: list[str] = []
+    for candidate, module in modules.items():
+        inside = any(outer == "" or candidate.startswith(f"{outer}.") for outer in found)
+        if not inside and (_fits(module, user_plan) if user_plan else any(_declared(module))):
+            found.append(candidate)
+    if len(found) == 1:
+        return found[0], modules[found[0]]
+    if found:
+        raise PlanError(
+            f"Several modules have a parallel plan: {', '.join(found)}. Name one with pipeline_module='{found[0]}'."
+        )
+    if user_plan:
+        raise PlanError(
+            f"No submodule of {type(root).__name__} has all the names in the plan. Names are relative to the model"
+            " that is parallelized: say which one that is with pipeline_module='name of the model' to see what does"
+            " not match."
+        )
+    raise PlanError(
+        f"No submodule of {type(root).__name__} declares a parallel plan. Pass plan={{'tp': ..., 'pp': ...}}, with"
+        " names relative to the model."
+    )
+
+
+def find_transformers_model(root: nn.Module) -> tuple[str, nn.Module]:
+    """The one model of Transformers in `root`, by its name there, whether it declares a plan or not.
+
+    Raises:
+        PlanError: there is none, or there are several.
+    """
+    found = models_in(root)
+    if len(found) != 1:
+        there = "none" if not found else f"{len(found)}: {', '.join(found)}"
+        raise PlanError(
+            f"Context parallelism (cp) replaces the attention of one model of Transformers, but {type(root).__name__} has {there}. Use"
+            " cp 1."
+        )
+    return found.popitem()
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Name of every parameter -> the first name of the same Parameter object, which is its canonical one."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tp plan, pp plan) that the module, its configuration and its children declare, in order of execution.
+
+    A model built by Transformers merges them on the instance, but puts the head's entry first; so the order is rebuilt
+    here.
+    """
+    if not is_transformers_model(module):
+        return _as_dict(own(module, "_tp_plan")), _as_dict(own(module, "_pp_plan"))
+    tp: dict[str, Any] = {}
+    pp: dict[str, Any] = {}
+    if getattr(module, "base_model", module) is module:
+        tp.update(_as_dict(getattr(module.config, "base_model_tp_plan", None)))
+        pp.update(_as_dict(getattr(module.config, "base_model_pp_plan", None)))
+    for name, child in module.named_children():
+        if is_transformers_model(child):
+            child_tp, child_pp = _declared(child)
+            tp.update({f"{name}.{pattern}": style for pattern, style in child_tp.items()})
+            pp.update({f"{name}.{key}": value for key, value in child_pp.items()})
+    tp.update(_as_dict(getattr(type(module), "_tp_plan", None)))
+    pp.update(_as_dict(getattr(type(module), "_pp_plan", None)))
+    # The instance's plan is the same, or what a user has set (model.tp_plan = ...).
+    return _as_dict(vars(module).get("_tp_plan")) or tp, pp
+
+
+def _declared_ep(module: nn.Module) -> dict[str, Any]:
+    """How the module's configuration, or that of its children, deals experts to expert-parallel ranks."""
+    if not is_transformers_model(module):
+        return _as_dict(own(module, "_ep_plan"))
+    ep: dict[str, Any] = {}
+    if getattr(module, "base_model", module) is module:
+        ep.update(_as_dict(getattr(module.config, "base_model_ep_plan", None)))
+    for name, child in module.named_children():
+        if is_transformers_model(child):
+            ep.update({f"{name}.{pattern}": style for pattern, style in _declared_ep(child).items()})
+    return ep
+
+
+def _as_dict(plan: Any) -> dict[str, Any]:
+    """Some classes declare None, or an exception object, for 'no plan'."""
+    return dict(plan) if isinstance(plan, Mapping) else {}
+
+
+def _as_cut(pattern: str, entry: Any) -> Cut:
+    cut = entry if isinstance(entry, Cut) else Cut(str(entry))
+    style = OLDER_NAMES.get(cut.style, cut.style)
+    if style not in DENSE_STYLES | EXPERT_STYLES:
+        raise PlanError(
+            f"The plan cuts '{pattern}' by the style '{style}', which is not supported."
+            f"{did_you_mean(style, DENSE_STYLES)} Supported are {', '.join(sorted(DENSE_STYLES))}."
+        )
+    return Cut(style, cut.units, cut.parts)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    expression = re.escape(pattern).replace(r"\*", r"[^.]+")
+    return re.fullmatch(expression, name) is not None
+
+
+def _require_matches(tp: Mapping[str, Cut], names: list[str]) -> None:
+    """A user's pattern that names nothing is a typing error; a family's may belong to a variant of the model."""
+    for pattern in tp:
+        if not any(_matches(pattern, name) for name in names):
+            wildcards = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
+            raise PlanError(
+                f"The plan's entry '{pattern}' matches no module or parameter.{did_you_mean(pattern, wildcards)}"
+            )
+
+
+def _fits(module: nn.Module, user_plan: Mapping[str, Any]) -> bool:
+    """Whether every name and pattern of a plan exists in the module."""
+    names = _names(module)
+    return set(user_plan.get("pp") or ()) <= set(names) and all(
+        any(_matches(pattern, name) for name in names) for pattern in user_plan.get("tp") or ()
+    )
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+
+
+def _lists(module: nn.Module, order: Iterable[str]) -> list[str]:
+    """What may be the list of blocks: an `nn.ModuleList`, or where there is none an `nn.Sequential` whose entries have no names."""
+    modules = dict(module.named_modules())
+    named = {name: modules[name] for name in order if name in modules}
+    lists = [name for name, found in named.items() if isinstance(found, nn.ModuleList)]
+    chains = [name for name, found in named.items() if isinstance(found, nn.Sequential)]
+    return lists or [name for name in chains if all(child.isdigit() for child, _ in named[name].named_children())]
+
+
+def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """(blocks, modules before, modules after) from the names in order of execution."""
+    if not order:
+        return "", (), ()
+    modules = dict(module.named_modules())
+    for name in order:
+        if name not in modules:
+            raise PlanError(
+                f"The pipeline plan names '{name}', which is not a module of {type(module).__name__}."
+                f"{did_you_mean(name, modules)}"
+            )
+    lists = _lists(module, order)
+    if len(lists) != 1:
+        raise PlanError(
+            f"A pipeline plan names exactly one list of blocks, which are dealt to the stages: an nn.ModuleList, or where it names none an"
+            f" nn.Sequential; this one names {', '.join(lists) or 'none'}. Put the blocks into one nn.ModuleList."
+        )
+    at = order.index(lists[0])
+    return lists[0], tuple(order[:at]), tuple(order[at + 1 :])
+
+
+def _find_head(module: nn.Module, before: tuple[str, ...], after: tuple[str, ...], plan: ParallelPlan) -> str | None:
+    """The linear layer that makes the logits: the model's own answer, else the last module after the blocks.
+
+    Of a plain module that is one which the plan cuts, or with as many rows as an embedding before the blocks. Any other may make a
+    single number.
+    """
+    if is_transformers_model(module):
+        head = cast(Any, module).get_output_embeddings()
+        return _name_of(module, head) if isinstance(head, nn.Linear) else None
+    if not after or not isinstance(module.get_submodule(after[-1]), nn.Linear):
+        return None
+    known = plan.cut_of(after[-1]) is not None or _find_embedding(module, before, after[-1]) is not None
+    return after[-1] if known else None
+
+
+def _find_embedding(module: nn.Module, before: tuple[str, ...], head: str | None) -> str | None:
+    """The embedding of token ids: in a plain module the first one before the blocks with as many rows as the head."""
+    if is_transformers_model(module):
+        embedding = cast(Any, module).get_input_embeddings()
+        return _name_of(module, embedding) if isinstance(embedding, nn.Embedding) else None
+    if head is None:
+        return None
+    rows = dict(module.get_submodule(head).named_parameters())["weight"].shape[0]
+    for name in before:
+        for inner, child in module.get_submodule(name).named_modules():
+            if isinstance(child, nn.Embedding) and child.num_embeddings == rows:
+                return f"{name}.{inner}" if inner else name
+    return None
+
+
+def _name_of(module: nn.Module, wanted: nn.Module) -> str | None:
+    return next((name for name, child in module.named_modules() if child is wanted), None)
+
+
+def _with_vocabulary(module: nn.Module, plan: ParallelPlan, embedding: str | None, head: str | None) -> ParallelPlan:
+    """Cut the token embedding and the head by vocabulary unless the plan says otherwise; tied ones always alike."""
+    styles = {embedding: "embedding_rowwise", head: "colwise_gather_output"}
+    wanted = {name: style for name, style in styles.items() if name is not None}
+    entries = {name: plan.cut_of(name) for name in wanted}
+    declined = {name for name, cut in entries.items() if cut is not None and cut.style not in (wanted[name], "colwise")}
+    tied = tied_names(module)
+    if declined and len({tied[f"{name}.weight"] for name in wanted}) < len(wanted):
+        declined = set(wanted)
+        entries = dict.fromkeys(wanted, Cut("replicate"))
+    own = {name: (entries[name] if name in declined else Cut(style)) for name, style in wanted.items()}
+    return replace(
+        plan,
+        tp=plan.tp | {name: cut for name, cut in own.items() if cut is not None},
+        embedding=None if embedding in declined else embedding,
+        head=None if head in declined else head,
+    )

@@ -1,0 +1,166 @@
+"""What `model.pretrained=<path>` says about a run before it starts. Reads JSON only: no torch, no Transformers.
+
+`model=pretrained` takes the whole architecture from the folder. A model that is named (`model=llama3_1_8b`) must be the one in the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import CheckpointError, ConfigError, listed
+from lightning_3d.models.families import read_spec
+from lightning_3d.models.safetensors_folder import StoredTensor, find_folder, read_config, read_tensors
+
+TAKEN = "pretrained"
+"""The name of the model whose architecture is the folder's."""
+
+REQUIRED = "required"
+"""What a recipe for fine-tuning says in the place of a folder. (`???` would not do: in OmegaConf it does not replace a value.)"""
+
+# Of `config.json`, what is no part of the architecture: where it came from, and what a run decides.
+_NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+# Fields that change what a model computes, though the shapes of its weights stay the same.
+_COMPUTED_WITH = (
+    "model_type",
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "layer_norm_eps",
+    "layer_types",
+    "mlp_bias",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_key_value_heads",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "rotary_pct",
+    "tie_word_embeddings",
+    "use_parallel_residual",
+    "vocab_size",
+)
+
+
+def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
+    """The group `model` with the folder's full path, and with its architecture where it takes that from there.
+
+    Args:
+        dry: nothing is started, so a folder that is `REQUIRED` may be named later.
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete, damaged, or holds no weights that can be read.
+        ConfigError: the architecture is not the one of the folder.
+    """
+    path, config = model.get("pretrained"), model.get("config")
+    if path == REQUIRED and not dry:
+        raise ConfigError("model.pretrained must be given: the folder of the pretrained weights, model.pretrained=PATH.")
+    path = None if path == REQUIRED else path
+    model = {**model, "pretrained": path}
+    if path is None:
+        if model.get("name") == TAKEN:
+            raise ConfigError("model=pretrained takes the architecture from a folder in Transformers' format: give model.pretrained=PATH.")
+        return model
+    folder = find_folder(str(path))
+    stored = architecture(folder)
+    tensors = read_tensors(folder)
+    if model.get("name") == TAKEN:
+        model["config"] = {**stored, **(config or {})}
+    elif isinstance(config, dict):
+        _require_same(config, stored, str(model.get("name")), folder)
+    _require_stored_shapes(model["config"], tensors, folder)
+    return model | {"pretrained": str(folder)}
+
+
+def architecture(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's `config.json` that say what the model is.
+
+    Raises:
+        CheckpointError: no such file, a quantized checkpoint, or one of more than a text model.
+    """
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "its own way")
+        raise CheckpointError(f"The weights in {folder} are quantized ({method}). Take those of the model in bf16 or fp32.")
+    if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
+        raise CheckpointError(
+            f"{folder} holds a {config.get('model_type')}, of which a text model is only a part (text_config). Save its language model"
+            " alone with Transformers, and give that folder."
+        )
+    return {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE}
+
+
+def differences(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Fields in which two configurations of one model disagree, as `field 4, in the folder 8`. A field that one lacks is left out."""
+    pairs = {key: (config[key], stored[key]) for key in _COMPUTED_WITH if config.get(key) is not None and stored.get(key) is not None}
+    ropes = _rope(config), _rope(stored)
+    pairs |= {f"rope {key}": (ropes[0][key], ropes[1].get(key)) for key in ropes[0] if all(ropes)}
+    return [f"{key} {ours}, in the folder {theirs}" for key, (ours, theirs) in pairs.items() if ours != theirs]
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions, in the words of Transformers 5; before it they were `rope_theta` and `rope_scaling`."""
+    rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    known = {key: value for key, value in rope.items() if value is not None and not isinstance(value, Mapping)}
+    return known if "rope_theta" in known else {}
+
+
+def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:
+    """Refuse a model that computes something else than the one whose weights are in the folder.
+
+    Raises:
+        ConfigError: it names the fields.
+    """
+    found = differences(config, stored)
+    if found:
+        raise ConfigError(
+            f"The weights in {folder} are not those of model={name}: {listed(found[:4])}. Take the architecture from the folder:"
+            f" model={TAKEN}; fields of model.config that you give beside it win."
+        )
+
+
+def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:
+    """Refuse a model of other shapes than the folder's, by name, or one that is computed in another way."""
+    if config.get("model_type") == stored.get("model_type"):
+        specs = read_spec(config), read_spec(stored)
+        here, there = (spec.shapes or {} for spec in specs)
+        both = [key for key in here if key in there]
+        other = [f"{key} {list(here[key])}, in the folder {list(there[key])}" for key in both if here[key] != there[key]]
+        if here and there:
+            other += [f"{key} only in the folder" for key in there if key not in here]
+            other += [f"{key} not in the folder" for key in here if key not in there]
+        if other:
+            raise ConfigError(
+                f"The weights in {folder} are not those of model={name}. {len(other)} parameters differ: {'; '.join(other[:3])}. Take the"
+                f" architecture from the folder: model={TAKEN}."
+            )
+        if here and specs[0].windows != specs[1].windows:
+            raise ConfigError(
+                f"The weights in {folder} are not those of model={name}: attention windows (sliding_window, layer_types) differ. Take the"
+                f" architecture from the folder: model={TAKEN}."
+            )
+    refuse_other_architecture(config, stored, name, folder)
+
+
+def _require_stored_shapes(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> None:
+    """Refuse files whose tensors have other shapes than the configuration says, for those that have its names."""
+    shapes = read_spec(config).shapes or {}
+    refuse_shapes({key: (shape, tensors[key].shape) for key, shape in shapes.items() if key in tensors}, folder)
+
+
+def refuse_shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], folder: Path) -> None:
+    """Refuse parameters whose shape, the first of a pair, is not the stored one.
+
+    Raises:
+        ConfigError: it names the first of them, with both shapes.
+    """
+    other = [f"{name} {list(ours)}, stored {list(theirs)}" for name, (ours, theirs) in shapes.items() if ours != theirs]
+    if other:
+        raise ConfigError(
+            f"{len(other)} parameters of the model have other shapes than those stored in {folder}: {'; '.join(other[:3])}. Give the model"
+            " the configuration of the folder."
+        )

@@ -1,0 +1,52 @@
+"""`torch.compile` of blocks: whether the machine can, and what came of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_3d.compat.torch import allow_graphs, allow_second_backward, graph_breaks, uncompiled_frames
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.schedules import find_schedule
+
+
+class Compilation:
+    """The compilation of the blocks of one model.
+
+    Args:
+        device: what they run on. schedule: of the pipeline. blocks: number of them in the model.
+
+    Raises:
+        ConfigError: no C++ compiler (on the CPU) or no Triton (on CUDA).
+    """
+
+    def __init__(self, device: torch.device, schedule: str, blocks: int) -> None:
+        names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+        if device.type == "cpu" and not any(shutil.which(name) for name in names if name):
+            raise ConfigError("compile=true needs a C++ compiler on the CPU, and there is none. Install g++ or clang++, or leave it out.")
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            raise ConfigError("compile=true needs Triton on CUDA, which is not installed. pip install triton, or leave compile out.")
+        if find_schedule(schedule).split_backward:
+            allow_second_backward()
+        allow_graphs(2 * blocks)  # each may be of a kind of its own; the last batch may have another shape
+        self._before = graph_breaks()
+        self._uncompiled = uncompiled_frames()
+
+    @property
+    def graph_breaks(self) -> dict[str, int]:
+        """Since this was made: how often a graph ended inside a block, by reason; counted in every function around it too."""
+        return dict(graph_breaks() - self._before)
+
+    def warn(self) -> None:
+        """Tell about graph breaks, which cost speed."""
+        found = self.graph_breaks
+        if found:
+            reasons = "; ".join(f"{reason.strip().splitlines()[0]} ({count} times)" for reason, count in found.items())
+            rank_zero_warn(f"compile=true: graphs end inside the compiled blocks, which costs speed: {reasons}.")
+        uncompiled = uncompiled_frames() - self._uncompiled
+        if uncompiled > 0 and not found:
+            rank_zero_warn(f"compile=true: {uncompiled} blocks could not be compiled and run as they are; torch says why in its log.")

@@ -1,0 +1,110 @@
+"""Activation checkpointing: what a forward computes is not kept, but computed again when the backward needs it.
+
+torch's non-reentrant checkpoint, which stops as soon as it has what the backward needs, so that the all-reduce that ends a
+tensor-parallel block is not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_3d.compat.torch import functional_collectives, kept_collectives, recomputed
+from lightning_3d.errors import ConfigError, did_you_mean
+
+ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
+"""Of an attention the projections are kept. What is between them is large where scores are kept, and cheap."""
+
+
+class Recompute:
+    """Runs a forward that the backward will run again.
+
+    Args:
+        keep: overloads of operators whose results are kept all the same; None: none at all.
+    """
+
+    def __init__(self, keep: frozenset[Any] | None) -> None:
+        self._keep = keep | kept_collectives() if keep is not None else None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it is selective."""
+        return self._keep is not None
+
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A compiler keeps what was drawn; to let it save random states would end its graph.
+        eager = not torch.compiler.is_compiling()
+        if self._keep is None:
+            return checkpoint(partial(_again, forward), *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)
+        context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
+        run = partial(_with_functional_collectives, forward)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=eager, context_fn=context, **kwargs)
+
+
+def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    with functional_collectives(), recomputed():
+        return forward(*args, **kwargs)
+
+
+def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with recomputed():
+        return forward(*args, **kwargs)
+
+
+def _policy(keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Random numbers are all drawn again, in their order: otherwise those that follow a kept one would differ."""
+    kept = operator in keep and torch.Tag.nondeterministic_seeded not in operator.tags
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def operators(names: Iterable[str]) -> frozenset[Any]:
+    """All overloads of ATen operators, each name with or without "aten." before it.
+
+    Raises:
+        ConfigError: one does not exist.
+    """
+    found: set[Any] = set()
+    for name in names:
+        short = str(name).removeprefix("aten.").split(".")[0]
+        if not _exists(short):
+            raise ConfigError(
+                f'recompute_keep names the operator "{name}", which ATen does not have.{did_you_mean(short, _COMMON)} Examples:'
+                f" {', '.join(_COMMON)}."
+            )
+        packet = getattr(torch.ops.aten, short)
+        found |= {getattr(packet, overload) for overload in packet.overloads()}
+    return frozenset(found)
+
+
+_COMMON = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_softmax", "silu")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return bool(getattr(torch.ops.aten, name).overloads())
+    except AttributeError:
+        return False
+
+
+def attention_of(block: nn.Module) -> list[nn.Module]:
+    """The attentions in a block: outermost submodules with "attn" or "attention" in their name that hold matrices in submodules."""
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for name, child in module.named_children():
+            names_attention = "attn" in name.lower() or "attention" in name.lower()
+            inside = [parameter for inner in child.children() for parameter in inner.parameters()]
+            if names_attention and any(parameter.ndim > 1 for parameter in inside):
+                found.append(child)
+            else:
+                look(child)
+
+    look(block)
+    return found

@@ -1,0 +1,152 @@
+"""Puts recomputation, offload and compilation around the forward of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.errors import ConfigError
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.blocks.offload import SavedOnHost
+from lightning_3d.parallel.blocks.recompute import ATTENTION_KEEPS, Recompute, attention_of, operators
+from lightning_3d.parallel.specialize import specialize
+
+
+def find_blocks(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
+    """The blocks of `module`, in the order in which they are called: of the plan, else of all lists of modules."""
+    if plan.layers:
+        return list(_called(module.get_submodule(plan.layers)))
+    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList)]
+    blocks = [block for modules in lists for block in _called(modules)]
+    inner = {id(module) for block in blocks for module in list(block.modules())[1:]}
+    distinct = {id(block): block for block in blocks if id(block) not in inner}
+    return list(distinct.values())
+
+
+def _called(modules: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters in a list of modules that have a forward of their own; lists in it are looked into."""
+    for module in modules.children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(module)
+        elif any(True for _ in module.parameters()):
+            yield module
+
+
+def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
+    """Make the forward of each block what the options ask for, in place. Names, hooks and parameters stay.
+
+    Args:
+        blocks: of the whole model.
+
+    Raises:
+        ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
+    """
+    if not options.changes_blocks:
+        return
+    if not blocks:
+        raise ConfigError(
+            "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute, offload_activations and compile have"
+            " nothing to work on. Leave them out, or put its layers into an nn.ModuleList."
+        )
+    of_attention = options.recompute == "selective" and options.recompute_keep is None
+    keeps = operators(options.recompute_keep) if options.recompute_keep is not None else frozenset()
+    found = False
+    for index, block in enumerate(blocks):
+        chosen = options.recomputes(index)
+        if chosen and of_attention:
+            for attention in attention_of(block):
+                specialize(attention, ProcessedBlock, block_process=_Process(Recompute(operators(ATTENTION_KEEPS))))
+                found = True
+        if chosen:
+            _require_no_statistics(block)
+        recompute = Recompute(keeps if options.recompute == "selective" else None) if chosen and not of_attention else None
+        if recompute or options.offload_activations or options.compile:
+            process = _Process(recompute, offload=options.offload_activations, compile=options.compile)
+            specialize(block, ProcessedBlock, block_process=process)
+    if of_attention and not found:
+        raise ConfigError(
+            "recompute=selective found no attention in the blocks of the model (no submodule with attn or attention in its name). Use"
+            " recompute=full, or name in recompute_keep the operators whose results are to be kept."
+        )
+
+
+def _require_no_statistics(block: nn.Module) -> None:
+    """Refuse running means, which a second forward would update a second time."""
+    for name, module in block.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise ConfigError(
+                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block has"
+                " two. Leave recompute out, or use a norm without running statistics."
+            )
+
+
+class ProcessedBlock:
+    """Mixin between a block's own forward and the gate of the pipeline: runs the forward as `block_process` says."""
+
+    block_process: _Process
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = _without_cache(args, kwargs)
+        return self.block_process(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+class _Process:
+    """Runs a forward compiled, recomputed, and with what it saves on the host."""
+
+    def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False) -> None:
+        self._recompute = recompute
+        self._offload = offload
+        self._compile = compile
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        saved = SavedOnHost(forward.__self__) if self._offload else nullcontext()  # type: ignore[attr-defined]
+        if not self._compile:
+            with saved:
+                return self._run(forward, args, kwargs)
+        within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
+        if self._compiled is None:
+            self._compiled = torch.compile((lambda *given, **named: self._run(forward, given, named)) if within else forward)
+        with saved:
+            if self._recompute is None or within:
+                return self._compiled(*args, **kwargs)
+            return self._recompute(self._compiled, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._recompute is None:
+            return forward(*args, **kwargs)
+        return self._recompute(forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
+        """A copied block compiles its own forward."""
+        return _Process(self._recompute, offload=self._offload, compile=self._compile)
+
+
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Training needs no key-value cache of Transformers, which a second forward would fill twice.
+
+    Raises:
+        ConfigError: it holds something.
+    """
+    named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if named.get("use_cache"):
+        named["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), named
+
+
+def _is_cache(value: Any) -> bool:
+    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return False
+    if value.get_seq_length() > 0:
+        raise ConfigError(
+            "The model was called with a key-value cache that holds something (a prefix?), which recomputed or compiled blocks cannot"
+            " train with. Leave recompute, offload_activations and compile out."
+        )
+    return True

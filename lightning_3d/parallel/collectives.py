@@ -1,0 +1,51 @@
+"""Collectives over flat tensors, for all backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.compat.torch import all_gather_by_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Work
+
+
+def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> None:
+    """Replace `x`, contiguous, by its sum over the group, or what another operation makes of it."""
+    import torch.distributed as dist
+
+    from lightning_3d.parallel import gloo_exchange as exchange
+
+    op = dist.ReduceOp.SUM if op is None else op
+    if exchange.fits_whole(x, group):
+        exchange.all_reduce(x, group, op)
+    else:
+        dist.all_reduce(x, op, group)
+
+
+def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
+    """Start to collect the parts of all ranks, equal in size, one behind the other. Returns the work to wait for.
+
+    torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
+    """
+    from lightning_3d.parallel import gloo_exchange as exchange
+
+    if exchange.fits(part, group):
+        return exchange.all_gather(whole, part, group)
+    return all_gather_by_name(whole, part, group)
+
+
+def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
+    """Start to sum `whole` over the ranks and to leave each its part. Returns the work to wait for.
+
+    torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
+    """
+    import torch.distributed as dist
+
+    from lightning_3d.parallel import gloo_exchange as exchange
+
+    if exchange.fits(whole, group):
+        return exchange.reduce_scatter(part, whole, group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(part, whole, group=group, async_op=True)

@@ -1,0 +1,165 @@
+"""The attention and the mask that Transformers models call by the name `NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.parallel.context.kernels import Scores
+from lightning_3d.parallel.context.masks import Mask
+from lightning_3d.parallel.context.ring import ring_attention
+from lightning_3d.parallel.context.ulysses import ulysses_attention
+
+NAME = "lightning_3d_context"
+KINDS: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+@dataclass
+class Running:
+    """The call of a model that is running.
+
+    Attributes:
+        mask: of the whole sequence. positions: ids of this rank's tokens, (batch or 1, seq / cp).
+        rows: of the batch. layers: kinds of layers met so far, see `make_mask`. attentions: how often an attention was computed.
+    """
+
+    mask: Mask
+    positions: Tensor
+    rows: int
+    layers: dict[Any, bool]
+    attentions: int = 0
+
+
+_running: ContextVar[Running | None] = ContextVar("running", default=None)
+
+
+@contextmanager
+def running(call: Running) -> Iterator[Running]:
+    """Make masks, which are made once a forward, those of this call. Blocks get them as arguments, in a recomputation too."""
+    token = _running.set(call)
+    try:
+        yield call
+    finally:
+        _running.reset(token)
+
+
+def register() -> None:
+    """Tell Transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of Transformers' interface: (batch, heads, seq / cp, width) -> (batch, seq / cp, heads, width).
+
+    Raises:
+        PlanError: the model makes masks of its own, adds biases, or was called past the module that cuts the sequence.
+        ConfigError: dropout.
+    """
+    name = type(module).__name__
+    if not isinstance(attention_mask, Mask) or query.shape[2] * attention_mask.context.size != attention_mask.length:
+        raise PlanError(
+            f"{name} was called with a mask that is not the one of the shared sequence. Context parallelism (cp) needs a model that makes"
+            " its masks with Transformers' create_causal_mask, and a step that calls the model itself, not a part of it."
+        )
+    if position_bias is not None:
+        raise PlanError(f"{name} adds biases to its scores, which context parallelism (cp) does not know. Use cp 1.")
+    if dropout > 0:
+        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not have. Set it to 0.")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    scores = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap)
+    call = _running.get()
+    if call is not None:
+        call.attentions += 1
+    out = KINDS[attention_mask.context.kind](query, key, value, attention_mask, scores, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def make_mask(
+    *,
+    mask_function: Callable[..., Tensor],
+    q_length: int | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    device: Any = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> Mask:
+    """The mask of one kind of layers, in the place of a tensor.
+
+    Args:
+        mask_function: (batch, head, query, key) -> whether the score counts, as the model would have it for this rank's tokens alone.
+        q_length: tokens of this rank. cache_position: their places, in versions of Transformers that give these (5.2).
+        local_size: the window of these layers.
+
+    Raises:
+        PlanError: the model was not called itself, or its mask is neither causal nor causal with a window.
+    """
+    call = _running.get()
+    if call is None:
+        raise PlanError(
+            "A part of the model was called without the rest. With context parallelism (cp) a step calls the model itself, which cuts the"
+            " sequence."
+        )
+    if q_length is None:
+        assert cache_position is not None
+        q_length, device = len(cache_position), cache_position.device
+    kind = (local_size, attention_mask is None)
+    separate = call.layers.get(kind)
+    if separate is None:
+        separate = _separates_documents(call, q_length, mask_function, local_size, device)
+        if separate is not None:
+            call.layers[kind] = separate
+    return call.mask.of_layers(window=local_size, separate=separate is not False)
+
+
+def _separates_documents(call: Running, length: int, mask_function: Callable[..., Tensor], window: int | None, device: Any) -> bool | None:
+    """Whether layers keep packed documents apart, found by asking their mask about some pairs of this rank's tokens.
+
+    This rank's tokens are two chunks of the sequence, the late one first, so that a mask that looks at positions takes them for two
+    documents, and one that does not takes them for one. None: by chance that is the same here.
+    """
+    half = length // 2
+    near = {0, 1, half - 1, half, half + 1, length - 1, *(() if window is None else (window - 1, window, window + 1))}
+    places = torch.tensor(sorted(place for place in near if 0 <= place < length), device=device)
+    first = torch.zeros((), dtype=torch.long, device=device)
+    queries, keys = places.unsqueeze(-1), places.unsqueeze(0)
+    found = mask_function(first, first, queries, keys).expand(len(places), len(places))
+
+    def causal(queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys <= queries) & (queries - keys < (window if window is not None else torch.inf))
+
+    positions = call.positions[0].to(device)
+    parts = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
+    apart = (parts[queries] == parts[keys]) & causal(positions[queries], positions[keys])
+    if torch.equal(apart, causal(queries, keys)) and torch.equal(found, apart):
+        return None
+    if torch.equal(found, apart) or torch.equal(found, causal(queries, keys)):
+        return torch.equal(found, apart)
+    raise PlanError(
+        "A layer of the model has a mask that is neither causal nor causal with a window, which is all that context parallelism (cp) has."
+        " Use cp 1."
+    )

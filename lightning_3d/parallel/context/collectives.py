@@ -1,0 +1,157 @@
+"""What context-parallel ranks send each other.
+
+                        forward                       backward
+    gather_sequence       all-gather                    reduce-scatter   parts of a sequence -> the whole one, in order
+    sum_over_ranks        all-reduce                    all-reduce       numbers
+    sequence_to_heads     all-to-all                    all-to-all       all heads of some tokens -> some heads of all tokens
+    heads_to_sequence     all-to-all                    all-to-all       and back
+    Ring.pass_on          to the next rank, from the previous one
+
+The first two lead out of what is cut: all ranks go on with the same values, and each with a share of the loss, so that their gradients
+add up. All ranks call the same functions in the same order, with the same shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import P2POp, irecv, isend
+
+from lightning_3d.parallel.context.group import ContextParallel
+from lightning_3d.parallel.context.zigzag import natural_order
+
+
+def gather_sequence(x: Tensor, context: ContextParallel) -> Tensor:
+    """(batch, seq / cp, ...) on each rank -> (batch, seq, ...) in the order of the sequence, on all."""
+    return _Gather.apply(x, context)
+
+
+def sum_over_ranks(x: Tensor, context: ContextParallel) -> Tensor:
+    """The sum of a few numbers over the ranks."""
+    return _Sum.apply(x, context)
+
+
+def sequence_to_heads(x: Tensor, context: ContextParallel) -> Tensor:
+    """(batch, heads, seq / cp, width) -> (batch, heads / cp, seq, width), tokens in the order of the sequence; cp divides the heads."""
+    return _ToHeads.apply(x, context)
+
+
+def heads_to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
+    """(batch, heads / cp, seq, width) -> (batch, heads, seq / cp, width)."""
+    return _ToSequence.apply(x, context)
+
+
+class Ring:
+    """Messages to the next rank, while the same come from the previous one."""
+
+    def __init__(self, context: ContextParallel) -> None:
+        self._group = context.group
+        ranks = dist.get_process_group_ranks(context.group)
+        self._next = ranks[(context.rank + 1) % context.size]
+        self._previous = ranks[(context.rank - 1) % context.size]
+
+    def pass_on(self, tensor: Tensor, tag: int = 0) -> Passing:
+        """Start to send a contiguous tensor, which must not change until it has gone, and to receive one of the same shape."""
+        received = torch.empty_like(tensor)
+        works = dist.batch_isend_irecv(
+            [
+                P2POp(isend, tensor, self._next, self._group, tag),
+                P2POp(irecv, received, self._previous, self._group, tag),
+            ]
+        )
+        return Passing(tensor, received, works)
+
+
+class Passing:
+    """A message on its way."""
+
+    def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
+        self._sent, self._received, self._works = sent, received, works
+
+    def wait(self) -> Tensor:
+        """What came, once all has gone."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
+        ctx.context = context
+        parts = x.new_empty((context.size * x.shape[1], x.shape[0], *x.shape[2:]))
+        dist.all_gather_into_tensor(parts, x.transpose(0, 1).contiguous(), group=context.group)
+        return parts.index_select(0, natural_order(len(parts), context.size, x.device)).transpose(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        context: ContextParallel = ctx.context
+        by_rank = torch.empty_like(gradient.transpose(0, 1), memory_format=torch.contiguous_format)
+        by_rank[natural_order(gradient.shape[1], context.size, gradient.device)] = gradient.transpose(0, 1)
+        own = gradient.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
+        dist.reduce_scatter_tensor(own, by_rank, group=context.group)
+        return own.transpose(0, 1), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
+        ctx.context = context
+        total = x.clone()
+        dist.all_reduce(total, group=context.group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.context.group)
+        return total, None
+
+
+def _to_heads(x: Tensor, context: ContextParallel) -> Tensor:
+    batch, heads, part, width = x.shape
+    by_rank = x.view(batch, context.size, heads // context.size, part, width).permute(1, 3, 0, 2, 4).contiguous()
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank, group=context.group)
+    tokens = received.flatten(0, 1)  # (seq by rank, batch, heads / cp, width)
+    return tokens[natural_order(len(tokens), context.size, x.device)].permute(1, 2, 0, 3)
+
+
+def _to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
+    batch, heads, length, width = x.shape
+    by_rank = x.new_empty((length, batch, heads, width))
+    by_rank[natural_order(length, context.size, x.device)] = x.permute(2, 0, 1, 3)
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank, group=context.group)
+    parts = received.view(context.size, length // context.size, batch, heads, width)
+    return parts.permute(2, 0, 3, 1, 4).reshape(batch, context.size * heads, length // context.size, width)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
+        ctx.context = context
+        return _to_heads(x.contiguous(), context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _to_sequence(gradient, ctx.context), None
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
+        ctx.context = context
+        return _to_sequence(x, context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _to_heads(gradient.contiguous(), ctx.context), None

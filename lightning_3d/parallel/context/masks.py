@@ -1,0 +1,137 @@
+"""Who may attend to whom in a sequence that several ranks share.
+
+Every rank knows the whole batch, so masks need no communication: what is asked is about positions in the whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import PlanError
+from lightning_3d.parallel.context.group import ContextParallel
+
+
+class Cover(Enum):
+    """What of a block of scores counts."""
+
+    NOTHING = "nothing"
+    CAUSAL = "the diagonal and below"
+    EVERYTHING = "everything"
+    SOMETHING = "see `Mask.of`"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring positions of a sequence."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
+    def last(self) -> int:
+        return self.stop - 1
+
+    def halves(self, size: int) -> tuple[Span, ...]:
+        """The span in two pieces, or whole where it is not longer than `size`."""
+        if self.length <= size:
+            return (self,)
+        half = self.length // 2
+        return Span(self.start, half), Span(self.start + half, self.length - half)
+
+
+class NotATensor(PlanError, AttributeError):
+    """An attribute of tensors that a mask is asked for; whoever only looks whether it is there (`hasattr`) finds that it is not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Causal attention in the whole sequence, as one kind of layer of a model has it. What blocks get as `attention_mask`.
+
+    Attributes:
+        context: the ranks that share the sequence.
+        length: tokens in it.
+        documents: (batch, seq), on the host, rising in each row: tokens see those of their own number only. None: one document.
+        padding: (batch, seq), on the host: False for tokens that nobody sees. None: there are none.
+        window: a token sees so many tokens at most, itself included. None: all before it.
+    """
+
+    context: ContextParallel
+    length: int
+    documents: Tensor | None = None
+    padding: Tensor | None = None
+    window: int | None = None
+    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an attention of a model's own looks for in a mask that is a tensor (Doge's dynamic mask)."""
+        raise NotATensor(
+            f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank has the"
+            " mask of a whole sequence. Use cp 1."
+        )
+
+    def of_layers(self, *, window: int | None, separate: bool) -> Mask:
+        """The mask of layers with a window, or without, that keep documents apart or do not."""
+        return replace(self, window=window, documents=self.documents if separate else None, _covers={})
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        """What of a block counts. Where that takes a look at the batch, it is found once for all layers of a kind."""
+        if self.documents is None and self.padding is None:
+            return self._find_cover(queries, keys)
+        if (queries, keys) not in self._covers:
+            self._covers[queries, keys] = self._find_cover(queries, keys)
+        return self._covers[queries, keys]
+
+    def _find_cover(self, queries: Span, keys: Span) -> Cover:
+        """Told from the corners of the block."""
+        if keys.start > queries.last or (self.window is not None and queries.start - keys.last >= self.window):
+            return Cover.NOTHING
+        if self._documents_between(queries, keys) == 0 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].any()):
+            return Cover.NOTHING
+        if self._documents_between(queries, keys) > 1 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].all()):
+            return Cover.SOMETHING
+        if self.window is not None and queries.last - keys.start >= self.window:
+            return Cover.SOMETHING
+        if keys.last <= queries.start:
+            return Cover.EVERYTHING
+        return Cover.CAUSAL if queries == keys else Cover.SOMETHING
+
+    def _documents_between(self, queries: Span, keys: Span) -> int:
+        """0: no query sees a key. 1: all belong together. 2: neither."""
+        if self.documents is None:
+            return 1
+        first, last = min(queries.start, keys.start), max(queries.last, keys.last)
+        if (self.documents[:, keys.last] < self.documents[:, queries.start]).all() and keys.last < queries.start:
+            return 0
+        return 1 if bool((self.documents[:, first] == self.documents[:, last]).all()) else 2
+
+    def of(self, queries: Span, keys: Span, device: torch.device) -> Tensor:
+        """(batch or 1, 1, 1, queries, keys): True where a score counts."""
+        places = torch.arange(queries.start, queries.stop, device=device).unsqueeze(-1)
+        others = torch.arange(keys.start, keys.stop, device=device)
+        seen = others <= places
+        if self.window is not None:
+            seen = seen & (places - others < self.window)
+        seen = seen.unsqueeze(0)
+        if self.documents is not None:
+            documents = self._on(device, "documents", self.documents)
+            same = documents[:, queries.start : queries.stop].unsqueeze(-1) == documents[:, keys.start : keys.stop].unsqueeze(-2)
+            seen = seen & same
+        if self.padding is not None:
+            seen = seen & self._on(device, "padding", self.padding)[:, keys.start : keys.stop].unsqueeze(-2)
+        return seen[:, None, None]
+
+    def _on(self, device: torch.device, name: str, host: Tensor) -> Tensor:
+        """One copy for all layers."""
+        if (name, device) not in self._copies:
+            self._copies[name, device] = host.to(device)
+        return self._copies[name, device]

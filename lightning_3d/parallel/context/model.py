@@ -1,0 +1,167 @@
+"""A model whose forward sees a part of each sequence, and whose caller sees all of it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.parallel.context.attention import Running, register, running
+from lightning_3d.parallel.context.checks import require_replaceable
+from lightning_3d.parallel.context.full_sequence import WholeSequence, whole_outputs
+from lightning_3d.parallel.context.group import ContextParallel
+from lightning_3d.parallel.context.masks import Mask
+from lightning_3d.parallel.context.zigzag import positions as zigzag
+from lightning_3d.parallel.specialize import specialize
+
+IGNORED = -100
+"""The label of tokens that are no targets, in Transformers."""
+
+
+def share_sequences(module: nn.Module, blocks: list[nn.Module], context: ContextParallel) -> None:
+    """Make `module`, a whole Transformers model, run on this rank's part of the sequences that it is called with. In place.
+
+    Raises:
+        PlanError: its attention cannot be replaced, or something else in it looks at several tokens.
+    """
+    register()
+    require_replaceable(module, blocks)
+    counts = next((child for child in module.modules() if hasattr(child, "create_position_ids_from_input_ids")), None)
+    specialize(module, SharedSequences, context_parallel=context, context_layers={}, context_positions=counts)
+
+
+class SharedSequences:
+    """Mixin for the model: cuts what it is called with along the sequence, and returns outputs that look whole."""
+
+    context_parallel: ContextParallel
+    context_layers: dict[Any, bool]
+    context_positions: Any  # the module that counts tokens otherwise than from 0, or None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.context_parallel
+        own = super().forward  # type: ignore[misc]
+        arguments = _named(own, args, kwargs)
+        call, arguments = _cut(arguments, context, self.context_layers, _own_positions(self.context_positions, arguments))
+        with running(call):
+            output = own(**arguments)
+        if call.attentions == 0:
+            raise PlanError(
+                f"No attention of {type(self).__name__} went through Transformers' attention interface, so its tokens did not see those of"
+                " other context-parallel ranks. Use cp 1."
+            )
+        return whole_outputs(output, (call.rows, call.positions.shape[1]), context)
+
+
+class WholeSequenceLoss:
+    """In the place of a loss function of the user's own, which sees the logits and labels of the whole sequence."""
+
+    def __init__(self, loss: Any, context: ContextParallel) -> None:
+        self._loss, self._context = loss, context
+
+    def __call__(self, logits: Tensor, labels: Tensor | None, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        return self._loss(WholeSequence(logits, self._context).full(), labels, *args, **kwargs)
+
+
+def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    signature = inspect.signature(forward)
+    named = signature.bind_partial(*args, **kwargs).arguments
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    if "use_cache" in signature.parameters and not named.get("use_cache"):
+        named["use_cache"] = False
+    return named
+
+
+def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
+    """(batch, seq): the positions that the model would give whole sequences, where it counts otherwise than from 0 (RoBERTa from behind the
+    number of its padding). None: from 0, or the caller gives them.
+
+    Raises:
+        PlanError: they depend on tokens that the caller does not give.
+    """
+    if owner is None or arguments.get("position_ids") is not None:
+        return None
+    ids = arguments.get("input_ids")
+    if ids is None:
+        raise PlanError(
+            f"{type(owner).__name__} counts positions from the tokens. With context parallelism (cp), call the model with input_ids or with"
+            " position_ids."
+        )
+    positions: Tensor = owner.create_position_ids_from_input_ids(ids, owner.padding_idx)
+    return positions
+
+
+def _cut(
+    arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, bool], own_positions: Tensor | None
+) -> tuple[Running, dict[str, Any]]:
+    """This rank's part of the arguments, and what its attention must know of the rest.
+
+    Args:
+        own_positions: (batch, seq), where the model does not count tokens from 0.
+    """
+    _refuse(arguments)
+    tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
+    if tokens is None:
+        raise PlanError("With context parallelism (cp) the model is called with input_ids or inputs_embeds.")
+    batch, length = tokens.shape[:2]
+    labels = arguments.get("labels")
+    if labels is not None and arguments.get("shift_labels") is None:
+        arguments["shift_labels"] = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    whole = arguments.pop("position_ids", None)
+    attention_mask = arguments.get("attention_mask")
+    mask = Mask(
+        context,
+        length,
+        documents=_documents(whole, length) if attention_mask is None else None,
+        padding=_padding(attention_mask, (batch, length)),
+    )
+    order = zigzag(length, context.size, context.rank, tokens.device)
+    arguments = {
+        name: value[:, order] if name != "labels" and isinstance(value, Tensor) and tuple(value.shape[:2]) == (batch, length) else value
+        for name, value in arguments.items()
+    }
+    positions = order.unsqueeze(0) if whole is None else whole[:, order]
+    arguments["position_ids"] = positions if own_positions is None else own_positions[:, order]
+    return Running(mask, positions, batch, layers), arguments
+
+
+def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
+    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not go on. None: one in each row."""
+    if position_ids is None:
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[1] != length:
+        raise PlanError(
+            f"position_ids have the shape {tuple(position_ids.shape)}; with context parallelism (cp) they are (batch, {length}), one number"
+            " a token."
+        )
+    host = position_ids.detach().cpu()
+    documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
+    return documents if bool(documents[:, -1].any()) else None
+
+
+def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
+        found = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
+        raise PlanError(
+            f"attention_mask is {found}; context parallelism (cp) takes a mask of padding, {shape}. Give packed documents as position_ids"
+            " that begin anew with each."
+        )
+    host = attention_mask.detach().cpu().bool()
+    return None if bool(host.all()) else host
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    """Arguments that are about tokens of other ranks."""
+    for name in ("past_key_values", "use_cache", "output_attentions"):
+        if arguments.get(name):
+            raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not have. Leave it out.")
+    keep = arguments.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise ConfigError("logits_to_keep would keep the last tokens of every rank; with context parallelism (cp) cut the logits instead.")

@@ -1,0 +1,18 @@
+"""Mixtures of experts: experts dealt over the ranks of a stage, tokens sent to them, and what keeps their load balanced."""
+
+from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel, TokenCut
+from lightning_3d.parallel.expert.experts import choose_products, deal_experts, expert_specs
+from lightning_3d.parallel.expert.routers import Routers, RouterStatistics, attend_calls, make_routers
+
+__all__ = [
+    "DispatchedExperts",
+    "ExpertParallel",
+    "RouterStatistics",
+    "Routers",
+    "TokenCut",
+    "attend_calls",
+    "choose_products",
+    "deal_experts",
+    "expert_specs",
+    "make_routers",
+]

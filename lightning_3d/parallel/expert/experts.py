@@ -1,0 +1,99 @@
+"""Which experts a rank has: the table of its parts, and the change of the modules, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_3d.compat.peft_layers import refuse_adapted_experts
+from lightning_3d.errors import LayoutError, PlanError
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel
+from lightning_3d.parallel.sharding import ShardSpec, cut_along
+from lightning_3d.parallel.specialize import specialize
+
+_ROW_BYTES = 16
+"""Strides of grouped matrix products are a multiple of this."""
+
+
+def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: int, tp_index: int) -> dict[str, ShardSpec]:
+    """What the rank with index `ep_index` holds of every parameter that is dealt to expert-parallel ranks, by name in `module`.
+
+    Args:
+        module: the whole module, on meta or not.
+        plan: `ParallelPlan.for_experts`.
+
+    Raises:
+        LayoutError: the experts cannot be dealt evenly. PlanError: they have adapters.
+    """
+    specs: dict[str, ShardSpec] = {}
+    if ep_size == 1:
+        return specs
+    refuse_adapted_experts(module, plan.experts, "ep")
+    for name, _ in module.named_modules():
+        cut = plan.cut_of(name)
+        if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
+            raise PlanError(f"'{name}' is an expert without weights, which no rank can be sent tokens for (ep). Use ep=1.")
+    for name, parameter in _dealt(module, plan):
+        experts = parameter.shape[0]
+        if experts % ep_size:
+            raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'.")
+        pieces = [(ep_index * experts // ep_size, experts // ep_size)]
+        spec = cut_along(name, tuple(parameter.shape), 0, pieces, tp_replicas=(tp_index,))
+        specs[name] = replace(spec, expert=True)
+    return specs
+
+
+def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, ShardSpec], context: ExpertParallel) -> None:
+    """Leave this rank's experts in `module` and let the modules that hold them send tokens to each other. No communication.
+
+    Args:
+        specs: of the parameters that are here.
+    """
+    for name, parameter in list(_dealt(module, plan)):
+        owner, _, last = name.rpartition(".")
+        part = nn.Parameter(specs[name].cut(parameter.detach()), requires_grad=parameter.requires_grad)
+        vars(part).update(vars(parameter))
+        setattr(module.get_submodule(owner), last, part)
+    for name, child in list(module.named_modules()):
+        cut = plan.cut_of(name)
+        if cut is None or cut.style != "ep_dispatch_experts" or next(child.parameters(), None) is None:
+            continue
+        experts = getattr(child, "num_experts", None)
+        if not isinstance(experts, int):
+            raise PlanError(f"'{name}' does not say how many experts it has (num_experts), so they cannot be dealt over ranks.")
+        specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
+        child.num_experts = experts // context.size
+
+
+def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let experts multiply in a loop where grouped matrix products, the default of Transformers, cannot: in float64, and where a row of
+    this rank's weights is no multiple of 16 bytes. In place; after layers were cut.
+    """
+    found = dict(module.named_modules())
+    for name in plan.experts:
+        experts = found.get(name)
+        config = getattr(experts, "config", None)
+        if experts is None or getattr(config, "_experts_implementation", "eager") == "eager":
+            continue
+        matrices = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
+        narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % _ROW_BYTES for size in matrix.shape[1:])]
+        if narrow and narrow[0].dtype != torch.float64:
+            rank_zero_warn(
+                f"Experts with weights {list(narrow[0].shape)} on a rank multiply in a loop: grouped matrix products need rows of a"
+                f" multiple of {_ROW_BYTES} bytes. A smaller tp, or ep, leaves wider ones."
+            )
+        if narrow or any(matrix.dtype == torch.float64 for matrix in matrices):
+            config._experts_implementation = "eager"  # type: ignore[union-attr]
+
+
+def _dealt(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters whose first dimension is the experts."""
+    for name, parameter in module.named_parameters():
+        cut = plan.cut_of(name)
+        if cut is not None and cut.style == "grouped_gemm":
+            yield name, parameter

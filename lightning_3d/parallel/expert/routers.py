@@ -1,0 +1,349 @@
+"""The routers of a model: their losses where they are, their bias, and what they did in a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_3d.compat.torch import autograd_is_running
+from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.errors import ConfigError, PlanError, listed
+from lightning_3d.parallel.expert.dispatch import DispatchedExperts
+from lightning_3d.parallel.expert.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
+from lightning_3d.parallel.mesh import Mesh, StageMesh
+from lightning_3d.parallel.sequence_shards import SequenceShards
+from lightning_3d.parallel.specialize import specialize
+
+ROUTER_NAMES = ("gate", "router")
+"""What a router is called, beside the experts in their module. It returns (logits, weights, experts) of its tokens."""
+
+BIAS = "e_score_correction_bias"
+"""Buffer of a router with sigmoid scores, added to them for the choice alone."""
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """What the routers of the whole model did in one batch, the same on every rank.
+
+    Attributes:
+        layers: names of the routers. aux_loss, z_loss: before their coefficients, the mean over layers and, by the weight of their
+            loss, over micro-batches.
+        tokens: of each layer the pairs (token, choice) of each expert. dropped: of each layer the fraction of them without room.
+    """
+
+    layers: tuple[str, ...]
+    aux_loss: float
+    z_loss: float
+    tokens: tuple[tuple[int, ...], ...]
+    dropped: tuple[float, ...]
+
+    @property
+    def max_over_mean(self) -> tuple[float, ...]:
+        """Of each layer the tokens of the fullest expert, divided by the mean."""
+        return tuple(max(counts) * len(counts) / max(sum(counts), 1) for counts in self.tokens)
+
+
+class Routers:
+    """All routers of one pipelined module.
+
+    A router's losses are attached to the weights that it returns, with the weight of the micro-batch's loss, so that their gradients are
+    those of one loss of the whole model although no rank has it.
+
+    Args:
+        options: coefficients.
+        names: of all routers of the whole model, in order. experts: of each.
+        mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
+        device: of the tensors.
+        shards: how the tokens that routers see are dealt to tensor-parallel ranks; None where each of these sees all of them.
+    """
+
+    def __init__(
+        self,
+        options: ExpertOptions,
+        names: Sequence[str],
+        experts: Sequence[int],
+        mesh: Mesh | StageMesh,
+        device: torch.device,
+        shards: SequenceShards | None = None,
+    ) -> None:
+        self.options = options
+        self.names, self.experts = tuple(names), tuple(experts)
+        self.aux_loss = options.aux_loss or 0.0
+        self._mesh, self._device, self._shards = mesh, device, shards
+        self._local: dict[int, Any] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._fillers: set[int] = set()
+        self._micro_batch = -1
+        self._sums = self._zeros()
+        self._loads = self._zeros()[:, : max(self.experts, default=0)]
+        self._training = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routers:
+        """A copied model (weight averaging) does not train."""
+        return self
+
+    def _zeros(self) -> Tensor:
+        """Of each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
+        return torch.zeros(len(self.names), max(self.experts, default=0) + 4, dtype=torch.float64, device=self._device)
+
+    def _may_drop(self) -> bool:
+        return self.options.capacity_factor is not None
+
+    @property
+    def tokens_lie_on(self) -> dist.ProcessGroup | None:
+        """The ranks over which the tokens of one micro-batch lie; None for one rank."""
+        axes = [axis for axis in ("cp", "tp") if self._mesh.size(axis) > 1 and (axis == "cp" or self._shards is not None)]
+        return self._mesh.group(*axes) if axes else None
+
+    def use(self, options: ExpertOptions) -> None:
+        """Go on with other coefficients. What the model's own configuration asked for stays where `options` leave it open."""
+        self.options = options
+        self.aux_loss = self.aux_loss if options.aux_loss is None else options.aux_loss
+
+    def translate(self, config: Any) -> None:
+        """Take over the loss of routers that Transformers computes with `output_router_logits`, and turn it off there."""
+        config.output_router_logits = False
+        if self.options.aux_loss is not None or self.aux_loss:
+            return
+        self.aux_loss = float(getattr(config, "router_aux_loss_coef", 0.0))
+        if self.aux_loss:
+            rank_zero_warn(
+                f"output_router_logits=True: the load-balancing loss is computed in each layer and averaged over them (moe_aux_loss="
+                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers multiplies sums over all layers, which is another"
+                " function. The loss that the model returns is the cross-entropy alone."
+            )
+
+    def watch(self, module: nn.Module) -> None:
+        """Take over the routers that are in `module`, this rank's part of the pipelined one."""
+        found = dict(module.named_modules())
+        for layer, name in enumerate(self.names):
+            router = found.get(name)
+            if router is None or next(router.parameters(), None) is None:
+                continue
+            self._local[layer] = router
+            specialize(router, WatchedRouter, routers=self, router_layer=layer)
+            bias = getattr(router, BIAS, None)
+            if isinstance(bias, Tensor) and bias.dtype in (torch.bfloat16, torch.float16):
+                setattr(router, BIAS, bias.float())  # its steps are smaller than what bf16 tells apart
+        for child in found.values():
+            if isinstance(child, DispatchedExperts):
+                child.drops = self._may_drop
+
+    # A step: begin, then for each micro-batch `enter` (before its backward too), `expect` and `weigh`, then `finish`
+
+    def begin(self, *, training: bool) -> None:
+        self._training = training
+        self._weights, self._fillers = {}, set()
+        self._sums.zero_()
+
+    def enter(self, micro_batch: int) -> None:
+        """What runs next belongs to this micro-batch."""
+        self._micro_batch = micro_batch
+
+    def expect(self, rows: int, *, filler: bool = False) -> None:
+        """The running micro-batch has so many rows, which are the weight of its loss until `weigh` knows better. A filler has none."""
+        self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
+        if filler:
+            self._fillers.add(self._micro_batch)
+
+    def weigh(self, weight: Tensor) -> None:
+        """The weight of the running micro-batch's loss."""
+        if self._micro_batch not in self._fillers:
+            self._weights[self._micro_batch] = weight.to(self._device, torch.float64)
+
+    def finish(self, weight: float) -> RouterStatistics:
+        """Sum up over all ranks what happened since `begin`.
+
+        Args:
+            weight: of the loss, over all micro-batches and data-parallel ranks.
+        """
+        dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp") if self._shards is None else None)
+        widest = max(self.experts)
+        self._loads = self._loads + self._sums[:, :widest]
+        self._training = False
+        rows = self._sums.tolist()
+        aux, z = (sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0 for at in (0, 1))
+        tokens = tuple(tuple(round(count) for count in row[:experts]) for row, experts in zip(rows, self.experts, strict=True))
+        dropped = tuple(row[widest + 2] / max(row[widest + 3], 1.0) for row in rows)
+        return RouterStatistics(self.names, aux, z, tokens, dropped)
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """After an optimizer step: move the bias of each expert by `bias_update` towards an even load (arXiv:2408.15664, algorithm 1)."""
+        loads = self._loads
+        self._loads = torch.zeros_like(loads)
+        if self.options.bias_update == 0:
+            return
+        for layer, router in self._local.items():
+            counts = loads[layer, : self.experts[layer]]
+            step = torch.sign(counts.mean() - counts) * self.options.bias_update
+            getattr(router, BIAS).add_(step.to(getattr(router, BIAS).dtype))
+
+    def forget_loads(self) -> None:
+        """After an optimizer step that was skipped: its tokens move no bias."""
+        self._loads = torch.zeros_like(self._loads)
+
+    def routed(self, layer: int, output: Any, *, training: bool) -> Any:
+        """What a router returned, with its losses attached and without the pairs for which there is no room."""
+        if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
+            if not self.options.asked_for and not self.aux_loss:
+                return output  # nothing is known of it, and nothing is wanted
+            raise PlanError(
+                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it can have neither losses"
+                f" nor a capacity. Leave {listed([*self.options.asked_for] or ['output_router_logits'])} out."
+            )
+        logits, weights, chosen = output
+        experts = self.experts[layer]
+        dropped = None
+        if self.options.capacity_factor is not None:
+            lost = ~fits(self._real(chosen), experts, self.options.capacity_factor)
+            weights, dropped = weights.masked_fill(self._with_padding(lost, len(chosen)), 0.0), lost.sum()
+        if not (self._training and training):
+            return logits, weights, chosen
+        weight = self._weights[self._micro_batch]
+        seen = self._real(chosen)
+        counts = tokens_per_expert(seen, experts)
+        aux, z = self._losses(layer, self._real(logits), counts)
+        factor = weight / len(self.names)
+        if self.aux_loss and weights.requires_grad:
+            weights = attach(weights, aux, factor * self.aux_loss)
+        if self.options.z_loss and weights.requires_grad:
+            weights = attach(weights, z, factor * self.options.z_loss)
+        if not autograd_is_running() and self._micro_batch not in self._fillers:  # else it is recomputed
+            pairs = counts.new_full((), seen.numel())
+            last = torch.stack([aux.detach().double() * weight, z.detach().double() * weight, _number(dropped, pairs), pairs])
+            self._sums[layer, :experts] += counts
+            self._sums[layer, -4:] += last
+        return logits, weights, chosen
+
+    def _real(self, rows: Tensor) -> Tensor:
+        """The rows of tokens, without those that fill up a part of a sequence that tensor-parallel ranks do not divide."""
+        shards = self._shards
+        if shards is None or shards.length % shards.ranks == 0:
+            return rows
+        return rows.unflatten(0, (-1, shards.part))[:, : shards.real(self._mesh.index("tp"))].flatten(0, 1)
+
+    def _with_padding(self, lost: Tensor, rows: int) -> Tensor:
+        """Which of all rows are `lost` (n, k): what fills up a part is."""
+        if len(lost) == rows:
+            return lost
+        assert self._shards is not None
+        every = lost.new_ones((rows // self._shards.part, self._shards.part, *lost.shape[1:]))
+        every[:, : self._shards.real(self._mesh.index("tp"))] = lost.unflatten(0, (len(every), -1))
+        return every.flatten(0, 1)
+
+    def _losses(self, layer: int, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of the two losses of a micro-batch: one all-reduce of experts + 1 numbers where others have tokens of it."""
+        if not (self.aux_loss or self.options.z_loss):
+            logits = logits.detach()  # they are only shown
+        totals = torch.cat([counts, counts.new_full((1,), len(logits))])
+        if (group := self.tokens_lie_on) is not None:
+            dist.all_reduce(totals, group=group)
+        rows = totals[-1].clamp(min=1)
+        scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return balancing_loss(scores, totals[:-1], rows), z_loss(wide, rows)
+
+
+class WatchedRouter:
+    """Mixin for a router."""
+
+    routers: Routers
+    router_layer: int
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.routers.routed(self.router_layer, output, training=self.training)  # type: ignore[attr-defined]
+
+
+def find_routers(module: nn.Module, experts: Sequence[str]) -> dict[str, int]:
+    """Name of every router of the whole `module` -> number of its experts, in order.
+
+    Args:
+        experts: names of the modules that hold experts.
+    """
+    found = {}
+    modules = dict(module.named_modules())
+    for name in experts:
+        if name not in modules:
+            continue
+        parent = name.rpartition(".")[0]
+        for candidate in (f"{parent}.{router}" for router in ROUTER_NAMES):
+            count = getattr(modules[name], "num_experts", None)
+            if candidate in modules and isinstance(count, int):
+                found[candidate] = count
+                break
+    return found
+
+
+def make_routers(
+    module: nn.Module,
+    experts: Sequence[str],
+    options: ExpertOptions,
+    mesh: Mesh | StageMesh,
+    device: torch.device,
+    shards: SequenceShards | None = None,
+) -> Routers | None:
+    """The routers of the whole `module`; None where there are none.
+
+    Args:
+        shards: see `Routers`.
+
+    Raises:
+        ConfigError: an option that the model has nothing for.
+    """
+    found = find_routers(module, experts)
+    if not found:
+        if options.asked_for:
+            raise ConfigError(f"{options.asked_for[0]} is for a mixture of experts, but the model has no router. Leave it out.")
+        return None
+    modules = dict(module.named_modules())
+    if options.bias_update and not all(hasattr(modules[name], BIAS) for name in found):
+        raise ConfigError(
+            f"moe_bias_update is for routers with a bias for the choice of experts ({BIAS}), as in DeepSeek-V3; {type(module).__name__}"
+            " has none. Use moe_aux_loss."
+        )
+    for name in found:
+        _check_top_k(name, modules[name], found[name])
+    return Routers(options, list(found), list(found.values()), mesh, device, shards)
+
+
+def _check_top_k(name: str, router: nn.Module, experts: int) -> None:
+    top_k = getattr(router, "top_k", None)
+    if isinstance(top_k, int) and top_k > experts:
+        raise ConfigError(f"The router '{name}' sends each token to {top_k} experts, but there are only {experts}.")
+
+
+def _number(value: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if value is None else value.to(like.dtype)
+
+
+def attend_calls(module: Any, routers: Routers) -> None:
+    """Let every call of the pipelined `module` tell `routers` the weight of its loss, and compute no loss of routers by itself.
+
+    The weight is that of `step.weighting`: the target tokens, where the model computes the loss. It is known before the first layer, on
+    every stage.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+
+    def tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if kwargs.get("output_router_logits"):
+            routers.translate(module.config)
+            kwargs = {**kwargs, "output_router_logits": False}
+        count = getattr(getattr(module, "loss_function", None), "count_targets", None)
+        if count is not None and (given.get("labels") is not None or given.get("shift_labels") is not None):
+            routers.weigh(count(given.get("labels"), given.get("shift_labels")))
+        return args, kwargs
+
+    module.register_forward_pre_hook(tell, with_kwargs=True)
+    if getattr(getattr(module, "config", None), "output_router_logits", False):
+        routers.translate(module.config)

@@ -1,0 +1,288 @@
+"""From a `Layout` to process groups. The only module that creates groups.
+
+All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for
+a rank that does not take it. Groups of one rank exist too: code need not ask whether an axis is in use, only whether a
+collective is worth it.
+
+No two groups have the same ranks: each gloo group costs three threads, one of which wakes up a hundred times a second, in
+every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_3d.compat.torch_fake import FAKE_GLOO
+from lightning_3d.layout.layout import AXES, Layout
+
+GROUPS: tuple[tuple[str, ...], ...] = (
+    *((axis,) for axis in AXES),
+    ("tp", "pp"),  # model parallel, for DeepSpeed's mpu
+    ("dp", "cp"),  # gradients of replicated weights
+    ("tp", "cp"),  # tokens of one micro-batch
+    ("tp", "cp", "pp"),  # gradient norm
+    ("cp", "pp", "dp"),  # loss and logged values: everything but tensor-parallel replicas
+)
+"""Combinations of axes that have a process group."""
+
+_HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
+"""Backends whose collectives take tensors in host memory. Those of dry runs take any."""
+
+
+class Mesh:
+    """The process groups of one layout, and where this rank stands in them.
+
+    The default process group must be initialized. Building a mesh is collective over the world and sends nothing yet;
+    `warm_up` connects.
+
+    Args:
+        layout: degrees and rank order.
+        timeout: of collectives in the groups; None for the default of the backend.
+
+    Raises:
+        LayoutError: the world has another number of ranks than the layout.
+
+    Attributes:
+        layout: the layout. rank: global rank. coordinates: index of this rank along each axis.
+    """
+
+    def __init__(self, layout: Layout, *, timeout: timedelta | None = None) -> None:
+        layout.require_world_size(dist.get_world_size())
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.coordinates = layout.coordinates(self.rank)
+        self._timeout = timeout
+        self._created: list[dist.ProcessGroup] = []
+        self._known: set[tuple[int, ...]] = set()
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._known.update((rank,) for rank in range(layout.world_size))
+        self._known.add(tuple(range(layout.world_size)))
+        self._by_ranks[tuple(range(layout.world_size))] = _world()
+        for axes in GROUPS:
+            self._create_missing(layout.groups(*axes), "+".join(axes))
+        self._experts = _containing(self.rank, layout.expert_groups())
+        self._expert_data = _containing(self.rank, layout.expert_data_groups())
+        if layout.ep > 1:
+            self._create_missing(layout.expert_groups(), "experts")
+            self._create_missing(layout.expert_data_groups(), "expert data")
+        self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
+        self._apart: dict[str, dist.ProcessGroup] = {}
+        if dist.get_backend() not in _HOST_BACKENDS and layout.pp > 1:
+            self._apart = {
+                "up": self._new_over_pipelines("pipeline up"),
+                "down": self._new_over_pipelines("pipeline down"),
+                "control": self._new_over_pipelines("pipeline control", "gloo"),
+            }
+
+    @property
+    def pipeline_up(self) -> dist.ProcessGroup:
+        """Over the ranks of the pipeline, for messages to a higher pipeline rank.
+
+        Not the one for messages to a lower rank on NCCL, where the operations of one communicator wait for each other.
+        """
+        return self._apart.get("up") or self.group("pp")
+
+    @property
+    def pipeline_down(self) -> dist.ProcessGroup:
+        """Over the ranks of the pipeline, for messages to a lower pipeline rank."""
+        return self._apart.get("down") or self.group("pp")
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """Over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
+        return self._apart.get("control") or self.group("pp")
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """Over the ranks that deal the experts of this stage among them, in the order of `expert_index`."""
+        return self.group_for(self._experts)
+
+    @property
+    def expert_index(self) -> int:
+        """Which of the ep parts of its stage's experts this rank has."""
+        return self._experts.index(self.rank)
+
+    @property
+    def expert_data_group(self) -> dist.ProcessGroup:
+        """Over the ranks of this stage that have the same experts."""
+        return self.group_for(self._expert_data)
+
+    @property
+    def expert_data_ranks(self) -> tuple[int, ...]:
+        """Global ranks of `expert_data_group`, rising."""
+        return self._expert_data
+
+    def index(self, axis: str) -> int:
+        """This rank's index along an axis."""
+        return self.coordinates[axis]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return self.layout.size(axis)
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Global ranks of this rank's group over these axes, rising; along a single axis in the order of its index."""
+        return self.layout.group_of(self.rank, *axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """This rank's group over these axes, in any order; a member's group rank is its place in `ranks(*axes)`.
+
+        Raises:
+            LookupError: there is none over this combination (see `GROUPS`): groups are never created on first use.
+        """
+        try:
+            ranks = self._by_axes[frozenset(axes)]
+        except KeyError:
+            known = ", ".join("+".join(axes) for axes in GROUPS)
+            raise LookupError(f"The mesh has no process group over {'+'.join(axes)}; it has {known}.") from None
+        return self.group_for(ranks)
+
+    def create(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Create groups of global ranks. Collective over the world: every rank passes the same list.
+
+        A group that exists already is used again. Groups that this rank is not in are created too, but not kept.
+        """
+        self._create_missing(groups, "parameters")
+
+    def group_for(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The group of exactly these global ranks.
+
+        Raises:
+            LookupError: it was not created, or this rank is not in it.
+        """
+        wanted = _sorted(ranks)
+        if wanted == (self.rank,) and wanted not in self._by_ranks:
+            self._by_ranks[wanted] = self._alone()
+        try:
+            return self._by_ranks[wanted]
+        except KeyError:
+            raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: create it.") from None
+
+    def warm_up(self) -> None:
+        """Use every group and every pair of pipeline neighbours once, in the same order on all ranks.
+
+        Communicators are made at their first use. When that happens in the middle of a pipeline schedule, different
+        ranks wait for different neighbours. One all-reduce of one number for each group, two messages for each pair.
+        May be called again after `create`.
+        """
+        for group in (_world(), *self._created):
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(torch.ones(1, device=_device(group)), group=group)
+        pipeline = self.ranks("pp") if self.size("pp") > 1 else ()
+        for lower, upper in _neighbours(pipeline):
+            self._message(lower, upper, self.pipeline_up)
+            self._message(upper, lower, self.pipeline_down)
+
+    def destroy(self) -> None:
+        """Destroy the groups of this mesh, the latest first. The default process group stays."""
+        while self._created:
+            group = self._created.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._by_ranks.clear()
+        self._by_axes.clear()
+        self._known.clear()
+        self._apart.clear()
+
+    def _create_missing(self, groups: Iterable[Iterable[int]], description: str) -> None:
+        for ranks in map(_sorted, groups):
+            if ranks in self._known:
+                continue
+            self._known.add(ranks)
+            group = self._new(ranks, description)
+            if group is not None:
+                self._by_ranks[ranks] = group
+
+    def _new(self, ranks: tuple[int, ...], description: str, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A new group, None when this rank is not in it. All ranks call this for all groups, in the same order."""
+        group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, group_desc=description)
+        if self.rank not in ranks:
+            return None
+        self._created.append(group)
+        return group
+
+    def _alone(self) -> dist.ProcessGroup:
+        """A group of this rank only, made when it is asked for: no other rank takes part."""
+        group = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone")
+        self._created.append(group)
+        return group
+
+    def _new_over_pipelines(self, description: str, backend: str | None = None) -> dist.ProcessGroup:
+        """A group over the ranks of this pipeline, beside the one over the axis. All ranks make all of them."""
+        own = [self._new(ranks, description, backend) for ranks in self.layout.groups("pp")]
+        return next(group for group in own if group is not None)
+
+    def _message(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
+        number = torch.ones(1, device=_device(group))
+        if self.rank == sender:
+            dist.send(number, receiver, group=group)
+        elif self.rank == receiver:
+            dist.recv(number, sender, group=group)
+
+
+class StageMesh:
+    """One pipeline stage of a mesh as if it were alone: the same groups over tp, cp, dp and the experts, and a pipeline of one process.
+
+    A model that is put together over it runs all `stages` of a pipeline one after the other on every rank, to try a plan.
+
+    Args:
+        mesh: of the run. stage: the one that `index("pp")` names, out of `stages`.
+    """
+
+    def __init__(self, mesh: Mesh, stage: int, stages: int) -> None:
+        self._mesh, self._stage, self._stages = mesh, stage, stages
+        self.layout = replace(mesh.layout, pp=1, vp=1)
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        return self._mesh.expert_group
+
+    @property
+    def expert_index(self) -> int:
+        return self._mesh.expert_index
+
+    def index(self, axis: str) -> int:
+        return self._stage if axis == "pp" else self._mesh.index(axis)
+
+    def size(self, axis: str) -> int:
+        return self._stages if axis == "pp" else self._mesh.size(axis)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group over these axes without the pipeline.
+
+        Raises:
+            LookupError: see `Mesh.group`.
+        """
+        return self._mesh.group(*(axis for axis in axes if axis != "pp"))
+
+
+def _world() -> dist.ProcessGroup:
+    """The default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks)))
+
+
+def _containing(rank: int, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return next(group for group in groups if rank in group)
+
+
+def _neighbours(pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Pairs (lower, upper) of pipeline ranks that exchange messages; looped schedules join the last to the first."""
+    pairs = list(zip(pipeline, pipeline[1:], strict=False))
+    return [*pairs, (pipeline[0], pipeline[-1])] if len(pipeline) > 2 else pairs
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors of a collective in this group must live."""
+    on_host = dist.get_backend(group) in _HOST_BACKENDS or not torch.cuda.is_available()
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

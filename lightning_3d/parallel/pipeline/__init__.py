@@ -1,0 +1,21 @@
+"""The pipeline engine: carve a model into stages and drive a schedule over micro-batches.
+
+`partition` decides which layers a rank keeps, `stubs` stand in for the others, `schedule` gives the order of actions,
+`transport` moves activations and gradients between neighbours and `engine` executes.
+"""
+
+from lightning_3d.parallel.pipeline.engine import PipelineEngine
+from lightning_3d.parallel.pipeline.gates import runs_now
+from lightning_3d.parallel.pipeline.stages import StageAssignment, assign_stages, keep_owned
+from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, StageBoundary
+
+__all__ = [
+    "Chunk",
+    "PipelineEngine",
+    "PipelineState",
+    "StageAssignment",
+    "StageBoundary",
+    "assign_stages",
+    "keep_owned",
+    "runs_now",
+]

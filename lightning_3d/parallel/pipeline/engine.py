@@ -1,0 +1,291 @@
+"""Runs the actions of a schedule on this rank's chunks of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.compat.torch import backward_input, backward_weight
+from lightning_3d.errors import PlanError
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, forward_order, training_order
+from lightning_3d.parallel.pipeline.stages import StageAssignment
+from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, Sides, StageBoundary
+from lightning_3d.parallel.pipeline.transport import Message, Transport
+from lightning_3d.tracing.recorder import Recorder
+from lightning_3d.tracing.trace import BACKWARD, FORWARD, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WEIGHT_GRADIENT
+
+
+class AfterBackward(Protocol):
+    """See `PipelineEngine`."""
+
+    def __call__(self, parameters: Sequence[nn.Parameter], *, stage: int, last: bool) -> None: ...
+
+
+class Step(Protocol):
+    """The user's step on the micro-batches of one batch."""
+
+    def enter(self, micro_batch: int) -> None:
+        """Called before every forward and backward of a micro-batch: sets the random state that recomputation must find again."""
+
+    def __call__(self, micro_batch: int) -> Tensor | None:
+        """Run the step: returns the weighted loss on the last stage, ends in a StageBoundary before it."""
+
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shape and type of the hidden states between stages, the same at every boundary, how blocks return them, and the length of the
+    sequence where they are a part of one (`SequenceShards`).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sides: Sides | None
+    length: int
+
+
+@dataclass
+class _InFlight:
+    """One micro-batch on one stage between its forward and its last backward action."""
+
+    received: Tensor | None
+    output: Tensor | None
+    gradient: Tensor | None = None
+    weight_work: list[dict[str, Any]] | None = None
+
+
+class PipelineEngine:
+    """Drives one rank's part of the pipeline.
+
+    Args:
+        mesh: process groups; point-to-point messages go to pipeline neighbours, one small broadcast over the pipeline ranks comes
+            with each new shape of micro-batch.
+        assignment: which layers are in which stage, and who owns it.
+        parameters: for each of this rank's stages, its parameters.
+        schedule, vp: name as in `lightning_3d.layout.schedules` and stages per rank.
+        state: shared with the gates in the model.
+        device: where hidden states live.
+        after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
+            this rank's, counted from 0) and `last` (there are no more such actions).
+        recorder: is told of actions and messages.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        assignment: StageAssignment,
+        parameters: dict[int, list[nn.Parameter]],
+        *,
+        schedule: str,
+        vp: int,
+        state: PipelineState,
+        device: torch.device,
+        after_backward: AfterBackward,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._assignment = assignment
+        self._parameters = parameters
+        self._schedule, self._vp = schedule, vp
+        self._state = state
+        self._device = device
+        self._after_backward = after_backward
+        self.recorder = recorder or Recorder()
+        self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
+        self._boundaries: dict[Hashable, Boundary] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._local: dict[Message, Tensor] = {}
+        self._early: _InFlight | None = None
+        self._to_come: Counter[int] = Counter()
+
+    @property
+    def owns_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return any(chunk.is_last for chunk in self._chunks.values())
+
+    @property
+    def last_rank(self) -> int:
+        """Pipeline rank that owns the last stage."""
+        return self._assignment.rank_of_stage[-1]
+
+    def train(self, micro_batches: int, signature: Hashable, step: Step) -> None:
+        """Forward and backward of all micro-batches; gradients are added to `.grad`, unreduced.
+
+        Args:
+            micro_batches: number of them, enough for the schedule.
+            signature: shapes of one micro-batch; the same on all ranks of the pipeline.
+            step: the user's training step on micro-batch i.
+        """
+        self._run(training_order(self._schedule, self._mesh.size("pp"), self._vp, micro_batches), signature, step)
+
+    def evaluate(self, micro_batches: int, signature: Hashable, step: Step) -> None:
+        """Forward of all micro-batches, without gradients."""
+        with torch.no_grad():
+            self._run(forward_order(self._schedule, self._mesh.size("pp"), self._vp, micro_batches), signature, step)
+
+    def _run(self, order: Order, signature: Hashable, step: Step) -> None:
+        transport = self._connect(order, signature, step)
+        try:
+            actions = order[self._mesh.index("pp")]
+            self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+            for action in actions:
+                with self.recorder.action(action):
+                    self._act(action, transport, step)
+            if transport is not None:
+                transport.finish()
+        finally:
+            self._in_flight.clear()
+            self._local.clear()
+            self._early = None
+
+    def _act(self, action: Action, transport: Transport | None, step: Step) -> None:
+        chunk = self._chunks[action.stage]
+        if action.kind is Kind.FORWARD:
+            self._forward(chunk, action.micro_batch, transport, step)
+            return
+        step.enter(action.micro_batch)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            self._backward_weight(chunk, action.micro_batch)
+        else:
+            self._backward(chunk, action.micro_batch, transport, split=action.kind is Kind.BACKWARD_INPUT)
+
+    def _connect(self, order: Order, signature: Hashable, step: Step) -> Transport | None:
+        """Agree on the shape of the hidden states and prepare the messages of this run."""
+        if self._assignment.stages == 1:
+            return None
+        boundary = self._boundary((signature, torch.is_grad_enabled()), step)
+        self._state.sides, self._state.sequence.length = boundary.sides, boundary.length
+        owners = list(self._assignment.rank_of_stage)
+        return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device)
+
+    def _boundary(self, key: Hashable, step: Step) -> Boundary:
+        """Look up the boundary's shape; for a new shape of micro-batch the first stage runs its first micro-batch ahead and tells.
+
+        What it computed is kept for its turn in the schedule, so the user's step is called exactly once per micro-batch and stage.
+        """
+        if key not in self._boundaries:
+            told: list[Boundary | None] = [None]
+            first = self._assignment.rank_of_stage[0]
+            if self._mesh.index("pp") == first:
+                self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
+                output = self._early.output
+                assert output is not None
+                state = self._state
+                told = [Boundary(tuple(output.shape), output.dtype, state.sides, state.sequence.length)]
+            dist.broadcast_object_list(told, self._mesh.ranks("pp")[first], group=self._mesh.control)
+            assert told[0] is not None
+            self._boundaries[key] = told[0]
+        return self._boundaries[key]
+
+    def _forward(self, chunk: Chunk, micro_batch: int, transport: Transport | None, step: Step) -> None:
+        if chunk.is_first and micro_batch == 0 and self._early is not None:
+            flight, self._early = self._early, None
+        else:
+            flight = self._compute(chunk, self._receive(True, chunk, micro_batch, transport), step, micro_batch)
+        if not chunk.is_last:
+            assert flight.output is not None
+            if transport is not None:
+                transport.check(flight.output, chunk.stage)
+            self._send(Message(True, chunk.stage + 1, micro_batch), flight.output, transport)
+        if torch.is_grad_enabled():
+            self._in_flight[chunk.stage, micro_batch] = flight
+
+    def _compute(self, chunk: Chunk, received: Tensor | None, step: Step, micro_batch: int) -> _InFlight:
+        """Run the user's step with `chunk` active."""
+        if received is not None and torch.is_grad_enabled():
+            received.requires_grad_(True)
+        with self._state.running(chunk, received, forward=True), self.recorder.span(FORWARD, chunk.stage, micro_batch):
+            step.enter(micro_batch)
+            try:
+                output = step(micro_batch)
+            except StageBoundary as boundary:
+                return _InFlight(received, self._checked(boundary.hidden, chunk))
+        if not chunk.is_last:
+            raise PlanError(
+                f"The step returned on pipeline stage {chunk.stage} of {chunk.stages} without calling the pipelined model."
+                " With pp > 1 every step must call it exactly once."
+            )
+        return _InFlight(received, output)
+
+    def _checked(self, hidden: Tensor, chunk: Chunk) -> Tensor:
+        expected = self._state.received
+        if expected is not None and (hidden.shape != expected.shape or hidden.dtype != expected.dtype):
+            raise PlanError(
+                f"Stage {chunk.stage} received hidden states of shape {tuple(expected.shape)} and type {expected.dtype}, but"
+                f" produced {tuple(hidden.shape)} and {hidden.dtype}. All stage boundaries must carry the same shape and type."
+            )
+        # stage_backward_input detaches outputs in place, which a view does not allow.
+        return hidden.clone() if hidden._is_view() else hidden
+
+    def _backward(self, chunk: Chunk, micro_batch: int, transport: Transport | None, *, split: bool) -> None:
+        """The whole backward of one micro-batch on one stage, or only the part that the previous stage waits for."""
+        flight = self._in_flight[chunk.stage, micro_batch]
+        flight.gradient = self._receive(False, chunk, micro_batch, transport)
+        kind = INPUT_GRADIENT if split else BACKWARD
+        with self._state.running(chunk, flight.received), self.recorder.span(kind, chunk.stage, micro_batch):
+            if not split:
+                _backward_all(flight)
+            elif not chunk.is_first:
+                flight.weight_work = backward_input(
+                    flight.output, flight.gradient, flight.received, self._parameters[chunk.stage]
+                )
+        if not chunk.is_first:
+            assert flight.received is not None
+            gradient = flight.received.grad
+            flight.received.grad = None
+            if gradient is None:
+                gradient = torch.zeros_like(flight.received)
+            self._send(Message(False, chunk.stage - 1, micro_batch), gradient, transport)
+        if not split:
+            self._finish(chunk, micro_batch)
+
+    def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
+        """The part of the backward that only fills weight gradients. The first stage, which nobody waits for, does all of it here."""
+        flight = self._in_flight[chunk.stage, micro_batch]
+        with self._state.running(chunk, flight.received), self.recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch):
+            if chunk.is_first:
+                _backward_all(flight)
+            elif flight.weight_work is not None:
+                backward_weight(self._parameters[chunk.stage], flight.weight_work)
+        self._finish(chunk, micro_batch)
+
+    def _finish(self, chunk: Chunk, micro_batch: int) -> None:
+        """The weight gradients of a micro-batch on a stage are there."""
+        del self._in_flight[chunk.stage, micro_batch]
+        self._to_come[chunk.stage] -= 1
+        place = sorted(self._chunks).index(chunk.stage)
+        with self.recorder.span(REDUCE, chunk.stage, micro_batch):
+            self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
+
+    def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:
+        """Hidden states from the stage before (forward) or their gradient from the stage behind; None at the ends."""
+        if chunk.is_first if forward else chunk.is_last:
+            return None
+        message = Message(forward, chunk.stage, micro_batch)
+        sender = self._assignment.rank_of_stage[chunk.stage - 1 if forward else chunk.stage + 1]
+        if sender == self._mesh.index("pp"):
+            return self._local.pop(message)
+        assert transport is not None
+        with self.recorder.span(RECEIVE, chunk.stage, micro_batch):
+            return transport.receive(message, sender)
+
+    def _send(self, message: Message, tensor: Tensor, transport: Transport | None) -> None:
+        if self._assignment.rank_of_stage[message.stage] == self._mesh.index("pp"):
+            self._local[message] = tensor.detach()
+            return
+        assert transport is not None
+        sender = message.stage - 1 if message.forward else message.stage + 1
+        with self.recorder.span(SEND, sender, message.micro_batch):
+            transport.send(message, tensor)
+
+
+def _backward_all(flight: _InFlight) -> None:
+    if flight.output is not None and flight.output.requires_grad:
+        torch.autograd.backward(flight.output, flight.gradient)

@@ -1,0 +1,198 @@
+"""What stands in a partitioned model where another stage's modules were, and the gates around this rank's own.
+
+Module lists keep their full length and every name stays the user's, so a model that looks at `layer_idx`, at per-layer attention
+kinds or at `config` sees what it would see on one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.parallel.pipeline.state import PipelineState, Sides, StageBoundary
+
+
+class Absent(nn.Module):
+    """A module without parameters in the place of `original`, called `name`, which lives on another stage.
+
+    It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
+    """
+
+    def __init__(self, name: str, original: nn.Module) -> None:
+        super().__init__()
+        plain = (str, int, float, bool)
+        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, plain) and key[0] != "_"})
+        self.absent_name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            f"'{self.absent_name}' lives on another pipeline stage, but the step used it before that stage was reached."
+            " Modules with parameters beside the pipelined model may be used only after it has returned."
+        )
+
+    def extra_repr(self) -> str:
+        return f"'{self.absent_name}' is on another stage"
+
+
+class AbsentInput(Absent):
+    """In the place of a module that runs before the blocks (an embedding): NaN of the shape of the hidden states.
+
+    Until the received hidden states enter nothing may be computed from it that counts.
+    """
+
+    def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
+        super().__init__(name, original)
+        self.state = state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.order is not None:
+            self.state.order.call_before(self.absent_name)
+        return _nothing(self.state)
+
+
+class AbsentOutput(Absent):
+    """In the place of a module that runs after the blocks."""
+
+    def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
+        super().__init__(name, original)
+        self.state = state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.order is not None:
+            self.state.order.call_after(self.absent_name)
+        return super().forward(*args, **kwargs)
+
+
+class AbsentLayer(Absent):
+    """In the place of a block that another rank owns."""
+
+    def __init__(self, name: str, original: nn.Module, index: int, state: PipelineState) -> None:
+        super().__init__(name, original)
+        self.index = index
+        self.state = state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.order is not None:
+            self.state.order.enter_block(self.index)
+        return _outside(self.state, self.index, args, kwargs)
+
+
+class GatedInput:
+    """Mixin for an owned module before the blocks: it runs only while the first stage is active."""
+
+    pipeline_state: PipelineState
+    pipeline_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.pipeline_state
+        if state.order is not None:
+            state.order.call_before(self.pipeline_name)
+        if not state.require_chunk().is_first:
+            return _nothing(state)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class GatedOutput:
+    """Mixin for an owned module after the blocks."""
+
+    pipeline_state: PipelineState
+    pipeline_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        order = self.pipeline_state.order
+        if order is not None:
+            order.call_after(self.pipeline_name)
+            order.look_at_hidden([args, kwargs], f"'{self.pipeline_name}'")
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class GatedLayer:
+    """Mixin for an owned block: it runs while its own chunk is active and stands aside, like a stub, for the others."""
+
+    pipeline_state: PipelineState
+    pipeline_index: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.pipeline_state
+        if state.chunk is None and state.whole:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        chunk, order = state.require_chunk(), state.order
+        if order is not None:
+            order.enter_block(self.pipeline_index)
+        if self.pipeline_index not in chunk.layers:
+            return _outside(state, self.pipeline_index, args, kwargs)
+        state.random.layer(self.pipeline_index)
+        if order is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        order.look_at_inputs(self.pipeline_index, hidden_states_of(args, kwargs), args, kwargs)
+        with order.in_block(self.pipeline_index):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        order.leave_block(output[0] if isinstance(output, tuple) else output)
+        state.sides = _sides(output)
+        return output
+
+
+def runs_now(block: nn.Module) -> bool:
+    """Whether a call of `block` at this moment runs it: gated ones stand aside while another chunk is active."""
+    if not isinstance(block, GatedLayer):
+        return True
+    state = block.pipeline_state
+    return state.whole if state.chunk is None else block.pipeline_index in state.chunk.layers
+
+
+class CountedModel:
+    """Mixin for the pipelined module: refuses a second call in one step, and one that leaves blocks out."""
+
+    pipeline_state: PipelineState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.pipeline_state.require_chunk()
+        self.pipeline_state.count_call()
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        order = self.pipeline_state.order
+        if order is not None:
+            order.finish()
+            order.look_at_hidden(output if isinstance(output, Tensor) else getattr(output, "logits", None), "the step")
+        return output
+
+
+def _nothing(state: PipelineState) -> Tensor:
+    """NaN, so that whatever is computed from a value that is not here cannot pass for a result."""
+    state.require_chunk()
+    assert state.received is not None, "only the first stage has nothing received, and it owns its inputs"
+    shape = list(state.received.shape)
+    if state.sequence.active:
+        shape[1] = state.sequence.length
+    return state.received.new_full(shape, torch.nan)
+
+
+def _sides(output: Any) -> Sides | None:
+    if not isinstance(output, tuple):
+        return None
+    return tuple((tuple(side.shape), side.dtype) if isinstance(side, Tensor) and side.is_floating_point() else None for side in output[1:])
+
+
+def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A block outside the active chunk: hand over what was received, pass on, or end the step."""
+    chunk = state.require_chunk()
+    hidden = hidden_states_of(args, kwargs)
+    if index >= chunk.layers.stop:
+        if state.order is not None:
+            state.order.look_at_hidden(hidden, "the next stage")
+        raise StageBoundary(hidden)
+    if index == chunk.layers.start - 1:
+        assert state.received is not None
+        hidden = state.received
+    if state.sides is None:
+        return hidden
+    return (hidden, *(None if side is None else hidden.new_full((), torch.nan, dtype=side[1]).expand(side[0]) for side in state.sides))
+
+
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise PlanError("A block of the pipelined model was called without a tensor, so its hidden states are unknown.")

@@ -1,0 +1,151 @@
+"""Activations and gradients between neighbouring stages.
+
+A receiver posts its receives in the order in which the sender will send, which it knows because every rank knows the actions of
+all. On NCCL the operations of one communicator run one after another. Every pair of ranks has a communicator of its own there (see
+`connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
+communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
+
+What is sent is kept until it has gone. NCCL tells when that is; gloo does not before it is waited for, and a wait for its own sake would
+hold the sender up. But every rank knows the actions of all: when a message from a neighbour has arrived, whatever the neighbour had to
+receive before it sent that one has arrived there too, and to wait for it takes no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.errors import PlanError
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order
+
+AHEAD = 2
+"""Receives posted before they are needed, per neighbour, so that a transfer overlaps with computation. Costs one buffer each."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """`forward`: hidden states to `stage`; otherwise the gradient of the hidden states that `stage` sent."""
+
+    forward: bool
+    stage: int
+    micro_batch: int
+
+
+@dataclass
+class _Inbox:
+    """Messages that one neighbour will send.
+
+    Attributes:
+        expected: in its order. posted: with their buffers, no longer expected.
+        told: by each of them, which of this rank's messages the neighbour received after the one before.
+    """
+
+    expected: deque[Message] = field(default_factory=deque)
+    posted: dict[Message, tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    told: dict[Message, list[Message]] = field(default_factory=dict)
+
+
+class Transport:
+    """Point-to-point messages of one schedule run.
+
+    Args:
+        mesh: gives the two communicators and this rank's place.
+        order: the actions of all pipeline ranks.
+        rank_of_stage: pipeline rank that owns each stage.
+        shape, dtype: of the hidden states, the same at every boundary.
+    """
+
+    def __init__(
+        self, mesh: Mesh, order: Order, rank_of_stage: list[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._mesh = mesh
+        self._me = mesh.index("pp")
+        self._ranks = mesh.ranks("pp")
+        self._rank_of_stage = rank_of_stage
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._sent: dict[Message, tuple[dist.Work, Tensor]] = {}
+        self._inboxes = {peer: self._inbox(order[peer]) for peer in self._neighbours()}
+
+    def _neighbours(self) -> set[int]:
+        owners = self._rank_of_stage
+        pairs = {*pairwise(owners), *pairwise(reversed(owners))}
+        return {other for one, other in pairs if one == self._me != other}
+
+    def _inbox(self, actions: tuple[Action, ...]) -> _Inbox:
+        """What a neighbour with these actions and this rank will send to each other."""
+        inbox, received = _Inbox(), []
+        for action in actions:
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                continue
+            forward, stage = action.kind is Kind.FORWARD, action.stage
+            onward = 1 if forward else -1
+            if self._is_mine(stage - onward):
+                received.append(Message(forward, stage, action.micro_batch))
+            if self._is_mine(stage + onward):
+                answer = Message(forward, stage + onward, action.micro_batch)
+                inbox.expected.append(answer)
+                inbox.told[answer], received = received, []
+        return inbox
+
+    def _is_mine(self, stage: int) -> bool:
+        return 0 <= stage < len(self._rank_of_stage) and self._rank_of_stage[stage] == self._me
+
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        return self._mesh.pipeline_up if receiver > sender else self._mesh.pipeline_down
+
+    def check(self, hidden: Tensor, stage: int) -> None:
+        """Refuse hidden states that the next stage does not expect. Raises PlanError."""
+        if tuple(hidden.shape) != self._shape or hidden.dtype != self._dtype:
+            raise PlanError(
+                f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}, but this step's first"
+                f" micro-batch had {self._shape} and {self._dtype}. Steps that are given batches of one shape must pass"
+                " hidden states of one shape: cut sequences in the data loader, not in the step."
+            )
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start sending; the tensor is kept alive until it has gone."""
+        receiver = self._rank_of_stage[message.stage]
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
+        assert work is not None
+        self._sent[message] = work, tensor
+        while self._sent and self._sent[oldest := next(iter(self._sent))][0].is_completed():
+            del self._sent[oldest]
+
+    def receive(self, message: Message, sender: int) -> Tensor:
+        """Wait for one message and return it, of shape (micro-batch, sequence, hidden)."""
+        inbox = self._inboxes[sender]
+        while message not in inbox.posted:
+            self._post(inbox, sender)
+        tensor, work = inbox.posted.pop(message)
+        for _ in range(AHEAD - len(inbox.posted)):
+            self._post(inbox, sender)
+        work.wait()
+        for arrived in inbox.told.pop(message):
+            self._release(arrived)
+        return tensor
+
+    def _release(self, message: Message) -> None:
+        """Wait until a message has gone, if it was not known before, and keep it no longer."""
+        work, _ = self._sent.pop(message, (None, None))
+        if work is not None:
+            work.wait()
+
+    def _post(self, inbox: _Inbox, sender: int) -> None:
+        if not inbox.expected:
+            return
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        work = dist.irecv(buffer, self._ranks[sender], group=self._group(sender, self._me))
+        assert work is not None
+        inbox.posted[inbox.expected.popleft()] = (buffer, work)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has gone."""
+        for message in list(self._sent):
+            self._release(message)

@@ -1,0 +1,96 @@
+"""Cross-entropy of logits that are cut by vocabulary, without ever putting a full row together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.compat.torch import assert_on_device
+from lightning_3d.errors import DataError
+from lightning_3d.parallel.collectives import all_reduce_flat
+
+
+def vocab_parallel_cross_entropy(
+    local_logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int = -100
+) -> Tensor:
+    """Loss of every token, as `F.cross_entropy(..., reduction="none")` of the full logits gives it.
+
+    Two all-reduces of two numbers per token over `group`, none backward (Megatron-LM, Shoeybi et al. 2019,
+    section 3).
+
+    Args:
+        local_logits: (..., local vocabulary), this rank's columns.
+        targets: (...), token ids of the full vocabulary, the same on all ranks. `ignore_index` gives a loss of 0.
+        vocab_offset: first column of this rank.
+
+    Returns:
+        (...), float32, or float64 for float64 logits.
+
+    Raises:
+        DataError: an id that no rank holds, on all ranks; on CUDA an assertion of the device, which does not wait for it.
+    """
+    return _CrossEntropy.apply(local_logits, targets, vocab_offset, group, ignore_index)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a loss is computed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number per token for the backward, not the softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int
+    ) -> Tensor:
+        scores = logits.to(wide(logits.dtype))
+        local, mine = _locate(targets, vocab_offset, logits.shape[-1])
+        extremes = torch.stack([scores.amax(-1), mine.to(scores.dtype)])
+        all_reduce_flat(extremes, group, dist.ReduceOp.MAX)
+        highest, is_held = extremes
+
+        # The highest score is subtracted before the exponential and from the target's alike, as log_softmax does.
+        shifted = scores - highest.unsqueeze(-1)
+        target_score = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+        sums = torch.stack([shifted.exp_().sum(-1), target_score])
+        all_reduce_flat(sums, group)
+
+        total, target_score = sums
+        log_total = total.log()
+        _require_held((is_held > 0) | (targets == ignore_index), targets)
+        losses = log_total - target_score
+        ctx.save_for_backward(logits, targets, highest + log_total)
+        ctx.vocab_offset, ctx.ignore_index = vocab_offset, ignore_index
+        return losses.masked_fill(targets == ignore_index, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        logits, targets, log_sum_exp = ctx.saved_tensors
+        local, mine = _locate(targets, ctx.vocab_offset, logits.shape[-1])
+        probabilities = (logits.to(log_sum_exp.dtype) - log_sum_exp.unsqueeze(-1)).exp_()
+        probabilities.scatter_add_(-1, local.unsqueeze(-1), -mine.to(probabilities.dtype).unsqueeze(-1))
+        gradient = gradient.masked_fill(targets == ctx.ignore_index, 0.0)
+        return probabilities.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None, None, None, None
+
+
+def _require_held(known: Tensor, targets: Tensor) -> None:
+    """Refuse targets that are in no rank's part of the vocabulary."""
+    if known.is_cuda:
+        assert_on_device(known.all(), "a label is outside the vocabulary")
+    elif not known.all():
+        place = (~known).nonzero()[0].tolist()
+        raise DataError(
+            f"The label {int(targets[tuple(place)])} at position {place} is outside the model's vocabulary. Is the tokenizer the"
+            " model's own?"
+        )
+
+
+def _locate(targets: Tensor, vocab_offset: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(column of each target on this rank, 0 where it is elsewhere; whether it is here)."""
+    local = targets - vocab_offset
+    mine = (local >= 0) & (local < columns)
+    return local.masked_fill(~mine, 0), mine

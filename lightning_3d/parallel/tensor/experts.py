@@ -1,0 +1,57 @@
+"""Experts of a mixture that are cut over tensor-parallel ranks, each one of them, and the cut of tokens for those that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.parallel.sharding import even_range
+from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region, split_to_region
+from lightning_3d.parallel.tensor.group import TensorParallel
+
+
+class TensorParallelExperts:
+    """Mixin for a module of experts of which every rank holds a part of each (`moe_tp_experts`).
+
+    Gate and up are column parallel, down is row parallel: tokens (n, hidden) and their routing weights (n, k) are replicated and the
+    output (n, hidden) is summed, by one all-reduce forward. Backward, one all-reduce of the gradient of the tokens and a small one of
+    that of the weights, each of which multiplies a part of a sum; the router then sees its whole gradient on every rank.
+    """
+
+    tp_context: TensorParallel
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
+        group = self.tp_context.group
+        inside = copy_to_region(hidden_states, group)
+        weights = copy_to_region(top_k_weights, group)
+        partial = super().forward(inside, top_k_index, weights, **kwargs)  # type: ignore[misc]
+        return reduce_from_region(partial, group)
+
+
+class SilentIdentity:
+    """Mixin for an expert without weights that hands its tokens on (`moe_identity_expert`), on every rank but the first: the ranks' outputs
+    are summed, and what no rank holds a part of must count once."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+class TokenParts:
+    """The tokens of a replicated tensor dealt to the tensor-parallel ranks, and put together again: for experts that are held whole,
+    so that no token is sent to them twice."""
+
+    def __init__(self, context: TensorParallel) -> None:
+        self._context = context
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's rows of `x`; the gradients of all rows are gathered, by one all-gather backward."""
+        return split_to_region(x, self._context.group, dim=0, sizes=self._sizes(len(x)))
+
+    def join(self, part: Tensor, rows: int) -> Tensor:
+        """All `rows` rows, by one all-gather forward."""
+        return gather_from_region(part, self._context.group, dim=0, sizes=self._sizes(rows))
+
+    def _sizes(self, rows: int) -> list[int]:
+        return [even_range(rows, self._context.size, rank)[1] for rank in range(self._context.size)]

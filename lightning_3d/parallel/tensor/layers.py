@@ -1,0 +1,185 @@
+"""Sharded layers. Each is a subclass of the layer it replaces and holds its shard as a plain parameter.
+
+`rewrite.py` turns a layer into one of these by changing its class, so no `__init__` runs; the attributes that are
+declared here are set then. All ranks of the tensor-parallel group run the same layers in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region, split_to_region
+from lightning_3d.parallel.tensor.group import TensorParallel
+from lightning_3d.parallel.tensor.logits import VocabParallelLogits
+from lightning_3d.parallel.tensor.sequence_parallel import scatter_sum
+
+
+class Region:
+    """The way of a parent module (an attention, an MLP) into its tensor-parallel part and out again.
+
+    Column-parallel siblings that are fed the same tensor share one copy of it, so their input gradients are added
+    locally and reduced over the group once. The copy is forgotten when all siblings have had it, or at the way out.
+
+    Args:
+        context: the group.
+        members: number of column-parallel siblings.
+        gathered: the parent gathers its input from parts of the sequence, and its output is dealt out again (`GatheredRegion`).
+    """
+
+    def __init__(self, context: TensorParallel, members: int, *, gathered: bool = False) -> None:
+        self.context = context
+        self.members = members
+        self.gathered = gathered
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None
+        self._with_gradient = False
+        self._left = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        """A copied model has regions of its own, which hold no tensors of this one's graph."""
+        copied = memo[id(self)] = Region(self.context, self.members, gathered=self.gathered)
+        return copied
+
+    def enter(self, x: Tensor, name: str | None = None) -> Tensor:
+        """`x` for column-parallel layers.
+
+        `name` is that of the dropout stream of what follows, None where nothing follows in parts.
+        """
+        if x is not self._outside or self._with_gradient != torch.is_grad_enabled():
+            self._outside, self._with_gradient = x, torch.is_grad_enabled()
+            self._inside = x if self.gathered else copy_to_region(x, self.context.group, owned=True)
+            self._left = self.members
+            if self.context.random is not None and name is not None:
+                self.context.random.enter_region(name)
+        inside = self._inside
+        assert inside is not None
+        self._left -= 1
+        if self._left == 0:
+            self._forget()
+        return inside
+
+    def leave(self, partial: Tensor, name: str) -> Tensor:
+        """Sum the parts of a row-parallel layer's output, and go back to the dropout stream from before."""
+        self._forget()
+        total = scatter_sum(partial, self.context) if self.gathered else reduce_from_region(partial, self.context.group, owned=True)
+        if self.context.random is not None:
+            self.context.random.leave_region(name, alike=not self.gathered)
+        return total
+
+    def _forget(self) -> None:
+        self._outside = self._inside = None
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Holds some rows of the weight: input (..., in) replicated, output (..., out / tp) sharded.
+
+    No collective forward; one all-reduce of the input's gradient backward, shared with its siblings. Where the parent gathers its
+    input, that is its business.
+    """
+
+    tp_region: Region
+    tp_name: str | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        inside = self.tp_region.enter(input, self.tp_name)
+        gathered = self.tp_region.context.gathered
+        if gathered is not None and gathered.whole is inside and self._is_plain(inside):
+            return gathered.multiply(self.weight, self.bias)
+        return super().forward(inside)
+
+    def _is_plain(self, input: Tensor) -> bool:
+        """Whether the product is `F.linear` of what is given, not one in other types."""
+        product = getattr(super().forward, "__func__", None)
+        return product is nn.Linear.forward and input.dtype == self.weight.dtype and not torch.is_autocast_enabled(input.device.type)
+
+
+class GatheredColumnLinear(ColumnParallelLinear):
+    """Column parallel inside, output (..., out) replicated: one all-gather forward."""
+
+    tp_sizes: tuple[int, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gather_from_region(super().forward(input), self.tp_region.context.group, sizes=self.tp_sizes)
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when someone reads them."""
+
+    tp_sizes: tuple[int, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return VocabParallelLogits(super().forward(input), self.tp_sizes, self.tp_region.context)
+
+
+class RowParallelLinear(nn.Linear):
+    """Holds some columns of the weight: input (..., in / tp) sharded, output (..., out) replicated, or a part of the sequence.
+
+    One all-reduce, or one reduce-scatter, forward. The bias, held whole by every rank, is added once, after the sum.
+    """
+
+    tp_region: Region
+    tp_name: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        total = self.tp_region.leave(self.multiply(input), self.tp_name)
+        return total if self.bias is None else total + self.bias
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(input, self.weight)
+
+
+class SplitRowLinear(RowParallelLinear):
+    """Row parallel inside, input (..., in) replicated: one all-gather of the input's gradient backward."""
+
+    tp_sizes: tuple[int, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(split_to_region(input, self.tp_region.context.group, sizes=self.tp_sizes))
+
+
+class LatentKeyValueLinear(nn.Linear):
+    """The replicated projection to a latent and a rotary key of multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    Output (..., latent + rotary). The latent enters the region through the column-parallel layer behind it; the last
+    `tp_rotary` columns go straight to this rank's heads, so their gradient is summed here: one all-reduce backward.
+    """
+
+    tp_context: TensorParallel
+    tp_rotary: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        latent, rotary = super().forward(input).tensor_split((-self.tp_rotary,), dim=-1)
+        return torch.cat([latent, copy_to_region(rotary, self.tp_context.group)], dim=-1)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Holds the rows of ids `tp_start` and following: output (..., hidden) replicated by one all-reduce forward."""
+
+    tp_context: TensorParallel
+    tp_start: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        local = input - self.tp_start
+        elsewhere = ((local < 0) | (local >= rows)) & (input >= 0) & (input < self.num_embeddings)
+        padding = None if self.padding_idx is None else self.padding_idx - self.tp_start
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        # An id that no rank holds is looked up, and raises as it does in an embedding that is not cut.
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        return reduce_from_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp_context.group, owned=True)
+
+
+class HiddenParallelEmbedding(nn.Embedding):
+    """Holds some columns of every vector: output (..., hidden) replicated by one all-gather forward."""
+
+    tp_context: TensorParallel
+    tp_sizes: tuple[int, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gather_from_region(super().forward(input), self.tp_context.group, sizes=self.tp_sizes)

@@ -1,0 +1,104 @@
+"""PEFT's LoRA layers on cut layers: one parallel layer whose region spans the base layer and the adapters.
+
+    column parallel    base (rows cut)       A whole      B (rows cut)     input entered once, for both products
+    row parallel       base (columns cut)    A (columns cut)    B whole    both products summed by the one all-reduce
+
+So a block has as many collectives as without adapters. What is whole has partial gradients, which are summed once a step
+(`rewrite.shard_specs`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.parallel.specialize import combined
+from lightning_3d.parallel.tensor.collectives import gather_from_region, split_to_region
+from lightning_3d.parallel.tensor.layers import ColumnParallelLinear, GatheredColumnLinear, Region, RowParallelLinear, SplitRowLinear
+
+
+class ColumnParallelLora:
+    """Mixin before PEFT's class: input (..., in) replicated, output (..., out / tp) sharded."""
+
+    tp_region: Region
+    tp_name: str | None
+    tp_layer: str
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        inside = self.tp_region.enter(x, self.tp_name)
+        random = self.tp_region.context.random
+        if random is not None:  # the dropout of the adapters sees what all ranks have
+            random.leave_region(f"{self.tp_layer}.lora_dropout")
+        output = super().forward(inside, *args, **kwargs)  # type: ignore[misc]
+        if random is not None and self.tp_name is not None:
+            random.enter_region(self.tp_layer)
+        return output
+
+
+class GatheredColumnLora(ColumnParallelLora):
+    """Column parallel inside, output (..., out) replicated."""
+
+    tp_sizes: tuple[int, ...]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return gather_from_region(super().forward(x, *args, **kwargs), self.tp_region.context.group, sizes=self.tp_sizes)
+
+
+class RowParallelLora:
+    """Mixin before PEFT's class: input (..., in / tp) sharded, output (..., out) replicated. The base layer's bias is added once."""
+
+    tp_region: Region
+    tp_name: str
+    bias: Tensor | None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        total = self.tp_region.leave(super().forward(x, *args, **kwargs), self.tp_name)  # type: ignore[misc]
+        return total if self.bias is None else total + self.bias
+
+
+class SplitRowLora(RowParallelLora):
+    """Row parallel inside, input (..., in) replicated."""
+
+    tp_sizes: tuple[int, ...]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own = split_to_region(x, self.tp_region.context.group, sizes=self.tp_sizes)
+        if self.tp_region.context.random is not None:
+            self.tp_region.context.random.enter_region(f"{self.tp_name}.lora_dropout")
+        return super().forward(own, *args, **kwargs)
+
+
+class UnbiasedLinear(nn.Linear):
+    """The base layer of a row-parallel one: its bias is added by the layer around it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(input, self.weight)
+
+
+_LORA = {
+    ColumnParallelLinear: ColumnParallelLora,
+    GatheredColumnLinear: GatheredColumnLora,
+    RowParallelLinear: RowParallelLora,
+    SplitRowLinear: SplitRowLora,
+}
+
+
+def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
+    """Turn a LoRA layer, whose parameters are shards already, into the counterpart of `kind`, in place."""
+    own = type(layer)
+    layer.__class__ = combined(own.__name__, _LORA[cast(Any, kind)], own)
+    for key, value in {**attributes, "tp_layer": name}.items():
+        object.__setattr__(layer, key, value)
+    base = layer.base_layer
+    if issubclass(kind, RowParallelLinear):
+        plain = type(base)
+        bases = (UnbiasedLinear,) if plain is nn.Linear else (plain, UnbiasedLinear)
+        base.__class__ = combined(plain.__name__, *bases)
+    for linear in (base, *layer.lora_A.values(), *layer.lora_B.values()):
+        linear.out_features, linear.in_features = linear.weight.shape

@@ -1,0 +1,265 @@
+"""A whole model -> its tensor-parallel shard: first the table of what each rank holds, then the change of the modules,
+in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.compat.peft_layers import is_adapter
+from lightning_3d.errors import PlanError
+from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
+from lightning_3d.parallel.sharding import ShardSpec, cut_along, replicated
+from lightning_3d.parallel.specialize import combined, specialize
+from lightning_3d.parallel.tensor.experts import SilentIdentity, TensorParallelExperts
+from lightning_3d.parallel.tensor.group import TensorParallel
+from lightning_3d.parallel.tensor.heads import belongs_to_transformers, heads_of, local_attributes
+from lightning_3d.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    HiddenParallelEmbedding,
+    LatentKeyValueLinear,
+    Region,
+    RowParallelLinear,
+    SplitRowLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from lightning_3d.parallel.tensor.lora import become_lora
+from lightning_3d.parallel.tensor.resolve_plan import cut_dimension, resolve, share, width
+from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions
+
+
+def shard_specs(
+    module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: int, regions: SequenceRegions | None = None
+) -> dict[str, ShardSpec]:
+    """What rank `tp_rank` holds of every parameter, aliases of tied ones included, by name relative to `module`.
+
+    Args:
+        module: the whole module, on meta or not.
+        regions: where sequence parallelism gathers; None without it.
+
+    Raises:
+        PlanError: the plan does not fit the modules, or cuts tied parameters differently. LayoutError: heads, rows or
+            vocabulary do not fit tp.
+    """
+    if tp_size > 1 and set(plan.tp) <= {plan.embedding, plan.head}:
+        raise PlanError(
+            f"{type(module).__name__} declares no tensor-parallel plan. Pass plan={{'tp': {{pattern: style}}}}, or use"
+            " tp=1."
+        )
+    cuts = resolve(module, plan, tp_size) if tp_size > 1 else {}
+    partial = tuple(f"{name}." for name, cut in cuts.items() if cut.style == "replicated_with_grad_allreduce")
+    specs: dict[str, ShardSpec] = {}
+    canonical_names = tied_names(module)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    adapted = {name for name in cuts if is_adapter(modules.get(name))}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shape = tuple(parameter.shape)
+        if f"{name}.".startswith(partial):
+            specs[name] = replicated(name, shape, tp_size, grad_sum=True)
+        elif layer := next((layer for layer in adapted if name.startswith(f"{layer}.")), None):
+            specs[name] = _adapted_spec(name, layer, shape, cuts[layer], tp_size, tp_rank)
+        else:
+            specs[name] = _spec(name, shape, cuts, tp_size, tp_rank)
+        if regions is not None and specs[name].is_replicated(tp_size) and regions.has_partial_gradient(name):
+            specs[name] = replicated(name, shape, tp_size, grad_sum=True)
+        canonical = canonical_names[name]
+        if canonical != name:
+            same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
+            if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
+                adapter = any(word in f"{name} {canonical}" for word in ("base_layer", "original_module"))
+                advice = " An adapter on one of the two keeps that one whole: adapt both, or use tp=1." if adapter else ""
+                raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently.{advice}")
+            specs[name] = specs[canonical].renamed(name, tied_to=canonical)
+    return specs
+
+
+def rewrite(
+    module: nn.Module,
+    plan: ParallelPlan,
+    specs: dict[str, ShardSpec],
+    context: TensorParallel,
+    sequence: SequenceRegions | None = None,
+) -> None:
+    """Turn `module` into this rank's shard, in place. No communication.
+
+    Every cut layer becomes an instance of a subclass of its class, under the same name; parameters become the local
+    shards (on meta they stay there); head counts that an attention of Transformers reads become local. Modules that are not here
+    any more are passed over.
+
+    Args:
+        specs: of the parameters that are here; of tied ones one name is enough.
+        sequence: where sequence parallelism gathers (`gather_regions`); None without it.
+    """
+    if context.size == 1:
+        return
+    cuts = resolve(module, plan, context.size, whole=False)
+    _correct_heads(module, cuts, context.size)
+    widths = {
+        name: width(module.get_submodule(name), cut.style) for name, cut in cuts.items() if _is_layer(module, name, cut)
+    }
+    _shard_parameters(module, specs)
+    for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts"):
+        specialize(module.get_submodule(name), TensorParallelExperts, tp_context=context)
+    for name in (name for name, cut in cuts.items() if cut.style == "moe_identity_expert" and context.rank > 0):
+        specialize(module.get_submodule(name), SilentIdentity)
+    gathered = sequence.parents if sequence is not None else frozenset()
+    regions = _regions(cuts, context, gathered)
+    for name in widths:
+        layer = module.get_submodule(name)
+        if cuts[name].style == "mla_kv_a_proj":
+            if name.rpartition(".")[0] in gathered:  # all gradients in there are partial
+                continue
+            _become(layer, LatentKeyValueLinear, {"tp_context": context, "tp_rotary": _rotary_size(module, name)})
+            continue
+        kind, attributes = _sharded_kind(name, cuts[name], widths[name], plan, regions, context)
+        if is_adapter(layer):
+            become_lora(layer, name, kind, attributes)
+        else:
+            _become(layer, kind, attributes)
+
+
+def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int, tp_rank: int) -> ShardSpec:
+    owner, _, last = name.rpartition(".")
+    cut_name = name if name in cuts else owner
+    cut = cuts.get(cut_name, Cut("replicate"))
+    dim = cut_dimension(cut.style, len(shape), is_bias=last == "bias" and cut_name != name)
+    if dim is None:
+        return replicated(name, shape, tp_size)
+    return _cut_spec(name, cut_name, shape, dim, cut, tp_size, tp_rank)
+
+
+def _adapted_spec(name: str, layer: str, shape: tuple[int, ...], cut: Cut, tp_size: int, tp_rank: int) -> ShardSpec:
+    """A parameter of the LoRA layer called `layer`: its base layer is cut as the plan says, A and B where they touch what is cut.
+
+    The other one of the two is whole, and each rank sees a part of its gradient: a column-parallel layer sees the gradient of its own
+    outputs, and a row-parallel one feeds B with the product of its own inputs.
+    """
+    part = name.removeprefix(f"{layer}.")
+    column = cut.style in COLUMN_STYLES
+    dim = cut_dimension(cut.style, len(shape), is_bias=part.endswith(".bias"))
+    if part.startswith("lora_A." if column else "lora_B.") and dim is not None:
+        return replicated(name, shape, tp_size, grad_sum=True)
+    return replicated(name, shape, tp_size) if dim is None else _cut_spec(name, layer, shape, dim, cut, tp_size, tp_rank)
+
+
+def _cut_spec(
+    name: str, cut_name: str, shape: tuple[int, ...], dim: int, cut: Cut, tp_size: int, tp_rank: int
+) -> ShardSpec:
+    part = share(cut_name, cut, shape[dim], tp_size, tp_rank)
+    shared = part.replicas if len(part.replicas) > 1 else ()
+    return cut_along(name, shape, dim, part.pieces, tp_replicas=part.replicas, tp_grad_sum=shared)
+
+
+def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
+    """Replace cut parameters by their shards; tied ones stay one object."""
+    shards: dict[int, nn.Parameter] = {}
+    known: dict[int, ShardSpec] = {}
+    named = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        if name in specs:
+            known.setdefault(id(parameter), specs[name])
+    for name, parameter in named:
+        spec = known[id(parameter)]
+        if not spec.is_cut or spec.expert:  # experts are dealt by expert parallelism
+            continue
+        if id(parameter) not in shards:
+            shard = nn.Parameter(spec.cut(parameter.detach()), requires_grad=parameter.requires_grad)
+            # Marks that users and libraries leave on parameters, such as "no weight decay", stay.
+            vars(shard).update(vars(parameter))
+            shards[id(parameter)] = shard
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, shards[id(parameter)])
+
+
+def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:
+    """Whether the entry is about a layer that changes, not about a bare parameter or a replicated module."""
+    if cut.style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
+        return False
+    owner, _, last = name.rpartition(".")
+    return isinstance(getattr(module.get_submodule(owner), last), nn.Module)
+
+
+def _regions(cuts: dict[str, Cut], context: TensorParallel, gathered: frozenset[str]) -> Callable[[str], Region]:
+    """One region for each parent of cut layers."""
+    members: dict[str, int] = {}
+    for name, cut in cuts.items():
+        parent = name.rpartition(".")[0]
+        members[parent] = members.get(parent, 0) + (cut.style in COLUMN_STYLES)
+    regions = {parent: Region(context, count, gathered=parent in gathered) for parent, count in members.items()}
+    return lambda name: regions[name.rpartition(".")[0]]
+
+
+def _sharded_kind(
+    name: str, cut: Cut, total: int, plan: ParallelPlan, region_of: Callable[[str], Region], context: TensorParallel
+) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class that a layer becomes, and the attributes that this class declares."""
+    local = share(name, cut, total, context.size, context.rank)
+    sizes = tuple(share(name, cut, total, context.size, rank).length for rank in range(context.size))
+    # Sizes that the code around a layer may read are those of the tensors it sees: whole at heads and gathers.
+    in_region = {"tp_region": region_of(name), "tp_name": name}
+    match cut.style:
+        case "embedding_rowwise":
+            return VocabParallelEmbedding, {"tp_context": context, "tp_start": local.pieces[0][0]}
+        case "embedding_colwise":
+            return HiddenParallelEmbedding, {"tp_context": context, "tp_sizes": sizes}
+        case "colwise" | "colwise_gather_output" if name == plan.head:
+            return VocabParallelHead, {**in_region, "tp_name": None, "tp_sizes": sizes}
+        case "colwise" | "packed_colwise":
+            return ColumnParallelLinear, {**in_region, "out_features": local.length}
+        case "colwise_gather_output":
+            return GatheredColumnLinear, {**in_region, "tp_name": None, "tp_sizes": sizes}
+        case "rowwise" | "packed_rowwise":
+            return RowParallelLinear, {**in_region, "in_features": local.length}
+        case "rowwise_split_input":
+            return SplitRowLinear, {**in_region, "tp_sizes": sizes}
+    raise PlanError(f"'{name}' cannot be cut by '{cut.style}'.")
+
+
+def _rotary_size(module: nn.Module, name: str) -> int:
+    """Columns at the end of a latent projection that go to the heads directly."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    for source in (owner, getattr(owner, "config", None), getattr(module, "config", None)):
+        if isinstance(size := getattr(source, "qk_rope_head_dim", None), int):
+            return size
+    raise PlanError(
+        f"The plan cuts '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
+    )
+
+
+def _become(layer: nn.Module, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
+    """Change the class of `layer` so that `kind` comes directly above nn.Linear or nn.Embedding.
+
+    A class on top that scales an embedding's output, or a pipeline gate, calls `super().forward` and so reaches it.
+    """
+    own = type(layer)
+    layer.__class__ = kind if own in kind.__mro__ else combined(own.__name__, own, kind)
+    for name, value in attributes.items():
+        object.__setattr__(layer, name, value)
+
+
+def _correct_heads(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> None:
+    """Give attention modules of Transformers the head counts of one rank. Those of others: see `self_check.local_sizes`."""
+    parents = dict.fromkeys(
+        name.rpartition(".")[0] for name, cut in cuts.items() if cut.style in ("colwise", "packed_colwise")
+    )
+    for parent_name in parents:
+        parent = module.get_submodule(parent_name)
+        inside = {name: cut for name, cut in cuts.items() if name.rpartition(".")[0] == parent_name}
+        heads = heads_of(module, parent_name, inside) if belongs_to_transformers(parent) else None
+        if heads is None:
+            continue
+        for name, value in local_attributes(parent, heads, tp_size).items():
+            setattr(parent, name, value)
+        if any(cut.style == "packed_colwise" for cut in inside.values()) and hasattr(parent, "config"):
+            # Code that slices a packed projection reads the number of query heads from the configuration.
+            local = heads.on_one_rank(tp_size)
+            config: Any = copy.copy(parent.config)
+            config.num_attention_heads, config.num_key_value_heads = local.queries, local.keys
+            parent.config = config

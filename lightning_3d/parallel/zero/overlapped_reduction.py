@@ -1,0 +1,287 @@
+"""Gradients that are reduced while the backward of each micro-batch still runs, so that a rank keeps only its part of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.parallel.zero.gradient_buffers import Slot, sum_dtype
+
+
+@dataclass(frozen=True)
+class Share:
+    """Elements `start` to `stop` of the flat buffer of all gradients, which belong to one rank of the group."""
+
+    rank: int
+    start: int
+    stop: int
+
+    def overlap(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of [start, stop) that lies in this share; empty where the second number is not above the first."""
+        return max(self.start, start), min(self.stop, stop)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Neighbouring slots that travel together, and which of their gradients of this micro-batch are still to come."""
+
+    slots: list[Slot]
+    missing: set[int] = field(default_factory=set)
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: who keeps what
+    own: list[tuple[int, int, int]] = field(default_factory=list)  # index of a share of this rank, start, stop
+
+    @property
+    def start(self) -> int:
+        return self.slots[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1].stop
+
+    def expect_all(self) -> None:
+        self.missing = {id(slot.parameter) for slot in self.slots}
+
+
+class EagerReduction:
+    """Sums of gradients over micro-batches and data-parallel ranks, of which this rank keeps its shares.
+
+    A bucket is sent as soon as the backward of a micro-batch has made all its gradients, and its `.grad` are freed then. All ranks
+    must send in one order: that in which a backward finishes the buckets, from the end of the model. What a micro-batch has no
+    gradient for is sent as zeros when its action ends (`flush`), which is also where gradients are taken that came without autograd
+    hooks, as in the split backward of zero-bubble schedules. So all ranks of the group must run the same actions.
+
+    Args:
+        stages: of each pipeline stage on this rank the slots of its parameters in the flat buffer, in the order in which the forward
+            uses them.
+        shares: who keeps what of the flat buffer; those of this rank in the order of its partitions.
+        group: the data-parallel ranks.
+        bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
+        alone: parameters in a bucket of their own (see `FlatGradients`).
+        to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
+        at_once: listen to autograd; otherwise buckets are sent by `finished` and `flush`.
+    """
+
+    _IN_FLIGHT = 2
+    """Buckets that may be on their way at a time, where a rank must not hold more gradients than that."""
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Slot]],
+        shares: Sequence[Share],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int,
+        alone: Iterable[nn.Parameter] = (),
+        to_owners: bool = False,
+        at_once: bool = True,
+    ) -> None:
+        self._group = group
+        self._own = [share for share in shares if share.rank == dist.get_rank(group)]
+        self._to_owners = to_owners
+        self._parameters = [slot.parameter for slots in stages for slot in slots]
+        first = self._parameters[0]
+        self._dtype, self._device = sum_dtype(first), first.device
+        apart = {id(parameter) for parameter in alone}
+        limit = max(1, bucket_bytes // self._dtype.itemsize)
+        self._buckets = [_in_backward_order(slots, limit, apart) for slots in stages]
+        for bucket in (bucket for buckets in self._buckets for bucket in buckets):
+            bucket.pieces = _pieces(bucket, shares)
+            bucket.own = self._overlaps(bucket.start, bucket.stop)
+        self._place = {
+            id(slot.parameter): (stage, bucket, slot)
+            for stage, buckets in enumerate(self._buckets)
+            for bucket in buckets
+            for slot in bucket.slots
+        }
+        self._queues: list[deque[_Bucket]] = []
+        self._pending: deque[tuple[_Bucket, Tensor, list[Any]]] = deque()
+        self._sums: list[Tensor] = []
+        self._active = False
+        self._most = self._IN_FLIGHT
+        self._seen: set[int] = set()
+        self._take: Callable[[nn.Parameter], Tensor | None] = _take_grad
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters if at_once]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._place
+
+    def begin(self, sums: Sequence[Tensor], take: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
+        """Forget all gradients.
+
+        Args:
+            sums: for each share of this rank zeros that gradients are added to.
+            take: a parameter -> its gradient of the whole step, which is removed. By default what a micro-batch left in `.grad`.
+        """
+        self._active = True
+        # A whole gradient only changes its place. To wait for other ranks would hold up the stages that still compute.
+        self._most = self._IN_FLIGHT if take is None else len(self._parameters)
+        self._sums, self._take = list(sums), take or _take_grad
+        self._pending.clear()
+        self._seen.clear()
+        self._queues = [self._expect(stage) for stage in range(len(self._buckets))]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _expect(self, stage: int) -> deque[_Bucket]:
+        for bucket in self._buckets[stage]:
+            bucket.expect_all()
+        return deque(self._buckets[stage])
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Autograd has finished the gradient of a parameter for this micro-batch."""
+        if not self._active:
+            return  # a backward outside a step of training: nobody else runs it
+        stage, bucket, _ = self._place[id(parameter)]
+        bucket.missing.discard(id(parameter))
+        queue = self._queues[stage]
+        while queue and not queue[0].missing:
+            self._send(queue.popleft())
+
+    @torch.no_grad()
+    def finished(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward of a micro-batch is through with these parameters, on all ranks of the group at the same point."""
+        for parameter in parameters:
+            if id(parameter) in self._place:
+                self._arrived(parameter)
+
+    @torch.no_grad()
+    def flush(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward of a micro-batch through the stages of `parameters` is over: send what is left of them."""
+        for stage in sorted({self._place[id(p)][0] for p in parameters if id(p) in self._place}):
+            while self._queues[stage]:
+                self._send(self._queues[stage].popleft())
+            self._queues[stage] = self._expect(stage)
+
+    def _send(self, bucket: _Bucket) -> None:
+        buffer = torch.empty(bucket.stop - bucket.start, dtype=self._dtype, device=self._device)
+        for slot in bucket.slots:
+            target = buffer[slot.start - bucket.start : slot.stop - bucket.start]
+            gradient = self._take(slot.parameter)
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.detach().reshape(-1))
+                self._seen.add(id(slot.parameter))
+        self._pending.append((bucket, buffer, self._reduce(bucket, buffer)))
+        while len(self._pending) > self._most:
+            self._receive()
+
+    def _reduce(self, bucket: _Bucket, buffer: Tensor) -> list[Any]:
+        if not self._to_owners:
+            return [dist.all_reduce(buffer, group=self._group, async_op=True)]
+        works = []
+        for rank, start, stop in bucket.pieces:
+            owner = dist.get_global_rank(self._group, rank)
+            works.append(dist.reduce(buffer[start - bucket.start : stop - bucket.start], owner, group=self._group, async_op=True))
+        return works
+
+    def _receive(self) -> None:
+        """Wait for the oldest bucket and add this rank's part of it."""
+        bucket, buffer, works = self._pending.popleft()
+        for work in works:
+            work.wait()
+        for index, start, stop in bucket.own:
+            first = self._own[index].start
+            self._sums[index][start - first : stop - first] += buffer[start - bucket.start : stop - bucket.start]
+
+    def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(index of a share of this rank, start, stop) of what it keeps of [start, stop)."""
+        found = [(index, *share.overlap(start, stop)) for index, share in enumerate(self._own)]
+        return [(index, first, last) for index, first, last in found if first < last]
+
+    def finish(self, scale: float | Tensor, rest_of: Callable[[nn.Parameter], Tensor | None]) -> list[nn.Parameter]:
+        """Wait for what is on its way and multiply the sums by `scale`. One small all-reduce.
+
+        Args:
+            rest_of: a parameter -> gradient that came after its bucket was sent, which is removed: a parameter that is used in several
+                segments of a reentrant checkpoint gets several in one backward.
+
+        Returns:
+            The parameters that no rank had a gradient for.
+        """
+        while self._pending:
+            self._receive()
+        rest = {id(p): gradient for p in self._parameters if (gradient := rest_of(p)) is not None}
+        known = [float(id(p) in self._seen) for p in self._parameters] + [float(id(p) in rest) for p in self._parameters]
+        counts = torch.tensor(known, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        seen, late = counts.view(2, -1).tolist()
+        for parameter, count in zip(self._parameters, late, strict=True):
+            if count > 0:
+                self._add_late(parameter, rest.get(id(parameter)))
+        absent = [p for p, early, more in zip(self._parameters, seen, late, strict=True) if early == more == 0]
+        for total in self._sums:
+            total.mul_(scale)
+        self._active, self._sums, self._take = False, [], _take_grad
+        return absent
+
+    def _add_late(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        slot = self._place[id(parameter)][2]
+        buffer = torch.zeros(slot.stop - slot.start, dtype=self._dtype, device=self._device)
+        if gradient is not None:
+            buffer.copy_(gradient.detach().reshape(-1))
+        bucket = _Bucket([slot], own=self._overlaps(slot.start, slot.stop))
+        self._pending.append((bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)]))
+        self._receive()
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """What this rank keeps of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
+        while self._pending:
+            self._receive()
+        slot = self._place[id(parameter)][2]
+        pieces = [
+            self._sums[index][start - self._own[index].start : stop - self._own[index].start]
+            for index, start, stop in self._overlaps(slot.start, slot.stop)
+        ]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self._dtype, device=self._device)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._parameters, self._place, self._buckets = [], [], {}, []
+        self._pending.clear()
+        self._sums, self._queues = [], []
+
+
+def _take_grad(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    parameter.grad = None
+    return gradient
+
+
+def _pieces(bucket: _Bucket, shares: Sequence[Share]) -> list[tuple[int, int, int]]:
+    """(rank, start, stop) of what each rank keeps of a bucket, rising, neighbouring shares of one rank as one."""
+    pieces: list[tuple[int, int, int]] = []
+    for share in sorted(shares, key=lambda share: share.start):
+        start, stop = share.overlap(bucket.start, bucket.stop)
+        if start >= stop:
+            continue
+        if pieces and pieces[-1][0] == share.rank and pieces[-1][2] == start:
+            pieces[-1] = (share.rank, pieces[-1][1], stop)
+        else:
+            pieces.append((share.rank, start, stop))
+    return pieces
+
+
+def _in_backward_order(slots: Sequence[Slot], limit: int, alone: set[int]) -> list[_Bucket]:
+    """Neighbours in the flat buffer together, up to `limit` elements; the bucket that a backward finishes first comes first."""
+    used = {id(slot.parameter): index for index, slot in enumerate(slots)}
+    buckets: list[_Bucket] = []
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        last = buckets[-1] if buckets else None
+        if (
+            last is None
+            or slot.start != last.stop
+            or slot.stop - last.start > limit
+            or alone & {id(slot.parameter), id(last.slots[-1].parameter)}
+        ):
+            buckets.append(_Bucket([]))
+        buckets[-1].slots.append(slot)
+    return sorted(buckets, key=lambda bucket: min(used[id(slot.parameter)] for slot in bucket.slots), reverse=True)

@@ -1,0 +1,408 @@
+"""Parameters of which each data-parallel rank keeps a part, put together for as long as they are used (ZeRO stage 3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_3d.compat.torch import autograd_is_running, storage_key
+from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.parallel.collectives import all_gather_flat
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.zero.gradient_buffers import Slot, end_to_end
+
+
+class Uploads:
+    """Copies from host memory and the collectives that wait for them, beside the computation on the device.
+
+    What they write to must come from the computation's own allocations, so that it is not given away while either uses it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """They start when what has been computed so far is done, and what is computed next does not wait for them."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def page_locked(self, piece: torch.Tensor) -> torch.Tensor:
+        """The same values, from where copies do not hold up the computation."""
+        return piece if self._stream is None or piece.is_pinned() else piece.pin_memory()
+
+
+class Unit:
+    """Parameters that are gathered and freed together, one behind the other in a flat buffer of which each rank keeps one part.
+
+    What autograd saves in a forward, the parameters themselves and views of them, refers to the buffer's storage. That is freed and
+    filled again for the backward, under the same tensors (as in torch's FSDP). In between the parameters are NaN everywhere, without
+    memory, so that code that uses them outside of their modules is not wrong in silence.
+
+    Args:
+        parameters: of one type; on all ranks of the group the same values.
+        group: the data-parallel ranks. device: where parameters are gathered.
+        uploads: the parts are kept in host memory and copied to the device for each gathering; None: they are kept there.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device, uploads: Uploads | None = None
+    ) -> None:
+        self.group, self._uploads = group, uploads
+        self.slots = end_to_end(parameters)
+        self.numel = self.slots[-1].stop
+        self.part_numel = -(-self.numel // dist.get_world_size(group))
+        self.rank = dist.get_rank(group)
+        dtype = parameters[0].dtype
+        nan = parameters[0].detach().new_full((), float("nan"), device=device)
+        self._blanks = [nan.expand(parameter.shape) for parameter in parameters]
+        self._flat = nan.new_empty(self.part_numel * dist.get_world_size(group))
+        self._views = [self._flat[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.slots]
+        self._work: Any = None
+        self.gathered = False
+        self.in_backward = False
+        self.pieces = {
+            slot.parameter: slot.parameter.detach().reshape(-1)[first:last].to(device if uploads is None else "cpu", copy=True)
+            for slot, first, last in self.owned()
+        }
+        """By parameter: the elements that this rank keeps, flattened. What trains them may put other tensors here."""
+        missing = self.part_numel - sum(piece.numel() for piece in self.pieces.values())
+        self._padding = torch.zeros(missing, dtype=dtype, device=device)
+        self._hide()
+
+    def owned(self, rank: int | None = None) -> Iterator[tuple[Slot, int, int]]:
+        """(slot, first, last) for each parameter of which a rank, this one by default, keeps the elements first to last - 1."""
+        start = (self.rank if rank is None else rank) * self.part_numel
+        for slot in self.slots:
+            first, last = max(slot.start, start), min(slot.stop, start + self.part_numel)
+            if first < last:
+                yield slot, first - slot.start, last - slot.start
+
+    def kept(self) -> list[torch.Tensor]:
+        """The buffer that parameters are gathered in, which has no memory between, and what this rank keeps of them."""
+        return [self._flat, *self.pieces.values(), self._padding]
+
+    def start_gathering(self) -> None:
+        """Begin to put the parameters together. Collective over the group."""
+        if self.gathered or self._work is not None:
+            return
+        self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+        if self._uploads is None:
+            part = torch.cat([*(piece.detach() for piece in self.pieces.values()), self._padding])
+            self._work = (all_gather_flat(self._flat, part, self.group), part)
+            return
+        for parameter, piece in self.pieces.items():
+            if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed's
+                self.pieces[parameter] = self._uploads.page_locked(piece)
+        part = torch.empty(self.part_numel, dtype=self._flat.dtype, device=self._flat.device)
+        with self._uploads.running():
+            pieces = [*(piece.detach() for piece in self.pieces.values()), self._padding]
+            for target, piece in zip(part.split([len(piece) for piece in pieces]), pieces, strict=True):
+                target.copy_(piece, non_blocking=True)
+            self._work = (all_gather_flat(self._flat, part, self.group), part)
+
+    def gather(self) -> None:
+        """Make the parameters usable."""
+        self.start_gathering()
+        if self._work is not None:
+            self._work[0].wait()
+            self._work = None
+            for slot, view in zip(self.slots, self._views, strict=True):
+                slot.parameter.data = view
+            self.gathered = True
+
+    def free(self) -> None:
+        """Keep only this rank's part."""
+        if self._work is not None:
+            self._work[0].wait()
+        if self._work is not None or self.gathered:
+            self._work = None
+            self._hide()
+
+    def _hide(self) -> None:
+        self.gathered = self.in_backward = False
+        for slot, blank in zip(self.slots, self._blanks, strict=True):
+            slot.parameter.data = blank
+        self._versions = [slot.parameter._version for slot in self.slots]
+        self._flat.untyped_storage().resize_(0)
+
+    def require_untouched(self) -> None:
+        """Refuse values that were written into a parameter while it was not there."""
+        for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
+            if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
+                raise ConfigError(
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 it is not"
+                    " there then, and the values would be lost. Use zero_stage=2, or write before the fit begins."
+                )
+
+    def restore(self) -> None:
+        """Give every parameter its whole value in memory of its own on the CPU. Collective."""
+        self.gather()
+        values = [view.to("cpu", copy=True) for view in self._views]
+        self._flat.untyped_storage().resize_(0)
+        for slot, value in zip(self.slots, values, strict=True):
+            slot.parameter.data = value
+
+
+class ParameterUnits:
+    """All parameters of a rank in units: one for each block, one for what lies beside the blocks.
+
+    The latter is gathered while a batch is worked on. A block is gathered before its forward and before its backward and freed
+    after them; the next one is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
+
+    A function with a backward of its own may run blocks without autograd, and parts of them again in its backward (Reformer's reversible
+    layers): neither passes the block. The modules inside such a block are watched from its first forward on, and the first one that is
+    called while the parameters are away gathers them, until the backward of the micro-batch is over.
+
+    Args:
+        module: the user's module; its parameters are cut here.
+        blocks: modules in the order in which they are called.
+        is_active: whether a call of a block will run it (another pipeline stage's turn passes it by).
+        finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
+        on_host: the parts are kept in host memory.
+        apart: by id of a parameter that is not the same on all ranks of `group`: those on which it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        whole: bool,
+        is_active: Callable[[nn.Module], bool],
+        finished: Callable[[list[nn.Parameter]], None],
+        on_host: bool = False,
+        apart: Mapping[int, dist.ProcessGroup] | None = None,
+    ) -> None:
+        self._whole = whole
+        self._group, self._device = group, device
+        self._is_active = is_active
+        self._finished = finished
+        self._in_use = self._trains = False
+        self._order = 0
+        self._watched: set[int] = set()  # places of blocks that have run without autograd in a training forward
+        self._used_again: set[int] = set()  # places of blocks that were gathered for a backward of this batch
+        uses = _users(module, blocks)
+        inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
+        known = {id(parameter) for parameters in inside for parameter in parameters}
+        beside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
+        uploads = Uploads(device) if on_host else None
+        groups = apart or {}
+
+        def units(parameters: Sequence[nn.Parameter]) -> list[Unit]:
+            return _units(parameters, lambda parameter: groups.get(id(parameter), group), device, uploads)
+
+        self._beside = units(beside)
+        self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
+        self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
+        self._hooks: list[Any] = []
+        self.open()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterUnits:
+        """A copied module has hooks that belong to the original's blocks and leave its own alone."""
+        return self
+
+    def open(self) -> None:
+        """Follow the calls of the blocks."""
+        for block, _ in self._blocks if not self._hooks else ():
+            self._hooks.append(block.register_forward_pre_hook(self._before_forward, prepend=True))
+            self._hooks.append(block.register_forward_hook(self._after_forward))
+
+    @property
+    def all(self) -> list[Unit]:
+        return [*self._beside, *(unit for _, units in self._blocks for unit in units)]
+
+    @property
+    def beside(self) -> list[nn.Parameter]:
+        """The parameters that are in no block."""
+        return [slot.parameter for unit in self._beside for slot in unit.slots]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Holds the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`.
+
+        Raises:
+            ConfigError: a block's parameters were used outside of it. DataError: ranks called different blocks.
+        """
+        self.free()
+        for unit in self.all:
+            unit.require_untouched()
+        self._in_use, self._order, self._trains = True, 0, torch.is_grad_enabled()
+        self._used_again.clear()
+        _gather(self.all if self._whole else self._beside)
+        try:
+            yield
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise ConfigError(
+                "Something used a block's parameters outside of the block's forward, or computed a gradient through a block in another"
+                " order than its forward. zero_gather=micro_batch has freed them then. Use zero_gather=step."
+            ) from error
+        finally:
+            self._in_use = False
+        self.free()
+        self._require_same_order()
+
+    def _require_same_order(self) -> None:
+        """Refuse ranks that gathered different blocks: each would have computed with another's parameters."""
+        if self._whole or dist.get_world_size(self._group) == 1:
+            return
+        extremes = torch.tensor([self._order, -self._order], dtype=torch.int64, device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        if extremes[0] != -extremes[1]:
+            raise DataError(
+                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they gather"
+                " the parameters of each block together. Use zero_gather=step."
+            )
+
+    def free(self) -> None:
+        """Free whatever is gathered."""
+        self._in_use = False
+        for unit in self.all:
+            unit.free()
+
+    def after_backward(self) -> None:
+        """The backward of a micro-batch through a stage is over."""
+        if not self._whole:
+            for _, units in self._blocks:
+                for unit in units:
+                    unit.free()
+
+    def require_gathered_again(self) -> None:
+        """Refuse gradients of a micro-batch, not taken yet, that were computed while a block's parameters were away."""
+        for place in sorted(self._watched - self._used_again):
+            block, units = self._blocks[place]
+            if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
+                raise ConfigError(
+                    f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it"
+                    " or a module in it. zero_gather=micro_batch has freed them by then. Use zero_gather=step."
+                )
+
+    def restore(self) -> None:
+        """Make the parameters what they were before, with the values of now, on the CPU. Collective."""
+        self.close()
+        for unit in self.all:
+            unit.restore()
+
+    def close(self) -> None:
+        """Leave the modules alone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._watched.clear()
+
+    def _before_forward(self, block: nn.Module, args: Any) -> None:
+        place = self._runs(block)
+        if place is not None and not self._is_recomputing(place):
+            self._gather(place, 1)
+
+    def _runs(self, block: nn.Module) -> int | None:
+        """The place of a block that is called and has its parameters gathered for it."""
+        if not self._in_use or self._whole or id(block) not in self._place or not self._is_active(block):
+            return None
+        return self._place[id(block)]
+
+    def _is_recomputing(self, place: int) -> bool:
+        """Whether a block runs again inside its own backward, which needs its parameters afterwards."""
+        return autograd_is_running() and any(unit.in_backward for unit in self._blocks[place][1])
+
+    def _after_forward(self, block: nn.Module, args: Any, output: Any) -> None:
+        place = self._runs(block)
+        if place is None or self._is_recomputing(place):
+            return
+        units = self._blocks[place][1]
+        if torch.is_grad_enabled():
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._before_backward(place))
+        elif self._trains:
+            self._watch(block, place)
+        for unit in units:
+            unit.free()
+
+    def _watch(self, block: nn.Module, place: int) -> None:
+        """Follow the calls of the modules in a block that have parameters of their own."""
+        if place in self._watched:
+            return
+        self._watched.add(place)
+        for inner in block.modules():
+            if next(inner.parameters(recurse=False), None) is not None:
+                self._hooks.append(inner.register_forward_pre_hook(lambda module, args: self._before_inner(place), prepend=True))
+
+    def _before_inner(self, place: int) -> None:
+        if self._in_use and not self._whole and not all(unit.gathered for unit in self._blocks[place][1]):
+            self._used_again.add(place)
+            self._gather(place, 0)
+
+    def _before_backward(self, place: int) -> None:
+        """The gradient of a block's output is there. What ran through the blocks behind it has been computed."""
+        if not self._in_use:
+            return
+        _, units = self._blocks[place]
+        if any(unit.in_backward for unit in units):
+            return  # another tensor of the same output
+        for _, others in self._blocks:
+            if any(unit.in_backward for unit in others):
+                for unit in others:
+                    unit.free()
+                self._finished([slot.parameter for unit in others for slot in unit.slots])
+        self._used_again.add(place)
+        self._gather(place, -1)
+        for unit in units:
+            unit.in_backward = True
+
+    def _gather(self, place: int, direction: int) -> None:
+        """Gather a block, and begin with the next one in the direction, 1 or -1; 0 is for a block alone."""
+        self._order = (self._order * 1_000_003 + place * 3 + direction + 2) % 2**61
+        _gather(self._blocks[place][1])
+        if direction == 0:
+            return
+        following = place + direction
+        if 0 <= following < len(self._blocks) and self._is_active(self._blocks[following][0]):
+            for unit in self._blocks[following][1]:
+                unit.start_gathering()
+
+
+def _gather(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.start_gathering()
+    for unit in units:
+        unit.gather()
+
+
+def _units(
+    parameters: Sequence[nn.Parameter],
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+    device: torch.device,
+    uploads: Uploads | None,
+) -> list[Unit]:
+    """One unit for each group and type, those of the first parameter's group first: in one order on all ranks."""
+    groups = list(dict.fromkeys(group_of(parameter) for parameter in parameters))
+    types = sorted({parameter.dtype for parameter in parameters}, key=str)
+    chosen = [(group, [p for p in parameters if p.dtype == dtype and group_of(p) == group]) for group in groups for dtype in types]
+    return [Unit(members, group, device, uploads) for group, members in chosen if members]
+
+
+def _users(module: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
+    """By parameter: how many modules have it, the inside of a block as one."""
+    inside = {id(inner): index for index, block in enumerate(blocks) for inner in block.modules()}
+    found = {
+        (id(parameter), inside.get(id(owner), -1 - number))
+        for number, owner in enumerate(module.modules())
+        for parameter in owner.parameters(recurse=False)
+    }
+    return Counter(parameter for parameter, _ in found)

@@ -1,0 +1,133 @@
+"""The planner for people with a Trainer of their own: a layout that it chooses, or a refusal of one that does not fit. Imports no torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from lightning_3d.config.cluster import ClusterConfig
+from lightning_3d.config.options.plan import MEMORY_RESERVE, PlanOptions
+from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
+from lightning_3d.config.plan_run import largest_micro_batch
+from lightning_3d.config.run_config import ParallelismConfig, RunConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.batch_rules import check_batch
+from lightning_3d.layout.layout import AXES
+from lightning_3d.layout.resolve import resolve_layout
+from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.planner.advice import Advice
+
+_OPEN = ("order", "schedule", "micro_batch_size", "zero_stage", "recompute", "sequence_parallel")
+"""Options that the planner chooses where they are not given."""
+
+
+def planned(
+    model: Any,
+    *,
+    cluster: str | ClusterConfig,
+    sequence_length: int,
+    global_batch_size: int,
+    layout: str = "auto",
+    precision: str = "bf16",
+    profile: str | None = None,
+    force: bool = False,
+    memory_reserve: float = MEMORY_RESERVE,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of `Lightning3DStrategy` that the planner has looked at, before a model is built or a rank started:
+
+        strategy = Lightning3DStrategy(**planned(module, cluster="h100_4x8", sequence_length=4096, global_batch_size=256))
+
+    Args:
+        model: a Transformers model or its configuration (an object or a dict), or a module that has one. Its configuration is enough.
+        cluster: a name as `cluster=` takes it on the command line, or a `ClusterConfig`.
+        global_batch_size: sequences of one optimizer step over all ranks.
+        layout: `auto`: the fastest that fits; or a name, which is only refused where it does not fit on the cluster's GPUs.
+        precision: a name of the group `precision`: bf16, bf16_mixed, fp8, fp32, fp64.
+        profile: a file of `lightning-3d profile`.
+        force: nothing is refused.
+        memory_reserve: share of each GPU's memory that `auto` leaves free; a named layout that uses it is warned of.
+        options: other arguments of the strategy. What is among them of schedule, micro_batch_size, zero_stage, recompute,
+            sequence_parallel and order is not searched.
+
+    Raises:
+        ConfigError: no configuration of a family that is known here; a cluster whose GPUs are not known, for `auto`.
+        LayoutError: nothing fits, or the named layout does not, with a table of what needs how much.
+    """
+    check_sizes(sequence_length=sequence_length, global_batch_size=global_batch_size)
+    if precision not in PRECISIONS:
+        raise unknown_precision(precision)
+    known = {field.name for field in fields(ParallelismConfig)}
+    defaults: dict[str, Any] = dict.fromkeys(_OPEN) if layout == "auto" else {"zero_stage": 0}
+    given = {name: value for name, value in options.items() if name in known}
+    run = RunConfig(
+        model={"config": config_of(model)},
+        data={"sequence_length": sequence_length, "global_batch_size": global_batch_size},
+        parallelism=ParallelismConfig(**{**defaults, **given, "layout": layout}),
+        cluster=_cluster(cluster),
+        force=force,
+        profile=profile,
+        plan=PlanOptions(memory_reserve),
+    )
+    run.plan.check()
+    advice = Advice()
+    if layout == "auto":
+        return options | advice.choose(run, precision)
+    wanted = run.parallelism
+    resolved, schedule = resolve_layout(layout, wanted.schedule, wanted.vp, tuple(wanted.order or AXES))
+    size = wanted.micro_batch_size or largest_micro_batch(resolved, schedule, global_batch_size)
+    check_batch(resolved, global_batch_size, size, schedule)
+    if force:
+        return options | {"layout": layout}
+    if run.cluster.accelerator == "cpu":
+        advice.refuse_here(run, precision, resolved, schedule, size, resolved.world_size // run.cluster.nodes)
+    else:
+        for warning in advice.refuse(run, precision, resolved, schedule, size):
+            warnings.warn(warning, stacklevel=2)
+    return options | {"layout": layout}
+
+
+def _cluster(given: str | ClusterConfig) -> ClusterConfig:
+    if isinstance(given, ClusterConfig):
+        found = given
+    else:
+        from lightning_3d.config.compose import compose
+        from lightning_3d.config.explain import explain, is_composition_error
+        from lightning_3d.config.plan_run import check_keys
+
+        try:
+            found = check_keys(compose([f"cluster={given}", "trainer.dry=true"])).cluster
+        except Exception as error:
+            if is_composition_error(error):
+                raise ConfigError(str(explain(error))) from error
+            raise
+    found.check()
+    return found
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """The fields of the Transformers configuration of a model, of a module that holds one, or of a configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for one in _candidates(model):
+        if isinstance(one, Mapping) and one.get("model_type"):
+            return dict(one)
+        if getattr(one, "model_type", None) and hasattr(one, "to_dict"):
+            return dict(one.to_dict())
+    raise ConfigError(
+        f"The planner knows models of Transformers by their configuration, and {type(model).__name__} has none. Give the configuration,"
+        " or name a layout without planned(...): Lightning3DStrategy(layout) takes any module with a plan."
+    )
+
+
+def _candidates(model: Any) -> Iterable[Any]:
+    """What may be the configuration of a model: itself, its own, and those of what it holds."""
+    yield model
+    yield getattr(model, "config", None)
+    yield from vars(model).values() if hasattr(model, "__dict__") else ()
+    for part in model.modules() if hasattr(model, "modules") else ():
+        yield getattr(part, "config", None)

@@ -1,0 +1,260 @@
+"""`plan.html`: what the planner found, as one file without scripts or anything from elsewhere. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from math import ceil, log10
+
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.search import Candidate, Found
+from lightning_3d.planner.step_time import step_of
+from lightning_3d.planner.tables import PARTS, describe, gigabytes, margin, reason, share_of_peak, tokens_per_second
+
+_STAGES = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#0c9bb5", "#b5524a")
+_PARTS = ("forward", "backward", "send", "receive", "reduce", "optimizer")
+"""Colours of `PARTS`, and of what a pipeline does, by their names in the style of reports."""
+_ACTIONS = {
+    "F": ("forward", "forward"),
+    "B": ("backward", "backward"),
+    "I": ("input-gradient", "backward: inputs"),
+    "W": ("weight-gradient", "backward: weights"),
+}
+_MOST_NODES = 16
+_MOST_ACTIONS = 220
+"""Of one rank, so that each can be seen."""
+_STYLE = """
+header pre { white-space: pre-wrap; }
+.figure { overflow-x: auto; } .figure svg { width: 100%; height: auto; display: block; }
+.ranks { grid-template-columns: repeat(4, minmax(0, 1fr)); }
+.part { display: grid; grid-template-columns: 210px minmax(0, 1fr) 60px; gap: 2px 12px; align-items: center; font-size: 13px; }
+.part { margin-top: 6px; } .stack { display: flex; height: 20px; } .stack i { border-right: 1px solid var(--card); }
+.part span:last-child { text-align: right; }
+td.layout { white-space: normal; min-width: 210px; } td.layout b { display: block; }
+@media (max-width: 760px) { .part { grid-template-columns: minmax(0, 1fr) 60px; } .stack { grid-row: 2; grid-column: span 2; }
+  .figure svg text { font-size: 17px; } }
+"""
+
+_PARETO_NOTE = "numbers are the rows above; joined: none is both faster and smaller"
+
+
+def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0) -> str:
+    """The whole page.
+
+    Args:
+        style: that of reports, so that all pages look alike.
+        reserve: share of each GPU's memory that no layout may use, 0 to 1.
+    """
+    first = found.best[0]
+    cards = [
+        _card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
+        _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, reserve)),
+        _card("Where a step's time goes", "of the rank that works most", _bars(found.best)),
+        _card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
+    ]
+    if first.job.layout.pp > 1:
+        cards.append(_timeline(first, machine))
+    counted = f"{found.shapes:,} shapes divide model and batch, {found.expanded:,} could be among the fastest"
+    counted += f", {len(found.simulated)} schedules were played"
+    body = f"<header><h1>{escape(title)}</h1><pre>{escape(describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
+    body += "\n".join(cards) + f"\n<footer>{counted}</footer>"
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{style}{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main></body></html>\n'
+
+
+def _card(heading: str, note: str, content: str) -> str:
+    return f'<section class="card"><h2>{escape(heading)}</h2><p class="note">{escape(note)}</p>{content}</section>'
+
+
+def _tiles(first: Candidate, machine: Machine) -> str:
+    step = first.step
+    tiles = (
+        ("Tokens/s", f"{tokens_per_second(first):,.0f}", f"MFU {share_of_peak(first, machine.gpus, machine.peak):.0%}"),
+        ("Step", f"{step.seconds:.3g} s", f"{first.job.global_batch:,} sequences of {first.job.seq:,}"),
+        ("Bubble", f"{step.bubble / step.seconds:.1%}", "of the step"),
+        ("Memory", gigabytes(first.memory.total), f"{margin(first.memory, machine)}, fullest rank"),
+        ("GPUs", f"{machine.gpus:,}", f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu}"),
+    )
+    cells = (
+        f'<div class="label">{escape(label)}</div><div class="value">{value}</div><div class="more">{escape(more)}</div>'
+        for label, value, more in tiles
+    )
+    content = "".join(f'<div class="tile">{cell}</div>' for cell in cells)
+    return f'<div class="tiles">{content}</div>'
+
+
+def _table(found: Found, machine: Machine) -> str:
+    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "loses by")
+    number = ' class="number"'
+    head = "".join(f"<th{number if 2 <= place <= 7 else ''}>{name}</th>" for place, name in enumerate(names))
+    rows = []
+    for place, one in enumerate(found.best, 1):
+        name, *keys = describe(one.job).replace("parallelism=", "").replace("parallelism.", "").split()
+        cells = (
+            f"{one.step.seconds:.3g}",
+            f"{tokens_per_second(one):,.0f}",
+            f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
+            gigabytes(one.memory.total),
+            f"{one.memory.total / machine.memory:.0%}",
+            gigabytes(machine.memory - one.memory.total),
+        )
+        row = f'<td>{place}</td><td class="layout"><b>{escape(name)}</b><span class="muted">{escape(" ".join(keys))}</span></td>'
+        row += "".join(f"<td{number}>{escape(cell)}</td>" for cell in cells)
+        rows.append(f'<tr>{row}<td class="layout">{escape(reason(one, found.best[0]))}</td></tr>')
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those than which none is both faster and smaller, the smallest first."""
+    front: list[Candidate] = []
+    for one in sorted(candidates, key=lambda one: (one.memory.total, one.step.seconds)):
+        if not front or one.step.seconds < front[-1].step.seconds:
+            front.append(one)
+    return front
+
+
+def marks_between(low: float, high: float, count: int) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them."""
+    rough = (high - low) / count
+    power = 10.0 ** int(log10(rough) // 1)
+    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= rough)
+    return [place * step for place in range(ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)]
+
+
+def _pareto(found: Found, machine: Machine, reserve: float) -> str:
+    width, height, left, right, top, bottom = 1100, 340, 76, 24, 28, 44
+    sizes = [one.memory.total / 1e9 for one in found.seen]
+    speeds = [tokens_per_second(one) for one in found.seen]
+    most = max(*sizes, machine.memory / 1e9)
+    least, slowest, fastest = min(sizes), min(speeds), max(speeds)
+    x_low, x_high = least - 0.08 * (most - least or most), most + 0.04 * (most - least or most)
+    y_low, y_high = slowest - 0.15 * (fastest - slowest or fastest), fastest + 0.15 * (fastest - slowest or fastest)
+
+    def across(size: float) -> float:
+        return left + (size - x_low) / (x_high - x_low) * (width - left - right)
+
+    def up(speed: float) -> float:
+        return top + (1 - (speed - y_low) / (y_high - y_low)) * (height - top - bottom)
+
+    marks = []
+    for speed in marks_between(y_low, y_high, 5):
+        marks.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{up(speed):.1f}" y2="{up(speed):.1f}"/>')
+        marks.append(f'<text x="{left - 8}" y="{up(speed) + 4:.1f}" text-anchor="end">{speed:,.0f}</text>')
+    marks.append(f'<line class="axis" x1="{left}" x2="{width - right}" y1="{height - bottom}" y2="{height - bottom}"/>')
+    marks += [
+        f'<text x="{across(size):.1f}" y="{height - bottom + 17}" text-anchor="middle">{size:g}</text>'
+        for size in marks_between(x_low, x_high, 8)
+    ]
+    full = across(machine.memory / 1e9)
+    marks.append(f'<line x1="{full:.1f}" x2="{full:.1f}" y1="{top}" y2="{height - bottom}" stroke="var(--bad)" stroke-dasharray="5 4"/>')
+    marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a GPU: {gigabytes(machine.memory)}</text>')
+    if reserve:
+        room = across((1 - reserve) * machine.memory / 1e9)
+        ends = f'x1="{room:.1f}" x2="{room:.1f}" y1="{top}" y2="{height - bottom}"'
+        marks.append(f'<line {ends} stroke="var(--muted)" stroke-dasharray="2 4"/>')
+        marks.append(f'<text x="{room - 6:.1f}" y="{top + 8}" text-anchor="end">without the reserve of {reserve:.0%}</text>')
+    front = " ".join(f"{across(one.memory.total / 1e9):.1f},{up(tokens_per_second(one)):.1f}" for one in pareto(found.seen))
+    marks.append(f'<polyline points="{front}" fill="none" stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="5 4"/>')
+    places = {id(one): place for place, one in enumerate(found.best, 1)}
+    for one in sorted(found.seen, key=lambda one: id(one) in places):
+        x, y, place = across(one.memory.total / 1e9), up(tokens_per_second(one)), places.get(id(one))
+        look = 'r="9" fill="var(--accent)"' if place else 'r="5" fill="var(--card)" stroke="var(--muted)" stroke-width="2"'
+        told = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gigabytes(one.memory.total)}"
+        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}><title>{escape(told)}</title></circle>')
+        marks += [f'<text class="inside" x="{x:.1f}" y="{y + 4:.1f}">{place}</text>'] if place else []
+    marks.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">GB of the fullest rank</text>')
+    marks.append('<text x="0" y="12">tokens/s</text>')
+    return _svg(width, height, marks, least=760)
+
+
+def _bars(best: Sequence[Candidate]) -> str:
+    longest = max(one.step.seconds for one in best)
+    legend = zip(PARTS, _PARTS, strict=True)
+    rows = []
+    for place, one in enumerate(best, 1):
+        parts = ((part, colour, max(0.0, getattr(one.step, part))) for part, colour in zip(PARTS, _PARTS, strict=True))
+        bars = "".join(
+            f'<i style="width: {100 * seconds / longest:.2f}%; background: var(--{colour})" title="{part}: {seconds:.3g} s"></i>'
+            for part, colour, seconds in parts
+            if seconds > 0
+        )
+        name = f"<span>{place} {escape(one.job.layout.name)}</span>"
+        rows.append(f'<div class="part">{name}<div class="stack">{bars}</div><span class="muted">{one.step.seconds:.3g} s</span></div>')
+    return _legend(legend) + "".join(rows)
+
+
+def _order(candidate: Candidate) -> str:
+    layout = candidate.job.layout
+    return f"{layout.world_size:,} ranks; from neighbours outwards: " + " < ".join(axis for axis in layout.order if layout.size(axis) > 1)
+
+
+def _nodes(candidate: Candidate, machine: Machine) -> str:
+    """The ranks of each node, as in reports: the colour is the pipeline rank."""
+    layout = candidate.job.layout
+    shown = min(machine.nodes, _MOST_NODES)
+    nodes = []
+    for node in range(shown):
+        first = node * machine.gpus_per_node
+        ranks = "".join(_rank(candidate, rank) for rank in range(first, first + machine.gpus_per_node))
+        nodes.append(f'<div class="node"><p>node {node}</p><div class="ranks">{ranks}</div></div>')
+    rest = f'<p class="note" style="margin-top: 12px">and {machine.nodes - shown} more nodes</p>' if machine.nodes > shown else ""
+    stages = ((f"pp{stage}", _stage(stage)) for stage in range(min(layout.pp, len(_STAGES)) if layout.pp > 1 else 0))
+    return f'{_legend(stages)}<div class="nodes">{"".join(nodes)}</div>{rest}'
+
+
+def _rank(candidate: Candidate, rank: int) -> str:
+    layout = candidate.job.layout
+    at = layout.coordinates(rank)
+    parts = [f"{axis}{index}" for axis, index in at.items() if layout.size(axis) > 1]
+    lines = "".join(f"<small>{' '.join(pair)}</small>" for pair in (parts[place : place + 2] for place in range(0, len(parts), 2)))
+    return f'<div class="rank" style="--stage: {_stage(at["pp"])}"><b>{rank}</b>{lines}</div>'
+
+
+def _stage(index: int) -> str:
+    return _STAGES[index % len(_STAGES)]
+
+
+def _timeline(candidate: Candidate, machine: Machine) -> str:
+    """Actions of a step, as many from its beginning as can be told apart."""
+    timeline = step_of(candidate.job, machine, keep=True).timeline
+    assert timeline is not None
+    ranks = candidate.job.layout.pp
+    width, left, row, top = 1100, 60, 24, 22
+    starts = sorted(event[4] for event in timeline.events if event[0] == 0)
+    end = starts[_MOST_ACTIONS] if len(starts) > _MOST_ACTIONS else max(event[5] for event in timeline.events)
+    scale = (width - left - 20) / end
+    marks = []
+    for moment in marks_between(0, end, 8):
+        x = left + moment * scale
+        marks.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{top + ranks * row}"/>')
+        marks.append(f'<text x="{x:.1f}" y="12" text-anchor="middle">{moment:.3g} s</text>')
+    for rank in range(ranks):
+        marks.append(f'<text x="0" y="{top + rank * row + 15}">rank {rank}</text>')
+        marks.append(f'<rect class="idle" x="{left}" y="{top + rank * row + 2}" width="{end * scale:.1f}" height="{row - 6}"/>')
+    seen = {}
+    for rank, stage, kind, index, start, stop in timeline.events:
+        if stop <= end:
+            name, words = seen[kind] = _ACTIONS[kind]
+            place = f'x="{left + start * scale:.2f}" y="{top + rank * row + 2}" width="{(stop - start) * scale:.2f}" height="{row - 6}"'
+            told = f"<title>stage {stage}, {words}, micro-batch {index}</title>"
+            marks.append(f'<rect class="{name}" {place} stroke="var(--card)" stroke-width="0.5">{told}</rect>')
+    part = f"the first {end:.3g} of {timeline.seconds:.3g} s" if end < timeline.seconds * 0.99 else "all of a step"
+    legend = [(words, name) for name, words in (seen[kind] for kind in _ACTIONS if kind in seen)]
+    content = _legend([*legend, ("bubble", "idle")]) + _svg(width, top + ranks * row + 6, marks, least=900)
+    return _card("Its pipeline", f"{candidate.job.schedule}: {part}, as predicted", content)
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Of (words, colour), a colour by its value or by its name in the style."""
+    spans = "".join(
+        f'<span><i style="background: {colour if colour.startswith("#") else f"var(--{colour})"}"></i>{escape(words)}</span>'
+        for words, colour in entries
+    )
+    return f'<div class="legend">{spans}</div>' if spans else ""
+
+
+def _svg(width: float, height: float, marks: Sequence[str], *, least: int) -> str:
+    """As wide as the page, at least `least` pixels: what is wider is scrolled."""
+    look = f'style="min-width: {least}px; max-width: {width}px"'
+    return f'<div class="figure"><svg viewBox="0 0 {width} {height}" {look} role="img">{"".join(marks)}</svg></div>'

@@ -1,0 +1,309 @@
+"""Constants from a profile: what `lightning-3d profile` measured, in place of vendors' rates and of published runs. Pure Python.
+
+Each operation is taken to cost what `work` and `machine` say: operations / rate + bytes / bandwidth + a constant. The rates are found by
+least squares of relative errors with terms that are not negative (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
+
+    copy          the bandwidth of memory: the largest
+    elementwise   bytes / (memory * bandwidth): the largest
+    matmul        operations / (matmul * peak) + kernel, after its bytes are taken off
+    attention     operations / (attention * peak), forward and backward together
+    optimizer     parameters * optimizer_traffic / memory's rate, and host_step
+    collectives   by placement: messages * latency + bytes / (link or network), whose counts are those of `machine`
+    model         some blocks of the model: traffic and logit_traffic, after products and attention are taken off; the same with few
+                  tokens: host_block; bytes that are kept: saved, logit_bytes
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from math import log2
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.layout import Layout
+from lightning_3d.models.families import read_spec
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.constants import efficiency_of
+from lightning_3d.planner.job import Job, Stack
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory import block_activations
+
+FORMAT = "lightning_3d profile 1"
+_NEEDED = ("format", "date", "device", "name", "memory", "ranks", "ranks_per_node", "precision", "operations")
+_ONCE = ("copy", "elementwise", "matmul", "attention", "optimizer", "model", "host")
+"""Kinds of operations that every profile has. Collectives need two ranks."""
+_MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
+    "all_gather": lambda n: (n - 1, (n - 1) / n),
+    "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
+    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    "all_to_all": lambda n: (1, (n - 1) / n),
+    "send": lambda n: (1, 1),
+}
+"""Of each collective on n ranks: messages one after the other, and bytes that leave a rank, as a share of its size (see `machine`)."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured machine.
+
+    Attributes:
+        device: `cuda` or `cpu`. name: what the system calls it.
+        memory: bytes of one rank. ranks_per_node: that ran at the same time on one machine.
+        precision: of what was measured: fp32, fp64 or bf16.
+        operations: what was measured, each with its `kind` and `seconds`.
+        context: bytes of a GPU that are neither free nor the allocator's.
+    """
+
+    device: str
+    name: str
+    memory: float
+    ranks: int
+    ranks_per_node: int
+    precision: str
+    operations: tuple[Mapping[str, Any], ...]
+    context: float = 0.0
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """The measurements of a kind."""
+        return [one for one in self.operations if one["kind"] == kind]
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second of the largest copy, which no cache holds."""
+        return _rate_of_largest(self.of("copy"))
+
+    @cached_property
+    def memory_rate(self) -> float:
+        """Bytes a second that the largest operation bound by memory reaches."""
+        return _rate_of_largest(self.of("elementwise"))
+
+    @cached_property
+    def products(self) -> tuple[float, float]:
+        """(operations a second of large matrix products, seconds of one besides)."""
+        width = 4 if self.precision in ("fp32", "fp64") else 2
+
+        def moved(one: Mapping[str, Any]) -> float:
+            tokens, outputs, inputs = one["tokens"], one["outputs"], one["inputs"]
+            return width * (tokens * (outputs + inputs) + outputs * inputs) / self.memory_rate
+
+        def work(one: Mapping[str, Any]) -> float:
+            return 2.0 * one["tokens"] * one["outputs"] * one["inputs"]
+
+        slope, start = _fit(self.of("matmul"), lambda one: (work(one), 1.0), moved)
+        return 1 / slope if slope else max(work(one) / one["seconds"] for one in self.of("matmul")), start
+
+    @cached_property
+    def attention(self) -> float:
+        """Operations a second of fused attention, forward and backward."""
+        (slope,) = _fit(self.of("attention"), lambda one: (one["flops"],))
+        return 1 / slope if slope else self.products[0]
+
+    def link(self, placement: str) -> tuple[float, float] | None:
+        """(seconds of a message, bytes a second) of the collectives in a `node`, or `between` nodes; None where none was measured."""
+        found = [one for one in self.of("collective") if one["placement"] == placement]
+        if not found:
+            return None
+
+        def counted(one: Mapping[str, Any]) -> tuple[float, float]:
+            messages, share = _MESSAGES[one["name"]](one["ranks"])
+            return messages, share * one["bytes"]
+
+        latency, slope = _fit(found, counted)
+        return latency, 1 / slope if slope else max(one["bytes"] / one["seconds"] for one in found)
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        ConfigError: there is none, or it is broken.
+    """
+    hint = "lightning-3d profile makes one."
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"profile={path} cannot be read: {getattr(error, 'strerror', None) or 'no JSON'}. {hint}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f'profile={path} is no profile: its "format" is not "{FORMAT}". {hint}')
+    missing = [name for name in _NEEDED if name not in content]
+    if missing:
+        raise ConfigError(f"profile={path} is broken: {missing[0]} is missing. {hint}")
+    try:
+        profile = Profile(
+            device=str(content["device"]),
+            name=str(content["name"]),
+            memory=_positive(content["memory"]),
+            ranks=int(_positive(content["ranks"])),
+            ranks_per_node=int(_positive(content["ranks_per_node"])),
+            precision=str(content["precision"]),
+            operations=tuple(content["operations"]),
+            context=float(content.get("context", 0.0)),
+        )
+        lacking = [kind for kind in _ONCE if not profile.of(kind)]
+        if lacking:
+            raise ValueError(f"nothing of kind {lacking[0]} was measured")
+        for one in profile.operations:
+            _positive(one["seconds"])
+        stack_of_profile(profile, machine_of_profile(profile), Stack())
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"profile={path} is broken: {type(error).__name__}, {error}. {hint}") from error
+    return profile
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{value} is no positive number")
+    return number
+
+
+def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> None:
+    """Refuse a profile of other hardware than the cluster's.
+
+    Args:
+        gpu: what the cluster calls its GPUs; None where it does not say. accelerator: cpu, gpu or auto.
+    """
+    kind = "gpu" if profile.device == "cuda" else "cpu"
+    if accelerator not in ("auto", kind):
+        wanted = gpu or accelerator.upper()
+        raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile its machines.")
+    types = set(_types(gpu or ""))
+    if kind == "gpu" and types and not types & set(_types(profile.name)):
+        raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile its machines.")
+
+
+def _types(name: str) -> list[str]:
+    """Words such as h100 in the name of a GPU."""
+    return re.findall(r"(?<![a-z0-9])[a-z]{1,2}\d{2,3}(?![a-z0-9])", name.lower())
+
+
+def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes: int = 1) -> Machine:
+    """The machine that was measured.
+
+    Args:
+        stated: a cluster whose vendors' rates are known: what was measured becomes the share of these that is reached. None: what was
+            measured is all that is known. nodes: of which there are so many then.
+    """
+    rate, kernel = profile.products
+    inside, between = profile.link("node"), profile.link("between")
+    if stated is None:
+        link = inside or (0.0, profile.bandwidth)
+        outer = between or link
+        known = replace(efficiency_of(profile.name), crowding=0.0)
+        sizes = nodes, profile.ranks_per_node, profile.memory, profile.bandwidth
+        stated = Machine(profile.name, *sizes, rate, rate, rate, link[1], outer[1], link[0], outer[0], known)
+    peak = stated.peak32 if profile.precision in ("fp32", "fp64") else stated.peak
+    reached: dict[str, Any] = {
+        "matmul": rate / peak,
+        "memory": profile.memory_rate / stated.bandwidth,
+        "attention": profile.attention / stated.peak,
+        "kernel": kernel,
+    }
+    if profile.device == "cpu":
+        reached["exposed"] = 1.0  # the cores that compute also send
+    latencies: dict[str, Any] = {}
+    if inside is not None:
+        latencies["link_latency"], reached["link"] = inside[0], inside[1] / stated.link
+    if between is not None:
+        crowd = 1 + stated.efficiency.crowding * max(0.0, log2(profile.ranks / profile.ranks_per_node / 2))
+        latencies["network_latency"], reached["network"] = between[0], between[1] * crowd / stated.network
+    elif stated.network == stated.link and inside is not None:
+        reached["network"] = reached["link"]
+    return replace(stated, **latencies, efficiency=replace(stated.efficiency, **reached))
+
+
+def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
+    """The software as it was measured on the machine: its host, its operations bound by memory, and what it keeps for the backward pass."""
+    per_parameter, step = _fit(profile.of("optimizer"), lambda one: (one["parameters"], 1.0))
+    plain = replace(stack, traffic=0.0, logit_traffic=0.0)
+
+    def seconds(one: Mapping[str, Any], **changes: Any) -> float:
+        job = _job(profile, one, replace(plain, **changes))
+        work = work_of(job, machine)
+        return sum((work.block * job.model.layers + work.embedding + work.head).seconds()[:2])
+
+    def share(one: Mapping[str, Any]) -> tuple[float, float]:
+        base = seconds(one)
+        return seconds(one, traffic=1.0) - base, seconds(one, logit_traffic=1.0) - base
+
+    traffic, logit_traffic = _fit(profile.of("model"), share, seconds)
+    host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
+    largest = max(profile.of("model"), key=lambda one: one["tokens"])
+    kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
+    by_block, beside = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
+    job = _job(profile, largest, replace(stack, saved=0.0))
+    changes: dict[str, Any] = {}
+    if profile.device == "cpu":  # nothing runs beside the cores' own work, and what is counted is what tensors hold
+        changes = {"overlaps_all_reduce": False, "overlaps_data": False, "overlaps_gather": False, "overhead": 1.0}
+    return replace(
+        stack,
+        traffic=traffic,
+        logit_traffic=logit_traffic,
+        optimizer_traffic=per_parameter * machine.memory_rate,
+        host_step=step,
+        host_block=host,
+        host_collectives=stack.host_collectives if profile.device == "cuda" else 0.0,
+        saved=max(0.0, by_block - block_activations(job)) / job.tokens / job.model.hidden,
+        logit_bytes=beside / (job.tokens * job.model.vocab),
+        context=profile.context,
+        **changes,
+    )
+
+
+def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:
+    largest = max(measured, key=lambda one: float(one["bytes"]))
+    return float(largest["bytes"] / largest["seconds"])
+
+
+def _layers(one: Mapping[str, Any]) -> int:
+    return read_spec(one["config"]).layers
+
+
+def _job(profile: Profile, one: Mapping[str, Any], stack: Stack) -> Job:
+    """A measured model as a job of one rank."""
+    model = Architecture.from_spec(read_spec(one["config"]))
+    rows = one["tokens"] // one["seq"]
+    precision = "fp32" if profile.precision in ("fp32", "fp64") else "bf16"
+    return Job(model, Layout(), one["seq"], rows, rows, precision=precision, stack=stack)
+
+
+def _fit(
+    measured: Sequence[Mapping[str, Any]],
+    terms: Callable[[Mapping[str, Any]], tuple[float, ...]],
+    known: Callable[[Mapping[str, Any]], float] = lambda one: 0.0,
+) -> tuple[float, ...]:
+    """Factors of terms, none negative, whose sum with what is known is nearest to the seconds, relative to these."""
+    rows = [(terms(one), one["seconds"] - known(one), one["seconds"]) for one in measured]
+    count = len(rows[0][0])
+    best, least = (0.0,) * count, float("inf")
+    for size in range(1, count + 1):
+        for chosen in combinations(range(count), size):
+            table = [([row[column] / whole for column in chosen], rest / whole) for row, rest, whole in rows]
+            found = _solve(table)
+            if found is None or min(found) < 0:
+                continue
+            cost = sum((sum(a * b for a, b in zip(row, found, strict=True)) - rest) ** 2 for row, rest in table)
+            if cost < least - 1e-12:
+                values = dict(zip(chosen, found, strict=True))
+                best, least = tuple(values.get(column, 0.0) for column in range(count)), cost
+    return best
+
+
+def _solve(table: Sequence[tuple[Sequence[float], float]]) -> list[float] | None:
+    """Least squares of one or two unknowns by their normal equations; None where rows do not tell them apart."""
+    if len(table[0][0]) == 1:
+        square = sum(row[0] ** 2 for row, _ in table)
+        return [sum(row[0] * rest for row, rest in table) / square] if square else None
+    aa, ab, bb = (sum(row[i] * row[j] for row, _ in table) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(row[i] * rest for row, rest in table) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-9 * aa * bb:
+        return None
+    return [(ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant]

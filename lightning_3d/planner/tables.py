@@ -1,0 +1,146 @@
+"""What the planner found, in words. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory import Memory
+from lightning_3d.planner.search import Candidate, Found
+from lightning_3d.planner.step_time import Step
+
+PARTS = ("compute", "communication", "host", "bubble", "data", "optimizer")
+"""What a step's seconds go to, as `Step` names it."""
+
+_MEANING = {
+    "compute": "computation",
+    "communication": "communication inside of layers",
+    "host": "starting kernels",
+    "bubble": "waiting for other stages",
+    "data": "reducing gradients",
+    "optimizer": "the optimizer",
+}
+
+
+def gigabytes(size: float) -> str:
+    """Of bytes, as vendors count them."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def memory_table(memory: Memory) -> str:
+    """What the bytes of a rank are for, one line each."""
+    rows = {**asdict(memory), "all": memory.total}
+    return "\n".join(f"  {name:<12} {gigabytes(size):>10}" for name, size in rows.items())
+
+
+def margin(memory: Memory, machine: Machine) -> str:
+    """The share of a GPU that a rank is predicted to fill, and what stays free."""
+    free = machine.memory - memory.total
+    return f"{memory.total / machine.memory:.0%} of {gigabytes(machine.memory)}, {gigabytes(free)} free"
+
+
+def describe(job: Job) -> str:
+    """Keys of `parallelism` that make this job."""
+    words = [f"parallelism={job.layout.name}", f"micro_batch_size={job.micro_batch}", f"zero_stage={job.zero}"]
+    if job.layout.pp > 1:
+        words.append(f"schedule={job.schedule}")
+    if job.recompute != "none":
+        words.append(f"recompute={job.recompute}")
+    if job.layout.tp > 1 and not job.sequence_parallel:
+        words.append("sequence_parallel=false")
+    if job.layout.order != ("tp", "cp", "pp", "dp"):
+        words.append(f"order=[{','.join(job.layout.order)}]")
+    return " ".join([words[0], *(f"parallelism.{word}" for word in words[1:])])
+
+
+def tokens_per_second(candidate: Candidate) -> float:
+    """Of all GPUs."""
+    job = candidate.job
+    return job.global_batch * job.seq / candidate.step.seconds
+
+
+def share_of_peak(candidate: Candidate, gpus: int, peak: float) -> float:
+    """Model FLOPs of a step, as papers count them, divided by the peak in 16 bits."""
+    job = candidate.job
+    return job.model.model_flops(job.seq) * tokens_per_second(candidate) / gpus / peak
+
+
+def reason(candidate: Candidate, first: Candidate) -> str:
+    """What a candidate loses to the first: the part of a step that is longer by most, and how much of the difference that is."""
+    if candidate is first:
+        return "the fastest"
+    longer = {part: _seconds(candidate.step, part) - _seconds(first.step, part) for part in PARTS}
+    worst = max(longer, key=longer.__getitem__)
+    text = f"{_MEANING[worst]}: {longer[worst]:+.3g} s"
+    if candidate.job.recompute != first.job.recompute and worst == "compute":
+        text += f", with recompute={candidate.job.recompute} to fit"
+    return text
+
+
+def _seconds(step: Step, part: str) -> float:
+    return float(getattr(step, part))
+
+
+def found_table(found: Found, machine: Machine) -> str:
+    """The best candidates, one row each."""
+    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "of GPU", "GB free", "loses by")
+    rows = [head]
+    for one in found.best:
+        job = one.job
+        rows.append(
+            (
+                job.layout.name,
+                job.schedule if job.layout.pp > 1 else "-",
+                str(job.micro_batch),
+                str(job.zero),
+                job.recompute,
+                f"{one.step.seconds:.3g}",
+                f"{tokens_per_second(one):,.0f}",
+                f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
+                f"{one.memory.total / 1e9:.0f}",
+                f"{one.memory.total / machine.memory:.0%}",
+                f"{(machine.memory - one.memory.total) / 1e9:.0f}",
+                reason(one, found.best[0]),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
+    """A candidate as plain values."""
+    job = candidate.job
+    return {
+        "layout": job.layout.name,
+        "order": list(job.layout.order),
+        "schedule": job.schedule,
+        "vp": job.layout.vp,
+        "micro_batch_size": job.micro_batch,
+        "micro_batches": job.micro_batches,
+        "zero_stage": job.zero,
+        "recompute": job.recompute,
+        "sequence_parallel": job.sequence_parallel,
+        "arguments": describe(job),
+        "seconds": candidate.step.seconds,
+        "seconds_of": {part: _seconds(candidate.step, part) for part in PARTS},
+        "tokens_per_second": tokens_per_second(candidate),
+        "mfu": share_of_peak(candidate, machine.gpus, machine.peak),
+        "bytes": candidate.memory.total,
+        "bytes_free": machine.memory - candidate.memory.total,
+        "memory_share": candidate.memory.total / machine.memory,
+        "bytes_of": asdict(candidate.memory),
+    }
+
+
+Table = list[list[str]]
+
+
+def table(head: Sequence[str], rows: Table) -> list[str]:
+    """Lines of a Markdown table whose columns are aligned."""
+    cells = [list(head), *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = ["| " + " | ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

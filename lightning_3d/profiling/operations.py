@@ -1,0 +1,321 @@
+"""What operations of a model cost on the machine at hand: matrix products, attention, operations bound by memory, the optimizer,
+collectives, and a few of the model's blocks. Runs in every rank at the same time, as in training; `planner.profiled` reads the result.
+
+On a GPU an operation is timed between two CUDA events of its stream, on a CPU by the clock. Every number is the median of some
+repetitions and then of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.models.families import read_spec
+from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.tracing.memory import SavedTensors
+from lightning_3d.training.module import transformers_config
+
+if TYPE_CHECKING:
+    from lightning_3d.profiling.shapes import Shapes
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+_LONG_SECONDS = 0.5
+"""What takes longer is measured once."""
+_COPIED = {"cuda": (1 << 26, 1 << 29), "cpu": (1 << 22, 1 << 25)}
+"""Bytes of copies, and of collectives at most: larger than what caches hold."""
+_STEPPED = {"cuda": (1 << 24, 1 << 27), "cpu": (1 << 18, 1 << 21)}
+"""Parameters that an optimizer steps."""
+_FEW_TOKENS = 16
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+Entry = dict[str, Any]
+
+
+def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
+    """Measure on this rank, together with all others; the same answer on each."""
+    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", local) if accelerator == "gpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        meter = _Meter(device, shapes.repeats)
+        own = [*_products(shapes, meter), *_attention(shapes, meter), *_memory_bound(shapes, meter), *_optimizer(meter)]
+        own += _blocks(shapes, meter)
+        together = _collectives(shapes, meter)
+        content = _about(device, ranks) | {"precision": shapes.precision, "operations": _middle([*own, *together])}
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"Three blocks of the model with {shapes.micro_batch} x {shapes.seq} tokens do not fit on one GPU"
+            f" ({torch.cuda.get_device_name(device)}). Profile with a smaller parallelism.micro_batch_size or data.sequence_length."
+        ) from error
+    finally:
+        dist.destroy_process_group()
+    return content
+
+
+def _about(device: torch.device, ranks: int) -> dict[str, Any]:
+    import transformers
+
+    import lightning_3d
+
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    versions = {"lightning_3d": lightning_3d.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    if device.type == "cuda":
+        free, memory = torch.cuda.mem_get_info(device)
+        context = float(memory - free - torch.cuda.memory_reserved(device))
+        name = torch.cuda.get_device_name(device)
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
+        name, context = f"CPU, {torch.get_num_threads()} threads a rank", 0.0
+    about = {"device": device.type, "name": name, "memory": memory, "context": context, "ranks": ranks, "ranks_per_node": per_node}
+    return {**about, "versions": versions}
+
+
+class _Meter:
+    """Times operations on a device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self._repeats = repeats
+
+    def empty(self, *sizes: int, dtype: torch.dtype) -> Tensor:
+        """Random numbers: products of zeros need less power, and run faster, on some GPUs."""
+        return torch.randn(sizes, device=self.device, dtype=dtype)
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        """Of an action, when all ranks do it: the median of some repetitions, after two others."""
+        action()
+        self._wait()
+        started = time.perf_counter()
+        action()
+        self._wait()
+        long = torch.tensor([time.perf_counter() - started > _LONG_SECONDS], dtype=torch.int32, device=self.device)
+        dist.all_reduce(long)  # ranks must do the same number of collectives, and begin together
+        times = list(self._events(action) if self.device.type == "cuda" else self._clock(action, 1 if long else self._repeats))
+        return statistics.median(times)
+
+    def _clock(self, action: Callable[[], Any], repeats: int) -> Iterator[float]:
+        for _ in range(repeats):
+            started = time.perf_counter()
+            action()
+            yield time.perf_counter() - started
+
+    def _events(self, action: Callable[[], Any]) -> Iterator[float]:
+        """The stream is given all repetitions before it is waited for, so that the host's own time is not in between."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self._repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            action()
+            mark.record()
+        self._wait()
+        for before, after in zip(marks, marks[1:], strict=False):
+            yield before.elapsed_time(after) / 1e3
+
+    def host_seconds(self, action: Callable[[], Any]) -> float:
+        """Of an action whose kernels are so short that the host is what takes time."""
+        action()
+        self._wait()
+        times = []
+        for _ in range(self._repeats):
+            started = time.perf_counter()
+            action()
+            self._wait()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _products(shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """The matrix products of a block and of the output head, cut as by each degree, with a micro-batch of tokens and a quarter of it."""
+    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    matrices = [*model.attention, *model.mlp(model.ffn or model.expert_ffn), *model.mlp(model.expert_ffn if model.ffn else 0)]
+    sizes = {tuple(int(size) for size in matrix.local(tp)) for tp in shapes.degrees for matrix in matrices}
+    sizes.add((model.vocab, model.hidden))
+    found = []
+    for outputs, inputs in sorted(size for size in sizes if min(size) >= 1):
+        weight = meter.empty(outputs, inputs, dtype=dtype)
+        for tokens in _token_counts(shapes):
+            values = meter.empty(tokens, inputs, dtype=dtype)
+            seconds = meter.seconds(partial(F.linear, values, weight))
+            found.append({"kind": "matmul", "tokens": tokens, "outputs": outputs, "inputs": inputs, "seconds": seconds})
+    return found
+
+
+def _token_counts(shapes: Shapes) -> tuple[int, ...]:
+    tokens = shapes.micro_batch * shapes.seq
+    return tuple(sorted({max(1, tokens // 4), tokens}))
+
+
+def _attention(shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """Fused causal attention, forward and backward, with the heads of each degree. `flops` are counted as in `planner.work`."""
+    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    found = []
+    for tp in shapes.degrees:
+        heads, width = max(1, model.heads // tp), model.query_width // model.heads
+        inputs = [meter.empty(shapes.micro_batch, heads, shapes.seq, width, dtype=dtype).requires_grad_() for _ in range(3)]
+        flops = 3.5 * 4.0 * shapes.micro_batch * shapes.seq * (shapes.seq / 2) * heads * width
+        seconds = meter.seconds(partial(_attend, *inputs))
+        found.append({"kind": "attention", "heads": heads, "width": width, "flops": flops, "seconds": seconds})
+    return found
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    F.scaled_dot_product_attention(queries, keys, values, is_causal=True).sum().backward()
+
+
+def _memory_bound(shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """Copies, and products element by element of what a block has: bytes are read and written."""
+    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    found = []
+    for size in _COPIED[meter.device.type]:
+        source = torch.ones(size, dtype=torch.uint8, device=meter.device)
+        target = torch.empty_like(source)
+        seconds = meter.seconds(partial(target.copy_, source))
+        found.append({"kind": "copy", "bytes": 2 * size, "seconds": seconds})
+    large = _COPIED[meter.device.type][1] // dtype.itemsize
+    for size in sorted({tokens * model.hidden for tokens in _token_counts(shapes)} | {large}):
+        left, right = meter.empty(size, dtype=dtype), meter.empty(size, dtype=dtype)
+        result = torch.empty_like(left)
+        seconds = meter.seconds(partial(torch.mul, left, right, out=result))
+        found.append({"kind": "elementwise", "bytes": 3 * size * dtype.itemsize, "seconds": seconds})
+    return found
+
+
+def _optimizer(meter: _Meter) -> list[Entry]:
+    """A step of AdamW on float32 master weights."""
+    found = []
+    for count in _STEPPED[meter.device.type]:
+        weights = meter.empty(count, dtype=torch.float32).requires_grad_()
+        weights.grad = torch.ones_like(weights)
+        step = torch.optim.AdamW([weights], lr=1e-4).step
+        found.append({"kind": "optimizer", "parameters": count, "seconds": meter.seconds(step)})
+    return found
+
+
+def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """Forward and backward of the user's model with one and with three of its blocks: a micro-batch, and few tokens, for the host."""
+    found = []
+    for layers in (1, 3):
+        config = with_layers(shapes.config, layers)
+        model = _build(config, shapes, meter.device)
+        for rows, seq in dict.fromkeys([(shapes.micro_batch, shapes.seq), (1, max(1, shapes.seq // 4))]):
+            step = _step(model, rows, seq, config["vocab_size"])
+            entry = {"kind": "model", "config": config, "tokens": rows * seq, "seq": seq, "kept": _kept(model, step, meter.device)}
+            found.append({**entry, "seconds": meter.seconds(step)})
+        few = min(_FEW_TOKENS, shapes.seq)
+        seconds = meter.host_seconds(_step(model, 1, few, config["vocab_size"]))
+        found.append({"kind": "host", "config": config, "tokens": few, "seq": few, "seconds": seconds})
+    return found
+
+
+def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A configuration with so many blocks, the first ones of the model where these differ."""
+    key = next(name for name in _LAYER_KEYS if name in config)
+    whole, layers = config[key], min(layers, config[key])
+    by_layer = {name: value[:layers] for name, value in config.items() if isinstance(value, list) and len(value) == whole}
+    return {**config, **by_layer, key: layers}
+
+
+def _build(config: Mapping[str, Any], shapes: Shapes, device: torch.device) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            transformers_config(config), attn_implementation=shapes.attention, dtype=_DTYPES[shapes.precision]
+        )
+    for parameter in model.parameters():  # so that they do not count as what a step makes
+        parameter.grad = torch.zeros_like(parameter)
+    return model.train()
+
+
+def _step(model: torch.nn.Module, rows: int, seq: int, vocabulary: int) -> Callable[[], None]:
+    device = next(model.parameters()).device
+    tokens = torch.randint(0, vocabulary, (rows, seq), device=device)
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return step
+
+
+def _kept(model: torch.nn.Module, step: Callable[[], None], device: torch.device) -> float:
+    """Bytes of a step at their most, beside parameters and gradients: on a CPU those that the backward pass keeps."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return float(torch.cuda.max_memory_allocated(device) - before)
+    saved = SavedTensors(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
+    with saved:
+        step()
+    return float(saved.peak)
+
+
+def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """All kinds in groups inside of a node and in groups with one rank of each node, with small and large messages."""
+    ranks, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
+    placed: dict[str, Sequence[list[int]]] = {"node": nodes, "between": [list(column) for column in zip(*nodes, strict=True)]}
+    tokens = shapes.micro_batch * shapes.seq
+    hidden = _architecture(shapes.config).hidden * _DTYPES[shapes.precision].itemsize
+    largest = _COPIED[meter.device.type][0]
+    sizes = sorted({1 << 12, min(largest, tokens * hidden), largest})
+    found = []
+    for placement, groups in placed.items():
+        mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+        count = dist.get_world_size(mine)
+        for size in sizes if count > 1 else ():
+            for name, action in _kinds(size, mine, meter).items():
+                entry = {"kind": "collective", "name": name, "placement": placement, "ranks": count, "bytes": size}
+                found.append({**entry, "seconds": meter.seconds(action)})
+    return found
+
+
+def _kinds(size: int, group: Any, meter: _Meter) -> dict[str, Callable[[], Any]]:
+    """The collectives on `size` bytes in all, by name; `send`: half of the ranks send to the next one."""
+    count, rank = dist.get_world_size(group), dist.get_rank(group)
+    part = max(1, size // 4 // count)
+    whole, own = meter.empty(part * count, dtype=torch.float32), meter.empty(part, dtype=torch.float32)
+    other = torch.empty_like(whole)
+    ranks = dist.get_process_group_ranks(group)
+
+    def send() -> None:
+        if rank % 2 == 0 and rank + 1 < count:
+            dist.send(whole, ranks[rank + 1], group=group)
+        elif rank % 2 == 1:
+            dist.recv(other, ranks[rank - 1], group=group)
+
+    return {
+        "all_gather": lambda: all_gather_flat(whole, own, group).wait(),
+        "reduce_scatter": lambda: reduce_scatter_flat(own, whole, group).wait(),
+        "all_reduce": lambda: all_reduce_flat(whole, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send": send,
+    }
+
+
+def _middle(own: list[Entry]) -> list[Entry]:
+    """For every entry the median of all ranks' seconds."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [entry["seconds"] for entry in own])
+    return [{**entry, "seconds": statistics.median(times)} for entry, *times in zip(own, *everywhere, strict=True)]
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    return Architecture.from_spec(read_spec(config))

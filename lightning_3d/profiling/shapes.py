@@ -1,0 +1,30 @@
+"""Shapes of the operations that a profile measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured.
+
+    Attributes:
+        config: fields of a Transformers configuration.
+        degrees: of tensor parallelism whose products are measured.
+        micro_batch, seq: rows and tokens of a micro-batch.
+        repeats: of each operation.
+    """
+
+    config: Mapping[str, Any]
+    attention: str | None
+    precision: str
+    degrees: tuple[int, ...]
+    micro_batch: int
+    seq: int
+    repeats: int

@@ -1,0 +1,88 @@
+"""The place of this process among ranks that torchrun or SLURM started, and messages that one of them prints. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.ranks.rendezvous import CHOSEN_VARIABLE
+
+
+def refuse(error: Lightning3DError, outside: OutsideRank | None = None) -> int:
+    """Print why, once for all ranks, and return the exit code."""
+    print_once(f"lightning_3d: {error}", outside, file=sys.stderr)
+    return error.exit_code
+
+
+def print_once(text: str, outside: OutsideRank | None, file: Any = None) -> None:
+    """Print unless another rank does."""
+    if outside is None or outside.rank == 0:
+        print(text, file=file, flush=True)
+
+
+_NOT_IN_SLURM_STEP = ("bash", "interactive")
+
+
+@dataclass(frozen=True)
+class OutsideRank:
+    """This process as a rank that somebody else started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launcher: str
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.world_size // self.local_world_size)
+
+
+def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | None:
+    """The rank that torchrun or SLURM (srun) made of this process; None when it was started by hand.
+
+    Raises:
+        ConfigError: the variables contradict each other.
+    """
+    try:
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            world = int(environment["WORLD_SIZE"])
+            local = int(environment.get("LOCAL_WORLD_SIZE", world))
+            return OutsideRank(
+                int(environment["RANK"]), int(environment.get("LOCAL_RANK", 0)), world, local, "torchrun"
+            )
+        in_step = "SLURM_STEP_ID" in environment and environment.get("SLURM_JOB_NAME") not in _NOT_IN_SLURM_STEP
+        if in_step and "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
+            nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", 1)))
+            world = int(environment["SLURM_NTASKS"])
+            local_rank = int(environment.get("SLURM_LOCALID", 0))
+            return OutsideRank(int(environment["SLURM_PROCID"]), local_rank, world, max(1, world // nodes), "slurm")
+    except ValueError as error:
+        raise ConfigError(
+            f"The launcher's variables RANK, WORLD_SIZE and their like must be whole numbers: {error}."
+        ) from error
+    return None
+
+
+def set_master_address(outside: OutsideRank) -> None:
+    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: SLURM's ranks derive them from the job.
+
+    Raises:
+        ConfigError: srun was started in a way that Lightning refuses.
+    """
+    if outside.launcher == "slurm" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
+        try:
+            cluster = SLURMEnvironment()
+        except RuntimeError as error:  # options of srun that Lightning does not take
+            raise ConfigError(str(error)) from error
+        if nodes := os.environ.get("SLURM_STEP_NODELIST"):  # a step may have fewer nodes than its job
+            os.environ.setdefault("MASTER_ADDR", cluster.resolve_root_node_address(nodes))
+        if "MASTER_PORT" not in os.environ:
+            os.environ[CHOSEN_VARIABLE] = str(cluster.main_port)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = cluster.main_address, str(cluster.main_port)

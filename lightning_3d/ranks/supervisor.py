@@ -1,0 +1,335 @@
+"""Starts the ranks of a run on this machine, and ends them all when one fails.
+
+`launch` is the supervisor. It runs in the process that the user started, imports the heavy libraries once and forks the
+ranks from it, which starts eight of them in about a second instead of twenty; where a fork is not safe (CUDA, threads)
+they are fresh interpreters. Under torchrun and SLURM the ranks exist already: `outside_rank` says which one this
+process is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_3d.ranks.boards import FOLDER_VARIABLE, FolderBoard
+from lightning_3d.ranks.failure import Failure, silent_end
+from lightning_3d.ranks.process_ties import belong_to, tied_interpreters
+from lightning_3d.ranks.reporter import FailureReporter
+
+SAVE_SECONDS = 300.0
+"""How long ranks may take to end after SIGTERM or SIGINT to the run: they finish a step and save. Whoever sent it may have less
+patience; a second signal ends them at once."""
+
+GRACE_SECONDS = 8.0
+"""How long ranks may take to end by themselves after SIGTERM, before SIGKILL."""
+
+_SETTLE_SECONDS = 2.0
+_TEARDOWN_SECONDS = 5.0
+_LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        exit_code: for this process to end with; 128 + n after signal n.
+        message: what to tell the user; None after success or a signal.
+    """
+
+    exit_code: int
+    message: str | None = None
+
+
+@dataclass
+class Ranks:
+    """The ranks of one machine, as processes.
+
+    Args:
+        job: called in every rank; at module level, so that fresh interpreters find it.
+        arguments: of the job; pickled for fresh interpreters.
+        count: number of ranks.
+        logs: folder for what ranks other than 0 print.
+        fork: fork the ranks from this process instead of starting fresh interpreters.
+        threads: of each rank; None leaves torch's own choice.
+    """
+
+    job: Callable[..., None]
+    arguments: tuple[Any, ...]
+    count: int
+    logs: Path
+    fork: bool
+    threads: int | None = None
+    processes: list[BaseProcess] = field(default_factory=list)
+    ended: dict[int, tuple[float, int]] = field(default_factory=dict)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def start(self, board: Path) -> None:
+        """Start all ranks. They have an environment like torchrun's, each its own process group."""
+        context = multiprocessing.get_context("fork" if self.fork else "spawn")
+        if self.fork:
+            gc.collect()
+            gc.freeze()  # what is imported never changes: keep the collector from touching, thereby copying, its pages
+        port = self.held.enter_context(_reserved_port())
+        with tied_interpreters() if not self.fork else contextlib.nullcontext():
+            for rank in range(self.count):
+                environment = rank_environment(rank, self.count, port) | {FOLDER_VARIABLE: str(board)}
+                arguments = (self.job, self.arguments, environment, self.logs, self.threads, os.getpid())
+                process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}")  # type: ignore[attr-defined]
+                process.start()
+                self.processes.append(process)
+                with contextlib.suppress(OSError):  # the rank does so itself; whoever comes first
+                    os.setpgid(process.pid or 0, process.pid or 0)
+
+    @property
+    def running(self) -> list[int]:
+        return [rank for rank in range(len(self.processes)) if rank not in self.ended]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a rank ends, at most some seconds, and record which have ended."""
+        sentinels = [self.processes[rank].sentinel for rank in self.running]
+        connection.wait(sentinels, seconds)
+        for rank in self.running:
+            code = self.processes[rank].exitcode
+            if code is not None:
+                self.ended[rank] = (time.time(), code)
+
+    def send(self, signal_number: int) -> None:
+        """Send a signal to the ranks that run, and to what they started."""
+        for rank in self.running:
+            pid = self.processes[rank].pid or 0
+            with contextlib.suppress(ProcessLookupError):
+                try:
+                    os.killpg(pid, signal_number)
+                except ProcessLookupError:  # a fresh interpreter that does not lead its group yet
+                    os.kill(pid, signal_number)
+
+    def tell(self, signal_number: int) -> None:
+        """Send a signal to the ranks alone: the loader's workers must go on until the ranks have finished their step."""
+        for rank in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid or 0, signal_number)
+
+    def stop(self, grace: float = GRACE_SECONDS) -> None:
+        """SIGTERM, some seconds to obey, SIGKILL."""
+        self.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while self.running and time.monotonic() < deadline:
+            self.wait(0.2)
+        self.send(signal.SIGKILL)
+        while self.running:
+            self.wait(1.0)
+        for process in self.processes:  # what ranks started that ended by themselves
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def launch(
+    job: Callable[..., None],
+    arguments: tuple[Any, ...],
+    count: int,
+    *,
+    logs: Path,
+    fork: bool,
+    threads: int | None = None,
+    grace: float = GRACE_SECONDS,
+) -> Outcome:
+    """Run `job(*arguments)` in `count` ranks on this machine until all have ended.
+
+    The first rank that fails ends the run: the others get SIGTERM and after `grace` seconds SIGKILL. SIGINT and SIGTERM
+    are passed on. Should this process be killed, the kernel kills the ranks (Linux).
+
+    Args:
+        logs: folder where ranks other than 0 write what they print, as `rank_N.log`; rank 0 prints to the terminal.
+        fork: see `Ranks`; `can_fork` says whether this process may.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    board = Path(tempfile.mkdtemp(prefix=".failures_", dir=logs))
+    ranks = Ranks(job, arguments, count, logs, fork, threads)
+    try:
+        with _signals() as received:
+            ranks.start(board)
+            while ranks.running:
+                ranks.wait(0.2)
+                if received:
+                    return _interrupted(ranks, received, grace)
+                if _has_failed(ranks, FolderBoard(board)):
+                    return _failed(ranks, FolderBoard(board), grace)
+        return Outcome(0)
+    finally:
+        if ranks.running:
+            ranks.stop(0.0)
+        ranks.held.close()
+        shutil.rmtree(board, ignore_errors=True)
+
+
+def can_fork() -> bool:
+    """Whether ranks may be forked from this process: it has a single thread, which the fork keeps.
+
+    CUDA in the parent is excluded by the caller, who knows the accelerator.
+    """
+    tasks = Path("/proc/self/task")
+    return tasks.is_dir() and len(list(tasks.iterdir())) == 1 and threading.active_count() == 1
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
+    """Pass a signal on, let the ranks end in order, and report what a shell expects."""
+    number = received[0]
+    if number in (signal.SIGINT, signal.SIGTERM):
+        ranks.tell(number)
+        if number == signal.SIGINT:
+            words = "lightning_3d: SIGINT: the ranks finish their step and save. A second Ctrl-C ends them at once."
+            print(words, file=sys.stderr, flush=True)
+        deadline = time.monotonic() + SAVE_SECONDS
+        while ranks.running and time.monotonic() < deadline and len(received) == 1:
+            ranks.wait(0.2)
+            if ranks.ended:  # they end together
+                deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
+        if len(ranks.ended) == ranks.count and not any(code for _, code in ranks.ended.values()):
+            return Outcome(0)  # the run was over before the signal came to its ranks
+    ranks.stop(grace if len(received) == 1 else 0.0)
+    return Outcome(128 + number)
+
+
+def _has_failed(ranks: Ranks, board: FolderBoard) -> bool:
+    """A rank ended badly, or posted a failure and does not come to an end."""
+    if any(code != 0 for _, code in ranks.ended.values()):
+        return True
+    return any(time.time() - post.time > _TEARDOWN_SECONDS for post in board.all())
+
+
+def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
+    """End the run and find the cause."""
+    dead = [(when, rank, code) for rank, (when, code) in ranks.ended.items() if code != 0]
+    if all(code > 0 for _, _, code in dead):  # lost peers may end before the rank that failed had its say
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while ranks.running and all(post.lost_peer for post in board.all()) and time.monotonic() < deadline:
+            ranks.wait(0.1)
+    ranks.stop(grace)
+    posts = board.all()
+    words = {post.rank for post in posts}
+    for when, rank, code in dead:
+        if rank not in words:
+            posts.append(Failure(rank, 1, _silent_end(ranks, rank, code), False, when))
+    causes = sorted(posts, key=lambda post: (post.lost_peer, post.time))
+    told = None if causes[0].exit_code > 128 and causes[0].lost_peer else causes[0].message(ranks.count)  # a signal to one rank ended all
+    return Outcome(causes[0].exit_code, told)
+
+
+def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
+    """What can be said of a rank that ended without a word."""
+    log = ranks.logs / f"rank_{rank}.log"
+    tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if log.is_file() else ""
+    return silent_end(code) + (f" The end of {log}:\n{tail}" if tail else "")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of obeying them."""
+    received: list[int] = []
+
+    def collect(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that nobody else is given before rank 0 listens on it.
+
+    Bound but not listening, with SO_REUSEADDR on both sides, it stays free for rank 0 alone.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+# What follows runs in the ranks.
+
+
+def _run_rank(
+    job: Callable[..., None],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    logs: Path,
+    threads: int | None,
+    supervisor: int,
+) -> None:
+    """The life of a rank. Ends with the exit code of its failure; the supervisor shows it."""
+    belong_to(supervisor)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.update(environment)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    reporter = FailureReporter(FolderBoard(Path(environment[FOLDER_VARIABLE])), rank, world_size)
+    if rank > 0:
+        _redirect_output(logs / f"rank_{rank}.log")
+    if threads is not None:
+        _limit_threads(threads)
+    code = reporter.run(lambda: job(*arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _redirect_output(path: Path) -> None:
+    """Send standard output and error, also those of libraries in C++, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _limit_threads(threads: int) -> None:
+    """Several ranks share this machine's cores."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)

@@ -1,0 +1,136 @@
+"""The last lines of a run that ended early: where it stopped, what is saved, and the command that resumes it. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from lightning_3d.runs.metrics_file import column, read_rows
+from lightning_3d.runs.status import RunStatus
+from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in, steps_of
+from lightning_3d.storage.remote_path import Place, RemotePath, place
+
+_PLACE_KEYS = ("hydra.run.dir", "trainer.resume", "trainer.auto_resume")
+_BARE = re.compile(r"[\w/.@%+-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Newest:
+    """A checkpoint that a run left.
+
+    Attributes:
+        step: optimizer step.
+        in_folder: `trainer.auto_resume` finds it by itself.
+    """
+
+    path: Place
+    step: int
+    in_folder: bool
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """How a run was started by hand.
+
+    Attributes:
+        program: words before the arguments.
+        overrides: of `train`; None for `lightning-3d run`, which repeats a configuration file.
+    """
+
+    program: tuple[str, ...]
+    overrides: tuple[str, ...] | None = None
+
+    @classmethod
+    def of_train(cls, overrides: Sequence[str]) -> CommandLine:
+        """This process's, as `train`."""
+        script = Path(sys.argv[0])
+        program = ("python", sys.argv[0]) if script.name == "train.py" else (*_program(script), "train")
+        return cls(program, tuple(overrides))
+
+    @classmethod
+    def of_run(cls) -> CommandLine:
+        """This process's, as `run`."""
+        return cls((*_program(Path(sys.argv[0])), "run"))
+
+    def resume(self, folder: Path, newest: Newest) -> str:
+        """The command that goes on from a checkpoint, quoted for a shell."""
+        if self.overrides is None:
+            words = [str(folder / "config.yaml"), "--resume", *([] if newest.in_folder else [str(newest.path)])]
+        else:
+            kept = [word for word in self.overrides if word.partition("=")[0].lstrip("+") not in _PLACE_KEYS]
+            again = [f"hydra.run.dir={hydra_value(str(folder))}", "trainer.auto_resume=true"]
+            words = [*kept, *(again if newest.in_folder else [f"trainer.resume={hydra_value(str(newest.path))}"])]
+        return shlex.join([*self.program, *words])
+
+
+def _program(script: Path) -> tuple[str, ...]:
+    return ("lightning-3d",) if script.name == "lightning-3d" else ("python", "-m", "lightning_3d")
+
+
+def hydra_value(text: str) -> str:
+    """A string as a value of a Hydra override, quoted where its grammar would read something else."""
+    if _BARE.fullmatch(text):
+        return text
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
+
+
+def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, launcher: str | None) -> list[str]:
+    """What to print of a run that was interrupted or failed.
+
+    Args:
+        folder: of the run. config: its configuration.
+        status: how it ended.
+        command: how it was started; None where nothing is known of that.
+        launcher: torchrun or slurm, which have to start the resumed run too; None: nobody.
+    """
+    code = status.exit_code or 0
+    how = f"was stopped by {Signals(code - 128).name}" if code > 128 else "failed"
+    steps = column(read_rows(folder / "metrics.csv"), "step")
+    where = f"after step {round(steps[-1])} of {config['trainer']['max_steps']}" if steps else "before the first step ended"
+    lines = [f"lightning_3d: the run {how} {where}"]
+    newest = newest_of(folder, config, since=status.started)
+    if newest is None:
+        return [*lines, "  checkpoint: none was written"]
+    lines.append(f"  checkpoint: {newest.path} (step {newest.step})")
+    if command is not None:
+        by = f" (start it with {launcher} as before)" if launcher is not None else ""
+        lines.append(f"  resume{by}: {command.resume(folder, newest)}")
+    return lines
+
+
+def newest_of(folder: Path, config: Mapping[str, Any], since: float) -> Newest | None:
+    """The complete checkpoint with the most steps that a run left; None where there is none, or nothing can be looked at.
+
+    Args:
+        since: seconds since the epoch. Outside the run folder older checkpoints may be those of another run.
+    """
+    found = []
+    for where, is_own in _places(folder, config):
+        try:
+            for path in checkpoints_in(where)[:1]:
+                if is_own or _written(path) >= since:
+                    found.append(Newest(path, steps_of(path), is_own or isinstance(path, RemotePath)))
+        except (OSError, ValueError):
+            continue
+    return max(found, key=lambda one: one.step, default=None)
+
+
+def _places(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Place, bool]]:
+    """Where the run writes checkpoints, and whether that is its own place in its folder."""
+    own = folder / "checkpoints"
+    yield own, True
+    for entry in (config.get("callbacks") or {}).values():
+        named = (entry or {}).get("dirpath")
+        if named and place(str(named)) != own:
+            yield place(str(named)), False
+
+
+def _written(checkpoint: Place) -> float:
+    manifest = checkpoint / MANIFEST
+    return manifest.modified() if isinstance(manifest, RemotePath) else manifest.stat().st_mtime

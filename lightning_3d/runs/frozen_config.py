@@ -1,0 +1,65 @@
+"""The frozen `config.yaml` of a run folder: reading it, and moving it to another folder. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_3d.config.keys import explain_value
+from lightning_3d.errors import ConfigError
+from lightning_3d.runs.folder import CONFIG_FILE
+
+_WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
+_READ_FROM_ANYWHERE = ("resume",)
+
+
+def read_frozen(path: Path) -> dict[str, Any]:
+    """The configuration in a file, as dicts and lists.
+
+    Raises:
+        ConfigError: no file, no YAML, or no configuration of a run.
+    """
+    not_complete = f"{path} is no complete configuration of a run"
+    hint = f"lightning-3d run takes the {CONFIG_FILE} that a run leaves in its folder, not that in .hydra; lightning-3d train composes one."
+    try:
+        path.read_text("utf-8")
+        content = OmegaConf.load(path)  # as Hydra reads numbers: 1e-5 is a word for other readers of YAML
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The configuration {path} cannot be read: not a text.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    except OSError as error:
+        if error.strerror is None:  # OmegaConf: a number or a word alone
+            raise ConfigError(f"{not_complete}: it has no keys. {hint}") from error
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    try:
+        plain = OmegaConf.to_container(content, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{not_complete}: {explain_value(error)} {hint}") from error
+    if not isinstance(plain, dict) or not plain.get("run_folder"):
+        raise ConfigError(f"{not_complete}: it names no run_folder. {hint}")
+    return {str(key): value for key, value in plain.items()}
+
+
+def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same run in another folder: paths of what it writes that lie in the old one move along, what it reads stays."""
+    old = str(config["run_folder"]).rstrip("/")
+
+    def moved(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: moved(entry, name) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [moved(entry) for entry in value]
+        inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/")) and key not in _READ_FROM_ANYWHERE
+        return f"{folder}{value[len(old) :]}" if inside else value
+
+    return config | {group: moved(config.get(group)) for group in _WRITE_TO_FOLDER if group in config} | {"run_folder": str(folder)}
+
+
+def frozen_text(frozen: dict[str, Any]) -> str:
+    """A configuration as it stands in a run folder, for any reader of YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(frozen))

@@ -1,0 +1,198 @@
+"""The folder of a sweep, which belongs to one process at a time, and the folders of its jobs, which later starts find again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.runs.folder import CONFIG_FILE, SAME, candidates, holder_of, in_progress, missing_folders
+from lightning_3d.runs.frozen_config import frozen_text, move_to
+from lightning_3d.runs.status import FINISHED, RUNNING, read_status
+from lightning_3d.runs.sweep.jobs import LOG_FILE, Job
+from lightning_3d.storage.holder import Holder
+
+LOCK_FILE = ".sweep_lock"
+EARLIER = "earlier"
+"""Folder in the sweep's where the files of jobs that did not finish are kept when they begin again."""
+
+_LEFT_BY_PREPARATION = {CONFIG_FILE, LOG_FILE, ".hydra"}
+
+
+@dataclass
+class SweepFolder:
+    """A folder that belongs to the sweep of this process.
+
+    Attributes:
+        path: absolute.
+        created: folders that were made for it, outermost first.
+        before: names that were in it before.
+    """
+
+    path: Path
+    created: tuple[Path, ...]
+    before: frozenset[str]
+    lock: TextIO | None
+
+    @classmethod
+    def take(cls, path: Path, *, numbered: bool) -> SweepFolder:
+        """Make a folder this sweep's own for as long as this process lives. It may hold an earlier start of the same sweep.
+
+        Args:
+            path: wanted.
+            numbered: where another sweep is at work in it, take the first of path_1, path_2, ... that is free.
+
+        Raises:
+            ConfigError: another sweep is at work there, or nothing can be written.
+        """
+        path = path.absolute()
+        for place in candidates(path, numbered=numbered):
+            try:
+                return cls._take(place)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ConfigError(f"The sweep folder {place} cannot be used: {error.strerror}. Set hydra.sweep.dir.") from error
+        other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
+        if holder is None:
+            raise ConfigError(f"Another sweep is at work in {path}. Wait until it ends, or {other}.")
+        raise ConfigError(f"Another sweep is at work in {path} ({holder.describe()}). {holder.what_to_do(other)}")
+
+    @classmethod
+    def _take(cls, path: Path) -> SweepFolder:
+        created = missing_folders(path)
+        path.mkdir(parents=True, exist_ok=True)
+        before = frozenset(entry.name for entry in path.iterdir())
+        lock = (path / LOCK_FILE).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however this process ends
+        except BlockingIOError:
+            lock.close()
+            raise
+        except OSError:  # a file system without locks, as some clusters mount them
+            pass
+        Holder.this_process().write(lock.fileno())
+        return cls(path, created, before, lock)
+
+    def close(self, *, used: bool) -> None:
+        """Let go of the folder; one in which no job was to run goes back to what it was."""
+        if self.lock is None:
+            return
+        if not used:
+            for entry in self.path.iterdir():
+                if entry.name not in self.before:
+                    shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+            for folder in reversed(self.created):
+                try:
+                    folder.rmdir()
+                except OSError:  # something else is in it
+                    break
+        self.lock.close()
+        self.lock = None
+
+
+def is_finished(job: Job) -> bool:
+    """Whether an earlier start of the sweep finished this very job.
+
+    Raises:
+        ConfigError: the folder holds a finished run of another configuration, or a run that goes on.
+    """
+    status = read_status(job.folder)
+    if status is None:
+        return False
+    if status.status == RUNNING and in_progress(job.folder):
+        holder = holder_of(job.folder)
+        who = f" ({holder.describe()}). {holder.what_to_do('set hydra.sweep.dir to another folder')}" if holder is not None else "."
+        raise ConfigError(f"{job.folder} holds a run that is in progress{who}")
+    if status.status != FINISHED:
+        return False
+    difference = first_difference(_moved(_config_in(job.folder), job.folder), _as_read(job.config))
+    if difference is None:
+        return True
+    raise ConfigError(
+        f"{job.folder} holds a finished run with another configuration: {difference}. Set hydra.sweep.dir to a new folder for this"
+        " sweep, or repeat the command line of the earlier one."
+    )
+
+
+def prepare(sweep: Path, job: Job) -> Path | None:
+    """Make a job's folder ready to be started: its configuration is there, and nothing of an earlier run.
+
+    What an earlier run left that did not finish is moved to `earlier/` in the sweep's folder, unless the job goes on from it
+    (`trainer.auto_resume`).
+
+    Returns:
+        where it was moved; None where there was nothing.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    try:
+        moved = None if _goes_on(job) else _put_aside(sweep, job.folder)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in job.hydra_files.items():
+            (job.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (job.folder / name).write_text(text, encoding="utf-8")
+        (job.folder / CONFIG_FILE).write_text(frozen_text(job.config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The run folder {job.folder} cannot be made: {error.strerror}. Set hydra.sweep.subdir.") from error
+    return moved
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether the job would go on where an earlier try of it was."""
+    trainer, old = job.config.get("trainer"), _config_in(job.folder)
+    if not (isinstance(trainer, dict) and trainer.get("auto_resume") and isinstance(old, dict)):
+        return False
+    new = _as_read(job.config)
+    return all(old.get(group) == new.get(group) for group in SAME)
+
+
+def _put_aside(sweep: Path, folder: Path) -> Path | None:
+    if not folder.exists() or {entry.name for entry in folder.iterdir()} <= _LEFT_BY_PREPARATION - {LOG_FILE}:
+        return None
+    name = folder.name
+    place = sweep / EARLIER / name
+    number = 0
+    while place.exists():
+        number += 1
+        place = sweep / EARLIER / f"{name}_{number}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(folder, place)
+    return place
+
+
+def _config_in(folder: Path) -> Any:
+    try:
+        return yaml.safe_load((folder / CONFIG_FILE).read_text("utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+
+
+def _as_read(config: dict[str, Any]) -> Any:
+    return yaml.safe_load(frozen_text(config))
+
+
+def _moved(config: Any, folder: Path) -> Any:
+    """The configuration as it would be there: the sweep's folder may have been moved since."""
+    return move_to(config, folder) if isinstance(config, dict) and config.get("run_folder") else config
+
+
+def first_difference(old: Any, new: Any, key: str = "") -> str | None:
+    """The first key in which two configurations differ, with both values; None when they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}, key=str):
+            inner = f"{key}.{name}" if key else str(name)
+            if name not in old or name not in new:
+                return f"{inner} is only in the {'new' if name in new else 'old'} one"
+            found = first_difference(old[name], new[name], inner)
+            if found is not None:
+                return found
+        return None
+    return None if old == new else f"{key} was {old!r} and is {new!r}"

@@ -1,0 +1,178 @@
+"""How the jobs of a sweep are started and waited for: one interface, and the engine that uses this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.ranks.failure import silent_end
+from lightning_3d.ranks.process_ties import belong_to
+from lightning_3d.ranks.supervisor import GRACE_SECONDS, SAVE_SECONDS
+from lightning_3d.runs.sweep.jobs import Job
+
+_POLL_SECONDS = 0.5
+_END_SECONDS = 2 * GRACE_SECONDS + 4.0  # a run that is interrupted gives its ranks GRACE_SECONDS twice
+_CANNOT_START = 126
+
+
+@dataclass(frozen=True)
+class Began:
+    """A job was started, or handed to whoever will start it. `where` says more for the user, or nothing."""
+
+    job: Job
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Going:
+    """A job is still running: a chance to show how far it is."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job has ended. `reason` says what the exit code does not, where the engine knows it."""
+
+    job: Job
+    exit_code: int
+    reason: str | None = None
+
+
+Event = Began | Going | Ended
+
+
+class Engine(Protocol):
+    """Starts jobs and tells what becomes of them."""
+
+    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+        """Run all jobs, in any order and as many at once as the engine likes: one `Began` and one `Ended` for each, any number of
+        `Going` between them. A job that fails does not stop the others.
+
+        When the generator is closed, or an `Interrupted` reaches it, it ends what it started and only then returns or raises.
+        """
+
+
+class Interrupted(BaseException):
+    """This process received a signal that ends the sweep."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises `Interrupted` wherever this process is; later ones do not disturb the end.
+
+    Where something swallows it, or makes another error of it, it is raised at the end.
+    """
+    received: list[int] = []
+
+    def obey(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise Interrupted(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, obey) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received and not isinstance(sys.exc_info()[1], Interrupted):
+            raise Interrupted(received[0])
+
+
+class LocalEngine:
+    """Fresh processes on this machine, which print into the folders of their jobs and never outlive this process (Linux).
+
+    Args:
+        at_once: jobs that run at the same time; None is all.
+
+    Raises:
+        ConfigError: not a whole number of at least 1.
+    """
+
+    def __init__(self, at_once: int | None = 1) -> None:
+        check_sizes(**{"hydra.launcher.jobs_at_once": at_once})
+        self._at_once = at_once
+
+    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+        waiting = deque(jobs)
+        running: dict[Job, subprocess.Popen[bytes]] = {}  # jobs compare by identity
+        try:
+            while waiting or running:
+                while waiting and (self._at_once is None or len(running) < self._at_once):
+                    job = waiting.popleft()
+                    yield Began(job)
+                    try:
+                        running[job] = _start(job)
+                    except OSError as error:
+                        yield Ended(job, _CANNOT_START, f"it cannot be started: {error.strerror} ({error.filename}).")
+                for job in list(running):
+                    code = _wait(running[job], _POLL_SECONDS / len(running))
+                    if code is None:
+                        yield Going(job)
+                    else:
+                        del running[job]
+                        yield Ended(job, code if code >= 0 else 128 - code, silent_end(code) if code < 0 else None)
+        except BaseException as error:
+            _end(list(running.values()), error.number if isinstance(error, Interrupted) else signal.SIGTERM)
+            raise
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    """Start a job in a process group of its own, so that a Ctrl-C at the terminal reaches it through the sweep only."""
+    parent = os.getpid()
+    with job.log.open("ab") as log:
+        return subprocess.Popen(
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=job.work_folder,
+            env={**os.environ, **job.environment},
+            preexec_fn=lambda: belong_to(parent),
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    return None
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Pass a signal on, and kill what does not end in time: after SIGTERM runs save first. The ranks of a run die with the process that
+    started them."""
+    for process in processes:
+        _send(process, number)
+    deadline = time.monotonic() + _END_SECONDS + (SAVE_SECONDS if number == signal.SIGTERM else 0.0)
+    for process in processes:
+        if _wait(process, max(0.0, deadline - time.monotonic())) is None:
+            _send(process, signal.SIGKILL)
+            process.wait()
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the process alone: it passes the signal on to its ranks itself. SIGKILL goes to its whole group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)

@@ -1,0 +1,125 @@
+"""What a job came to, read from its folder. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.runs.metrics_file import column, read_rows
+from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED, read_status
+from lightning_3d.runs.sweep.jobs import Checked, Entry, Job, Skipped
+
+SKIPPED = "skipped"
+CHECKED = "checked"
+NOT_STARTED = "not started"
+
+FINAL = ("loss", "val_loss", "grad_norm")
+TYPICAL = ("tokens_per_second", "step_seconds", "bubble")
+LARGEST = ("memory",)
+METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
+
+_LOG_TAIL_BYTES = 64_000
+_OURS = "lightning_3d: "
+_WARNINGS = (f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
+_HINT = "Set the environment variable HYDRA_FULL_ERROR"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of the table.
+
+    Attributes:
+        numbers: by name of `METRICS`; those that do not exist are left out. Losses are those of the last step that has them, speeds
+            the median over steps without the first, so the bubble, over those that were traced; memory is the most of any of these;
+            `seconds` from the start of the run to its end.
+        before: an earlier start of the same sweep finished it.
+        layout: its name, where the configuration has one.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    status: str
+    exit_code: int | None = None
+    reason: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    folder: Path | None = None
+    before: bool = False
+    layout: str = ""
+
+    @classmethod
+    def of(cls, entry: Entry) -> Outcome:
+        """An entry that has not run."""
+        if isinstance(entry, Skipped):
+            return cls(entry.number, entry.overrides, SKIPPED, 2, entry.reason)
+        if isinstance(entry, Checked):
+            return cls(entry.number, entry.overrides, CHECKED, 0, entry.description)
+        group = entry.config.get("parallelism")
+        layout = group.get("layout") if isinstance(group, dict) else None
+        return cls(entry.number, entry.overrides, NOT_STARTED, folder=entry.folder, layout=str(layout or ""))
+
+    def ended(self, exit_code: int, reason: str = "") -> Outcome:
+        """The same job when it has run, with what its folder says."""
+        assert self.folder is not None
+        status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code in (130, 143, 129) else FAILED
+        if status == FAILED and not reason:
+            reason = reason_in_log(self.folder / "job.log")
+        return replace(self, status=status, exit_code=exit_code, reason=reason, numbers=read_numbers(self.folder))
+
+    def objective(self, metric: str | None) -> float | None:
+        """What a sweeper optimizes; without a name the validation loss, or the training loss where there is no validation."""
+        if metric is None:
+            return self.numbers.get("val_loss", self.numbers.get("loss"))
+        return self.numbers.get(metric)
+
+
+def finished_before(job: Job) -> Outcome:
+    """The outcome of a job that an earlier start of the sweep finished."""
+    return replace(Outcome.of(job).ended(0), before=True)
+
+
+def check_metric(name: str) -> None:
+    """Raises ConfigError for a number that no job has."""
+    if name not in METRICS:
+        near = did_you_mean(str(name), METRICS)
+        raise ConfigError(f'hydra.launcher.metric: there is no number "{name}".{near} There are {listed(METRICS)}.')
+
+
+def read_numbers(folder: Path) -> dict[str, float]:
+    """The numbers of a run: of its `metrics.csv`, and its duration."""
+    rows = read_rows(folder / "metrics.csv")
+    numbers = {}
+    for name in FINAL:
+        values = column(rows, name)
+        if values:
+            numbers[name] = values[-1]
+    for name in TYPICAL:
+        values = column(rows[1:] or rows, name)  # the first step also warms up
+        if values:
+            numbers[name] = statistics.median(values)
+    for name in LARGEST:
+        values = column(rows, name)
+        if values:
+            numbers[name] = max(values)
+    status = read_status(folder)
+    if status is not None and status.seconds is not None:
+        numbers["seconds"] = status.seconds
+    return numbers
+
+
+def reason_in_log(log: Path) -> str:
+    """Why a job ended, in a line, from what it printed: the last message of ours, with the error that follows it."""
+    if not log.is_file():
+        return ""
+    lines = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines()
+    ends = [number for number, line in enumerate(lines) if line.startswith(_OURS)]
+    starts = [number for number in ends if not lines[number].startswith(_WARNINGS)]
+    if not starts:
+        return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_HINT)), "")
+    first = starts[-1]
+    following = [number for number in ends if number > first]
+    said = [line.strip() for line in lines[first : following[0] if following else len(lines)] if line.strip()]
+    message = said[0].removeprefix(_OURS)
+    return f"{message} {said[-1]}" if message.endswith(":") and len(said) > 1 else message

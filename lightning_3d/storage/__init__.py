@@ -1,0 +1,1 @@
+"""Paths and URLs, locks, and the names of checkpoints. Imports no torch."""

@@ -1,0 +1,5 @@
+"""`Lightning3DStrategy`, which builds the model of a rank from the packages below and runs its steps."""
+
+from lightning_3d.strategy.strategy import Lightning3DStrategy
+
+__all__ = ["Lightning3DStrategy"]

@@ -1,0 +1,249 @@
+"""What Lightning asks a strategy about checkpoints. Each hook hands over to `checkpoint`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.checkpoint import (
+    BATCHES,
+    ORDERS,
+    CheckpointStore,
+    LocalState,
+    Names,
+    describe_optimizer,
+    load_optimizer,
+    load_weights,
+    local_states,
+    saved_generators,
+    share_groups,
+    take_groups,
+)
+from lightning_3d.checkpoint.outcome import SaveOutcome
+from lightning_3d.checkpoint.space import require_space
+from lightning_3d.compat.lightning import finished_requeue
+from lightning_3d.compat.lightning_data import go_on_in_data
+from lightning_3d.compat.lightning_signals import name_end
+from lightning_3d.compat.transformers import describe_models
+from lightning_3d.config.options.nonfinite import IGNORE
+from lightning_3d.errors import ConfigError, NonFiniteError
+from lightning_3d.layout.layout import Layout
+from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.ranks.failure import ending_signal
+from lightning_3d.strategy.collective_hooks import TrainerCollectives
+from lightning_3d.strategy.data_order import orders_in, resumed_orders
+from lightning_3d.strategy.lightning_callbacks import averages, restore_average, without_average
+from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, trained_weights
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class TrainerCheckpoints(TrainerCollectives):
+    """A strategy whose checkpoints are folders that every layout reads."""
+
+    layout: Layout | None
+    schedule: str
+    _store: CheckpointStore
+    _backend: DataParallelBackend | None
+    _group_names: Names
+    _resumed_from: tuple[Tensor | None, float | None] | None = None
+    _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
+    _at_once: bool = False
+    guard: StepGuard
+    _check_space: bool = True
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """Where every parameter of this rank lies in the whole model: `ShardSpec` by full parameter name."""
+        raise NotImplementedError
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
+        raise NotImplementedError
+
+    def _has_failed_alone(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Parameters exist only after setup; they are filled in place."""
+        return True
+
+    @property
+    def save_outcome(self) -> SaveOutcome:
+        """The latest good and the latest failed checkpoint of the latest fit."""
+        return self._store.outcome
+
+    def _local_state(self) -> LocalState:
+        assert self.lightning_module is not None
+        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend, self.root_device)
+
+    def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
+        """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
+        folders = [str(folder) for folder in (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks) if folder]
+        for folder in folders:
+            if "/file:/" in folder:
+                raise ConfigError(f"Lightning takes file://... for a relative path ({folder}). Write dirpath without file://.")
+        self._store.hold(self.broadcast(folders))
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
+
+    def _exists(self, callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> bool:
+        """In the place of `ModelCheckpoint.file_exists`, by which it finds a name that is free."""
+        self._store.wait()
+        return type(callback).file_exists(callback, *args, **kwargs)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Class and hyper parameters; every rank writes the tensors of its part itself."""
+        return describe_optimizer(optimizer, self._group_names)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Where the storage fails during a fit, training goes on and says so; the end of the fit decides (`on_train_end`)."""
+        if self._has_failed_alone():
+            warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
+            return
+        if storage_options is not None:
+            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
+        assert self.layout is not None and self.lightning_module is not None
+        about = {
+            "layout": self.layout.name,
+            "schedule": self.schedule,
+            "zero_stage": self.zero_stage,
+            "precision": str(self.precision_plugin.precision),
+            "transformers": describe_models(self.lightning_module),
+        }
+        trainer = self.lightning_module.trainer
+        if not self._has_finite_weights(trainer, filepath):
+            return
+        checkpoint = without_average(trainer, checkpoint)
+        checkpoint = share_groups(checkpoint, self._require_mesh())
+        checkpoint[BATCHES] = trainer.num_training_batches
+        checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
+        told_to_end = isinstance(sys.exception(), SIGTERMException)  # its exit code stays, whatever becomes of the save
+        must = (trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING) and not told_to_end
+        now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
+
+    def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
+        """Whether the weights of a fit may be saved. Raises NonFiniteError where they are not finite; warns where the fit has failed."""
+        if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._backend is None:
+            return True
+        try:
+            require_finite_weights(trained_weights(trainer.lightning_module, self._backend), self.root_device, filepath)
+        except NonFiniteError as error:
+            if trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            rank_zero_warn(str(error))
+            return False
+        return True
+
+    @contextmanager
+    def saving_at_once(self) -> Iterator[None]:
+        """Saves in here are complete when they return: what follows may end the process."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
+        checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
+        batches, orders = checkpoint.pop(BATCHES, None), checkpoint.pop(ORDERS, None)
+        if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        restore_average(self.lightning_module.trainer, checkpoint)
+        self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
+        self._resumed_orders = resumed_orders(orders, int(checkpoint.get("epoch", 0)))
+        return take_groups(checkpoint, self._group_names)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_weights(checkpoint, self._local_state(), strict=strict)
+        assert self.lightning_module is not None
+        if self.zero_stage < 3 and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
+            checkpoint.update(local_states(checkpoint, self._local_state()))
+        if self.optimizers and self._backend is not None:
+            self._backend.refresh_master_weights()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._backend is not None
+        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self._backend)
+
+    @override
+    def on_train_start(self) -> None:
+        """After a resume: the data loader stands where it stood, and so do the random number generators."""
+        resumed, self._resumed_from = self._resumed_from, None
+        if self.lightning_module is None:
+            return
+        trainer = self.lightning_module.trainer
+        if resumed is not None:
+            self._go_on_in_data(trainer, *resumed)
+        if self._check_space:  # here, where callbacks know what an earlier fit has left there
+            require_space(trainer, self.lightning_module, self.specs, self._require_mesh(), self._backend)
+
+    def _go_on_in_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
+        """Continue the epoch of a checkpoint where it was."""
+
+        def restore_generators() -> None:
+            self._local_state().restore_generators(generators)
+            for order in orders_in(trainer.train_dataloader):
+                order.restore_own()
+
+        go_on_in_data(trainer, batches, restore_generators)
+        self._resumed_orders = iter(())  # loaders that are made again later begin an epoch
+
+    @override
+    def on_train_end(self) -> None:
+        """The fit is not over before its last save is.
+
+        Raises:
+            NotSaved: that save failed, and no checkpoint as new is whole.
+        """
+        self._store.wait()
+        self._store.outcome.require_saved()
+
+    def _tell_end(self, exception: BaseException) -> None:
+        """Say at which step a fit stopped that ends early, what is saved, and how to resume it."""
+        assert self.lightning_module is not None
+        trainer, outcome = self.lightning_module.trainer, self._store.outcome
+        if isinstance(exception, SIGTERMException):
+            name_end(trainer, exception)
+        number, missing, saved = ending_signal(exception), outcome.missing, outcome.saved
+        if number is None and saved is None:
+            return
+        lines = [f"{signal.Signals(number).name if number else 'Failed'}: the fit stopped after step {trainer.global_step}."]
+        if missing is not None:
+            lines.append(f"The checkpoint {missing.path} could not be written: {missing.reason}")
+        if saved is None:
+            lines.append("No checkpoint was written.")
+        else:
+            lines.append(f"The newest checkpoint is {saved.path} (step {saved.step}).")
+            lines.append(f'Resume with trainer.fit(..., ckpt_path="{saved.path}").')
+        rank_zero_info("\n".join(lines))
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._store.remove(filepath)

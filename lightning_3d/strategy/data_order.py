@@ -1,0 +1,275 @@
+"""The order of samples of one process, shared out to data-parallel ranks.
+
+Lightning gives the loaders of a distributed strategy a `DistributedSampler`, which shuffles by its own seed and so in another order than
+the loader does on one process. Here every rank draws the order that the loader's own sampler gives, from random number generators in the
+state they have on one process, and data rank r of R reads samples r, r + R, r + 2R, ... of it: global batch k holds the rows of batch k
+of one process with the same global batch.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lightning_3d.checkpoint.rng_state import read_generators, set_generators
+from lightning_3d.errors import DataError
+from lightning_3d.parallel.random_streams import global_seed
+
+_STATE_BYTES = 64 * 1024
+_HOST = torch.device("cpu")
+
+DISTRIBUTED = "distributed"
+"""In the place of a state: the order of Lightning's DistributedSampler, in which checkpoints without a state were saved."""
+
+
+class OneProcessOrder(DistributedSampler[Any]):
+    """One data-parallel rank's samples of the order that a sampler gives on one process.
+
+    Of generators that differ between ranks when an epoch begins (a data set that draws random numbers moves them unequally) all take rank
+    0's. Where they are equal, drawing the order moves them as it does on one process.
+
+    Args:
+        sampler: of the user's loader.
+        data: the data set that the sampler was made for.
+        drop_last: of the user's loader; else the first samples are repeated until all ranks have as many.
+        device: where small tensors for collectives live.
+        seed: of the order `DISTRIBUTED`.
+
+    Communicates when it is made and in `set_epoch`, which Lightning calls on all ranks, unless the sampler is sequential. Iterating
+    communicates nothing.
+
+    Attributes:
+        checksum: of the order drawn last, equal on all ranks that read the same data; 0 before.
+
+    Raises:
+        DataError: the sampler has no length.
+    """
+
+    def __init__(
+        self, sampler: Any, data: Any, *, num_replicas: int, rank: int, drop_last: bool, device: torch.device, seed: int
+    ) -> None:
+        try:
+            length = len(sampler)
+        except TypeError:
+            raise DataError(
+                f"The sampler {type(sampler).__name__} has no __len__, so its samples cannot be shared out to data-parallel ranks. Give it"
+                " one, or set Trainer(use_distributed_sampler=False) and let it return the samples of its own rank."
+            ) from None
+        super().__init__(range(length), num_replicas, rank, shuffle=False, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+        self.sampler = sampler
+        self.checksum = 0
+        self._device = device
+        self._data = data
+        self._start: str | None = None
+        self._given: str | None = None
+        self._own_then: str | None = None
+        self._common: dict[str, Any] = {}
+        self._after: str | None = None
+        self._meet()
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order()
+        while order and len(order) < self.total_size:
+            order += order[: self.total_size - len(order)]
+        yield from order[self.rank : self.total_size : self.num_replicas]
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._given = None
+        super().set_epoch(epoch)
+        if callable(getattr(self.sampler, "set_epoch", None)):
+            self.sampler.set_epoch(epoch)
+        self._meet()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed epoch has the same order."""
+        return {"epoch": self.epoch, "start": self._start, "own": _own_state(self.sampler)}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Draw the order of epoch `state["epoch"]` from where it was drawn before; all later ones as usual."""
+        self.epoch, self._given, self._own_then = state["epoch"], state["start"], state["own"]
+        self.restore_own()
+
+    def restore_own(self) -> None:
+        """Put the sampler's own generator where it was when the checkpoint was saved."""
+        if self._own_then is not None:
+            _set_own_state(self.sampler, self._own_then)
+
+    def _meet(self) -> None:
+        """Remember the states of rank 0's generators that other ranks do not share."""
+        self._after = None
+        self._common = {} if isinstance(self.sampler, SequentialSampler) else _unequal_states(_read(self.sampler), self._device)
+
+    def _order(self) -> list[Any]:
+        if isinstance(self.sampler, SequentialSampler):
+            return list(self.sampler)
+        order = self._distributed_order() if self._given == DISTRIBUTED else self._drawn_order()
+        self.checksum = _checksum(order)
+        return order
+
+    def _drawn_order(self) -> list[Any]:
+        """A loader that is read a second time in an epoch draws on from where the first reading ended: other ranks may have drawn
+        other random numbers since, and a resumed epoch must find the same."""
+        mine = _read(self.sampler)
+        first = self._after is None
+        earlier = self._after if not first else self._given
+        start = earlier or json.dumps(json.loads(mine) | self._common)
+        _set(self.sampler, start)
+        order = list(self.sampler)
+        self._after = _read(self.sampler)
+        if first:
+            self._start = start
+        before, drawn_from = json.loads(mine), json.loads(start)
+        own_again = {name: before[name] for name in before if before[name] != drawn_from[name]}
+        _set(self.sampler, mine if earlier is not None and earlier != mine else json.dumps(json.loads(self._after) | own_again))
+        return order
+
+    def _distributed_order(self) -> list[Any]:
+        """The order that Lightning's samplers would give this epoch."""
+        before = _read(self.sampler)
+        order = list(self.sampler)
+        if _read(self.sampler) == before:
+            return order  # nothing random, so it is the order of before
+        _set(self.sampler, before)
+        known = isinstance(self.sampler, RandomSampler)
+        rank_zero_warn(
+            "The checkpoint does not say from which random numbers the order of its epoch was drawn. "
+            + ("This epoch goes on in the order of Lightning's DistributedSampler, which is right for checkpoints of"
+               " lightning_3d before this was saved and of Lightning's DDP, with the same seed." if known else
+               f"Some samples of {type(self.sampler).__name__} may be read twice in this epoch, and others not at all.")
+            + " Later epochs are as on one process."
+        )
+        if not known:
+            return order
+        return torch.randperm(len(self._data), generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+
+def sampler_maker(device: torch.device, resumed: Callable[[], dict[str, Any] | None]) -> Callable[..., OneProcessOrder]:
+    """The function with which `keep_sample_order` makes the sampler of each data loader.
+
+    Args:
+        device: of this rank.
+        resumed: returns the state that the next sampler of a training loader resumes, if any.
+    """
+
+    def make(sampler: Any, dataset: Any, *, training: bool, **arguments: Any) -> OneProcessOrder:
+        order = OneProcessOrder(sampler, dataset, **arguments, device=device, seed=global_seed())
+        state = resumed() if training else None
+        if state is not None:
+            order.resume(state)
+        return order
+
+    return make
+
+
+def orders_in(loaders: Any) -> list[OneProcessOrder]:
+    """The samplers of this kind in loaders in any nesting."""
+    samplers = (getattr(loader, "sampler", None) for loader in tree_leaves(loaders))
+    return [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)]
+
+
+def require_equal_orders(loaders: Any, device: torch.device) -> None:
+    """Refuse ranks that drew different orders, which would read some samples twice and others not at all.
+
+    One all-reduce over all ranks. Raises DataError on all of them.
+    """
+    orders = [order for order in orders_in(loaders) if not isinstance(order.sampler, SequentialSampler)]
+    if not orders or not dist.is_initialized():
+        return
+    checksums = torch.tensor([order.checksum for order in orders], dtype=torch.int64, device=device)
+    extremes = torch.cat([checksums, -checksums])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    highest, lowest = extremes[: len(orders)], -extremes[len(orders) :]
+    differing = next((order for order, differs in zip(orders, (highest != lowest).tolist(), strict=True) if differs), None)
+    if differing is not None:
+        raise DataError(
+            f"The sampler {type(differing.sampler).__name__} gives the ranks different orders of the samples. Every rank must draw the same"
+            " order, of which the strategy gives it its part: seed the sampler alike on all ranks, and do not read the loader on one rank"
+            " only when an epoch begins. A sampler that returns the samples of its own rank needs Trainer(use_distributed_sampler=False)."
+        )
+
+
+def reset_unequal_generators(reset: Callable[[], Any], device: torch.device) -> None:
+    """Reset the generators that not all ranks have in the same state; others stay as they are. Two small collectives over all ranks.
+
+    Args:
+        reset: puts all generators where `seed_everything` had put them.
+        device: where tensors for collectives live.
+    """
+    before = json.loads(_read(None))
+    unequal = _unequal_states(json.dumps(before), device)
+    if unequal:
+        reset()
+        after = json.loads(_read(None))
+        _set(None, json.dumps(before | {name: after[name] for name in unequal}))
+
+
+def resumed_orders(saved: Sequence[dict[str, Any] | None] | None, epoch: int) -> Iterator[dict[str, Any] | None]:
+    """What the samplers of the training loaders `resume`, one after the other, from the entry of a checkpoint.
+
+    Args:
+        saved: None for a checkpoint without it.
+        epoch: in which the checkpoint was saved.
+    """
+    if saved is not None:
+        yield from saved
+        return
+    while True:
+        yield {"epoch": epoch, "start": DISTRIBUTED, "own": None}
+
+
+def _checksum(order: list[Any]) -> int:
+    try:
+        return zlib.crc32(array("q", order))
+    except (TypeError, OverflowError):  # a data set may have keys that are no numbers
+        return zlib.crc32(repr(order).encode())
+
+
+def _unequal_states(mine: str, device: torch.device) -> dict[str, Any]:
+    """Rank 0's states of those generators that do not have it on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    row = torch.frombuffer(bytearray(mine.encode().ljust(_STATE_BYTES)), dtype=torch.uint8).to(device)
+    dist.broadcast(row, 0)
+    own, common = json.loads(mine), json.loads(bytes(row.tolist()))
+    unequal = torch.tensor([own[name] != common[name] for name in sorted(own)], dtype=torch.int32, device=device)
+    dist.all_reduce(unequal, op=dist.ReduceOp.MAX)
+    return {name: common[name] for name, differs in zip(sorted(own), unequal.tolist(), strict=True) if differs}
+
+
+def _read(sampler: Any) -> str:
+    """States of all generators that a sampler may draw from, by name."""
+    states = json.loads(bytes(read_generators(_HOST).tolist()))
+    return json.dumps(states | {"own": _own_state(sampler)})
+
+
+def _set(sampler: Any, states: str) -> None:
+    set_generators(torch.frombuffer(bytearray(states.encode()), dtype=torch.uint8), _HOST)
+    own = json.loads(states)["own"]
+    if own is not None:
+        _set_own_state(sampler, own)
+
+
+def _own_state(sampler: Any) -> str | None:
+    generator = getattr(sampler, "generator", None)
+    return base64.b64encode(bytes(generator.get_state().tolist())).decode() if isinstance(generator, torch.Generator) else None
+
+
+def _set_own_state(sampler: Any, state: str) -> None:
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(list(base64.b64decode(state)), dtype=torch.uint8))

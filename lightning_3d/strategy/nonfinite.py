@@ -1,0 +1,186 @@
+"""A loss or a gradient norm that is not finite: what the run does then. Imports torch only when a step has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from lightning_3d.config.options.nonfinite import IGNORE, STOP, check_nonfinite
+from lightning_3d.errors import NonFiniteError, listed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lightning_3d.layout.layout import Layout
+    from lightning_3d.parallel.zero import DataParallelBackend
+
+
+MOST_SKIPPED = 100
+"""Optimizer steps that are skipped one after the other before a run stops: by then it is the weights, not the data."""
+
+_MOST_NAMED = 8
+"""Ranks that a message lists."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The places where values are not finite, the same on every rank.
+
+    Attributes:
+        data: data-parallel ranks whose own part of the loss is not finite.
+        ranks: ranks whose part of the reduced gradient is not finite.
+        weights: ranks whose weights are not finite.
+    """
+
+    data: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+
+
+class StepGuard:
+    """Judges every optimizer step before its weights change.
+
+    The loss and the gradient norm that it reads are the same on all ranks, so that all decide alike without sending anything.
+
+    Args:
+        how: "stop" ends the run, "skip" leaves the optimizer step out, "ignore" steps as with any other gradient.
+
+    Attributes:
+        skipped: steps of this fit that were left out.
+    """
+
+    def __init__(self, how: str = STOP) -> None:
+        check_nonfinite("nonfinite", how)
+        self.how = how
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the fit before."""
+        self.skipped = self._in_a_row = 0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the batches of the step before."""
+        self.loss: float | None = None
+        self.lost_here = False
+
+    def note(self, loss: float, weight: float, lost_here: bool) -> None:
+        """Look at the loss of one batch. A batch without any target has no loss: that is no failure of the model.
+
+        Args:
+            weight: target tokens of the global batch. lost_here: this rank's own part of the loss is not finite.
+        """
+        if weight > 0 and (self.loss is None or isfinite(self.loss)):
+            self.loss, self.lost_here = loss, lost_here
+
+    def accepts(self, norm: float) -> bool:
+        """Whether the optimizer may step with what all batches of the step made."""
+        finite = isfinite(norm) and (self.loss is None or isfinite(self.loss))
+        if finite:
+            self._in_a_row = 0
+        return finite or self.how == IGNORE
+
+    def refuse(self, step: int, norm: float, found: Found, layout: Layout, lr: float, precision: str) -> str:
+        """What to warn of a step that is skipped.
+
+        Args:
+            step: number of the step, 1 for the first. lr: learning rate of the step.
+
+        Raises:
+            NonFiniteError: the run is to stop, or has skipped too many steps in a row.
+        """
+        loss = "there is no loss" if self.loss is None else f"the loss is {self.loss:g}"
+        what = f"Step {step}: {loss} and the gradient norm is {norm:g}{_where(found, layout)}."
+        if self.how == STOP:
+            raise NonFiniteError(f"{what} {_before(step, found)} {_advice(lr, precision, found)}")
+        self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
+        if self._in_a_row >= MOST_SKIPPED:
+            raise NonFiniteError(f"{what} {MOST_SKIPPED} steps in a row were skipped. {_advice(lr, precision, found)}")
+        return f"{what} The optimizer skips it (skipped so far: {self.skipped})."
+
+
+def _where(found: Found, layout: Layout) -> str:
+    """The ranks to look at, where these are fewer than all."""
+    if 0 < len(found.data) < layout.dp:
+        return f" (not finite on data-parallel {_ranks(found.data)} of {layout.dp})"
+    if found.ranks and not found.data and len(found.ranks) < layout.world_size:
+        return f" (gradients not finite on {_ranks(found.ranks)} of {layout.world_size})"
+    return ""
+
+
+def _ranks(numbers: tuple[int, ...]) -> str:
+    shown = [*numbers[:_MOST_NAMED], *([f"{len(numbers) - _MOST_NAMED} more"] if len(numbers) > _MOST_NAMED else [])]
+    return f"rank{'s' * (len(numbers) > 1)} {listed(shown)}"
+
+
+def _before(step: int, found: Found) -> str:
+    """The state of the weights."""
+    if found.weights:
+        return "The weights are not finite since an earlier step."
+    return f"The optimizer did not take this step: the weights are those {f'after step {step - 1}' if step > 1 else 'of the start'}."
+
+
+def _advice(lr: float, precision: str, found: Found) -> str:
+    data = "" if found.weights else " Look at the data of this step."
+    wider = " Try a wider precision than bf16." if "bf16" in precision or precision == "fp8" else ""
+    return (
+        f"Go back to a checkpoint from before the loss rose, with a lower learning rate (now {lr:g}) or a longer warm-up.{data}{wider}"
+        " trainer.nonfinite=skip skips such steps, ignore trains on; in a script Lightning3DStrategy(nonfinite=...)."
+    )
+
+
+def find_nonfinite(guard: StepGuard, gradients: Iterable[Tensor], weights: Iterable[Tensor], layout: Layout, rank: int,
+                   device: torch.device) -> Found:  # fmt: skip
+    """Ask all ranks where values are not finite: one all-reduce. Only for a step that has failed, which all ranks know.
+
+    Args:
+        gradients, weights: those of this rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    flags = torch.zeros(layout.world_size, 3, device=device)
+    flags[rank] = torch.tensor([float(flag) for flag in (guard.lost_here, not all_finite(gradients), not all_finite(weights))])
+    dist.all_reduce(flags)
+    lost, ranks, bad = ([index for index, flag in enumerate(column) if flag] for column in flags.T.tolist())
+    return Found(tuple(sorted({layout.coordinates(one)["dp"] for one in lost})), tuple(ranks), tuple(bad))
+
+
+def trained_weights(module: nn.Module, backend: DataParallelBackend) -> list[Tensor]:
+    """This rank's part of the weights that are trained."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if shards := backend.weight_shards():
+        values = (value for shard in shards if shard.name in trained for value in shard.values.values())
+        return [value for value in values if not isinstance(value, (int, float))]
+    return list(trained.values())
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every element of all tensors is finite. Waits for the device once."""
+    import torch
+
+    flags = [torch.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
+    return not flags or bool(torch.stack(flags).all())
+
+
+def require_finite_weights(weights: Iterable[Tensor], device: torch.device, path: object) -> None:
+    """Before a checkpoint is written: one all-reduce of a number over all ranks.
+
+    Raises:
+        NonFiniteError: weights are not finite, on every rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    bad = torch.tensor(int(not all_finite(weights)), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(bad)
+    if bad.item():
+        raise NonFiniteError(
+            f"The checkpoint {path} was not written: the weights are not finite after the last optimizer step. Go back to an earlier"
+            " checkpoint, with a lower learning rate or a longer warm-up. trainer.nonfinite=ignore writes it nevertheless; in a script"
+            ' Lightning3DStrategy(nonfinite="ignore").'
+        )

@@ -1,0 +1,413 @@
+"""Before the first forward: a block of each kind whole, against the same block as it was rewritten for the ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_3d.compat.transformers import is_transformers_model
+from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.config.options.model import ModelOptions
+from lightning_3d.errors import Lightning3DError, PlanError, listed
+from lightning_3d.layout.layout import Layout
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.pipeline import assign_stages
+from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
+from lightning_3d.strategy.self_check.explain import Explanation, first_line
+from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
+from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
+from lightning_3d.strategy.self_check.noise import WithoutNoise
+from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall, remember
+from lightning_3d.strategy.self_check.stages import RewrittenModel
+from lightning_3d.weights.blueprint import isolated_generators
+
+_ROWS = 2
+_TOKENS = 512
+"""Of a micro-batch, as much as a check needs."""
+
+_SMALL = 2**24
+"""Parameters of a model of which all blocks are run, in the stages of training."""
+
+_SEEDS = (0, 1)
+"""A token on the border between two experts may go either way in a forward that rounds otherwise: what is wrong is wrong with both."""
+
+
+class SelfCheck:
+    """Checks a model once, when it is first called, and remembers that it did.
+
+    Args:
+        mode: "auto": unless the combination of model, plan, layout and versions is known to be right. "always". "never".
+        mesh: of the run. options: of the model. device: where it runs.
+
+    The check needs the memory of one block of each kind, whole, with its gradients, and of this rank's part of it.
+    """
+
+    def __init__(self, mode: str, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+        self._mode, self._mesh, self._device = mode, mesh, device
+        blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
+        self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind)
+        self._subject: _Subject | None = None
+        self._sizes: LocalSizes = {}
+        self._handles: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SelfCheck:
+        """A copied model (weight averaging) is the one that is checked."""
+        return self
+
+    def inspect(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None:
+        """Look at the whole model, before anything is cut, and decide on all ranks alike whether it is to be checked.
+
+        Args:
+            declared: the model says its plan itself.
+
+        Communicates: one small object from rank 0 to all.
+        """
+        layout = self._mesh.layout
+        if self._mode == "never" or layout.tp * layout.pp * layout.cp * layout.ep == 1:
+            return
+        if self._mode == "auto" and declared and is_verified(module, layout):
+            return
+        key = identity(module, plan, layout, [self._options.blocks.sequence_parallel, self._options.cp_kind])
+        known: list[LocalSizes | None] = [recall(key) if self._mode == "auto" and self._mesh.rank == 0 else None]
+        dist.broadcast_object_list(known, src=0)
+        if known[0] is not None:
+            self._sizes = known[0]
+            return
+        copied = copy_without_values(module)
+        apply_whole_config(copied)
+        blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
+        unnamed = modules_to_try(copied, plan, layout.tp) if layout.tp > 1 else []
+        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed)
+
+    def attach(self, module: nn.Module) -> None:
+        """Let this rank's part of the model be checked at its first call; where it was checked before, set what was found then."""
+        apply_local_sizes(module, self._sizes)
+        subject = self._subject
+        if subject is None:
+            return
+        self._handles = [module.register_forward_pre_hook(self._before_first_call, with_kwargs=True)]
+        parts = dict(module.named_modules())
+        blocks = [f"{subject.plan.layers}.{index}" for index in range(subject.blocks)]
+        for name in dict.fromkeys([*blocks, *subject.unnamed]):
+            if parts.get(name) not in (None, module):
+                self._handles.append(parts[name].register_forward_pre_hook(self._passed_by))
+
+    def _before_first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        subject = self._take()
+        if subject is None:
+            return
+        started = time.monotonic()
+        with _own_context(self._device):
+            args, kwargs = self._example(subject, args, kwargs)
+            sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._mode == "always")
+        if sizes is None:
+            return
+        apply_local_sizes(module, sizes)
+        if self._mesh.rank == 0:
+            remember(subject.key, sizes, subject.model)
+        _say(subject, self._mesh.layout, sizes, time.monotonic() - started)
+
+    def _take(self) -> _Subject | None:
+        subject, self._subject = self._subject, None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return subject
+
+    def _passed_by(self, module: nn.Module, args: Any) -> None:
+        """A block runs and the model was not called: the step calls `model.forward`, or layers one by one, and so no hook of the model.
+
+        Raises:
+            PlanError: what the check would find is needed, or was asked for.
+        """
+        subject = self._take()
+        if subject is None:
+            return
+        how = f"the step runs the layers of {subject.model} without calling it, by model.forward(...) or one by one."
+        if subject.unnamed or self._mode == "always":
+            wanted = f", which says what '{subject.unnamed[0]}' needs on a rank" if subject.unnamed else ""
+            raise PlanError(
+                f"The self-check of {subject.model}{wanted}, cannot run: {how} Call the model itself, model(...), or use"
+                " self_check=never. Nothing was trained."
+            )
+        _print(f"self-check of {subject.model} left out: {how}")
+
+    def _example(self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A few rows of what the model is called with; with experts on several data-parallel ranks the same on all of them."""
+        layout = self._mesh.layout
+        # Copies: what an evaluation makes in inference mode cannot take part in a backward.
+        args, kwargs = _mapped((tuple(args), dict(kwargs)), _copied)
+        if is_transformers_model(subject.whole):
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+            kwargs |= {key: False for key in ("output_router_logits", "output_hidden_states", "use_cache") if key in kwargs}
+            args, kwargs = _shortened(args, kwargs, 2 * layout.tp * layout.cp)
+        rows = {tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.ndim}
+        if len(rows) == 1 and rows.pop() > _ROWS:
+            args, kwargs = _mapped((args, kwargs), lambda tensor: tensor[:_ROWS] if tensor.ndim else tensor)
+        if layout.ep > 1 and layout.dp > 1:
+            group = self._mesh.group("dp", "cp")
+            shared: list[Any] = [(_moved(args, "cpu"), _moved(kwargs, "cpu"))]
+            dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group=group)
+            args, kwargs = _moved(shared[0][0], self._device), _moved(shared[0][1], self._device)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is checked.
+
+    Attributes:
+        whole: a copy of the whole model, without values. model: name of its class. key: under which the result is remembered.
+        blocks: how many there are. unnamed: modules whose attributes on a rank are found by the check alone.
+    """
+
+    whole: nn.Module
+    plan: ParallelPlan
+    model: str
+    key: str
+    blocks: int
+    unnamed: list[str]
+
+
+def apply_whole_config(module: nn.Module) -> None:
+    """Turn off what a whole model computes beside its outputs, and ranks compute otherwise: the loss of its routers."""
+    config = getattr(module, "config", None)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # type: ignore[union-attr]
+
+
+class _Comparison:
+    """One check: the whole copy, and the copies that were partitioned and rewritten."""
+
+    def __init__(self, subject: _Subject, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+        self._subject, self._mesh, self._options, self._device = subject, mesh, options, device
+        self._plan, self._layout = subject.plan, mesh.layout
+        blocks = list(subject.whole.get_submodule(self._plan.layers).children()) if self._plan.layers else []
+        self._kinds = kinds_of(blocks)
+        self._kept: list[int] = []
+        self._stages: tuple[range, ...] | None = None  # as they are compared; None: one
+        if blocks:
+            self._kept, boundary = kept_blocks(self._kinds)
+            self._stages = (range(boundary), range(boundary, len(blocks)))
+        if blocks and sum(parameter.numel() for parameter in subject.whole.parameters()) <= _SMALL:
+            # What one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
+            self._kept = list(range(len(blocks)))
+            self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule).layers
+        self._tuples: dict[str, int] = {}
+        self._training = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> LocalSizes | None:
+        """The local sizes that were found. None: the whole model cannot be run here, which was said.
+
+        Raises:
+            PlanError: the rewritten model computes something else, on all ranks that share the model's stage.
+        """
+        reason = self._no_room()
+        too_large = reason is not None
+        if reason is None:
+            reason = self._run_whole(args, kwargs)
+        if reason is not None:
+            if must or (self._subject.unnamed and not too_large):
+                raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=never to train without it.")
+            _print(f"self-check of {self._subject.model} left out: {reason} `lightning-3d verify` tries a layout in small.")
+            return None
+        sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
+        sizes = self._for_all_blocks(sizes)
+        stages = self._stages if self._layout.pp > 1 else None
+        failure = self._compare_often(args, kwargs, sizes, stages)
+        if failure is None and self._can_train(args, kwargs):
+            self._training = True
+            failure = self._compare_often(args, kwargs, sizes, stages)
+        if failure is None:
+            return sizes
+        if isinstance(failure, Lightning3DError):
+            raise failure
+        explanation = Explanation(self._subject.model, self._plan, self._layout)
+        if stages is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
+            raise PlanError(explanation.of_stages(failure))
+        whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
+        raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
+
+    def _compare_often(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
+    ) -> Deviation | Exception | None:
+        failure: Deviation | Exception | None = None
+        for seed in _SEEDS:
+            failure = self._compare(args, kwargs, sizes, seed, stages)
+            if failure is None:
+                return None
+        return failure
+
+    def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a model of the user's own, whose code may do other things in training, can be compared in training too."""
+        if is_transformers_model(self._subject.whole):
+            return False
+        try:
+            return why_not_comparable(self._whole(0).train(), _floats(args), _floats(kwargs)) is None
+        except Exception:
+            return False
+
+    def _no_room(self) -> str | None:
+        """Why the check would not fit into this rank's memory; None where it does."""
+        left_out = self._left_out(self._subject.whole)
+        parameters = sum(p.numel() for name, p in self._subject.whole.named_parameters() if not name.startswith(left_out))
+        need = 4 * parameters * 4  # whole and local values with gradients, float32
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0]
+        else:
+            free = psutil.virtual_memory().available // max(1, self._layout.world_size)
+        if need <= free // 2:
+            return None
+        return f"a block of each kind takes about {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free for this rank."
+
+    def _left_out(self, whole: nn.Module) -> tuple[str, ...]:
+        layers = self._plan.layers
+        count = len(list(whole.get_submodule(layers).children())) if layers else 0
+        return tuple(f"{layers}.{index}." for index in range(count) if index not in self._kept) or ("\0",)
+
+    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Try the whole copy without most of its blocks, then with all. Why it cannot run; None: it can."""
+        error: Exception | None = None
+        every = list(range(sum(len(kind) for kind in self._kinds)))
+        for kept in (self._kept, every):
+            self._kept = kept
+            try:
+                return why_not_comparable(self._whole(0), _floats(args), _floats(kwargs))
+            except Exception as failed:
+                error = failed
+            if self._stages is not None and len(self._stages) == 2:
+                middle = len(every) // 2
+                self._stages = (range(middle), range(middle, len(every)))
+        return f"the whole model fails by itself ({type(error).__name__}: {first_line(error)})."
+
+    def _whole(self, seed: int) -> nn.Module:
+        whole = self._reduced()
+        fill(whole, {}, seed, self._device)
+        return whole.train(self._training)
+
+    def _reduced(self) -> nn.Module:
+        reduced = copy_without_values(self._subject.whole)
+        if self._plan.layers:
+            leave_out_blocks(reduced, self._plan, self._kept, self._tuples)
+        return reduced
+
+    def _compare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None
+    ) -> Deviation | Exception | None:
+        """What differs, or what the rewritten model raised; None: nothing. All ranks of the stage find the same."""
+        failure: Deviation | Exception | None = None
+        try:
+            whole, rewritten = self._whole(seed), self._rewritten(sizes, seed, stages)
+            outputs, gradients = largest_deviation(whole, rewritten, args, kwargs)
+            failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
+        except Exception as error:
+            failure = error
+        differs = torch.tensor([float(failure is not None)], device=self._device)
+        for group in self._groups():
+            dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
+        if failure is None and differs.item():
+            return Deviation("a parameter of another rank", float("nan"))
+        return failure
+
+    def _groups(self) -> Iterator[dist.ProcessGroup]:
+        if self._layout.tp * self._layout.cp > 1:
+            yield self._mesh.group("tp", "cp")
+        if self._layout.ep > 1:
+            yield self._mesh.expert_group
+            if self._layout.dp * self._layout.cp > 1:
+                yield self._mesh.group("dp", "cp")
+
+    def _rewritten(self, sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None) -> RewrittenModel:
+        model = RewrittenModel(
+            self._reduced(),
+            self._plan,
+            self._mesh,
+            self._options,
+            stages=stages,
+            seed=seed,
+            device=self._device,
+        )
+        for stage in model.modules():
+            apply_local_sizes(stage, sizes)
+            stage.train(self._training)
+        return model
+
+    def _for_all_blocks(self, sizes: LocalSizes) -> LocalSizes:
+        """What was found for one block of a kind holds for all of them."""
+        layers, everywhere = self._plan.layers, dict(sizes)
+        for kind in self._kinds:
+            for name, value in sizes.items():
+                prefix = f"{layers}.{kind[0]}."
+                if name.startswith(prefix):
+                    everywhere |= {f"{layers}.{index}.{name.removeprefix(prefix)}": value for index in kind}
+        return everywhere
+
+
+@contextmanager
+def _own_context(device: torch.device) -> Iterator[None]:
+    """Gradients, float32, no noise and no trace in random generators, whatever the caller's context."""
+    with (
+        isolated_generators(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        WithoutNoise(),
+    ):
+        yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return _mapped(value, lambda tensor: tensor.detach().to(device))
+
+
+def _floats(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(item, function) for item in value)
+    return value
+
+
+def _shortened(args: tuple[Any, ...], kwargs: dict[str, Any], multiple: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """At most so many tokens, a multiple of what ranks need, where all tensors are (batch, sequence, ...)."""
+    lengths = {tensor.shape[1] if tensor.ndim > 1 else -1 for tensor in tensors_of((args, kwargs))}
+    wanted = _TOKENS // multiple * multiple
+    if len(lengths) != 1 or -1 in lengths or lengths.pop() <= wanted or wanted == 0:
+        return args, kwargs
+    return _mapped(args, lambda tensor: tensor[:, :wanted]), _mapped(kwargs, lambda tensor: tensor[:, :wanted])
+
+
+def _say(subject: _Subject, layout: Layout, sizes: LocalSizes, seconds: float) -> None:
+    changed = ""
+    if sizes:
+        names = sorted({name.rpartition(".")[2] for name in sizes})
+        changed = f"; on a rank {listed(names)} {'is' if len(names) == 1 else 'are'} smaller"
+    _print(f"self-check of {subject.model}: as rewritten for {layout.name} it computes what it computes whole ({seconds:.1f} s){changed}")
+
+
+@rank_zero_only
+def _print(text: str) -> None:
+    print(f"lightning_3d: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What is said of a model that computes something else as it is rewritten: where it begins, and what it comes from most often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.errors import listed
+from lightning_3d.layout.layout import Layout
+from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, ParallelPlan
+from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, first_different
+from lightning_3d.strategy.self_check.stages import RewrittenModel
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Messages about one model in one layout.
+
+    Attributes:
+        model: name of its class.
+    """
+
+    model: str
+    plan: ParallelPlan
+    layout: Layout
+
+    def of_layers(
+        self, failure: Deviation | Exception, whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """A difference that tp, cp or ep makes. Runs both models again; all ranks that share the layers call this together."""
+        name = first_different(whole, rewritten, args, kwargs)
+        if name is None and isinstance(failure, Deviation) and failure.parameter:
+            name = failure.parameter.rpartition(".")[0]
+            if self.layout.tp > 1 and name and self.plan.cut_of(name) is None and self.plan.cut_of(failure.parameter) is None:
+                return f"{self._what(failure)} {self._partial(name)} {self._advice()}"
+        if name is None and isinstance(failure, Exception):
+            name = _innermost(rewritten, args, kwargs)
+        named = [key for named in (whole.named_modules(), whole.named_parameters()) for key, _ in named]
+        cuts = {key: cut.style for key in named if (cut := self.plan.cut_of(key)) is not None}
+        owner = _around(name or "", cuts)
+        where = f" The first module that differs is '{owner}' ({type(whole.get_submodule(owner)).__name__})." if owner else ""
+        return f"{self._what(failure)}{where} {self._cause(owner, cuts)} {self._advice()}"
+
+    def of_stages(self, failure: Deviation | Exception) -> str:
+        """A difference that only the pipeline makes."""
+        return (
+            f"{self._what(failure)} Without a pipeline it is right, so some module reads a value of an earlier stage other than the hidden"
+            " states: an embedding, a buffer, or an attribute that an earlier block has set. Pass everything on in the hidden states, or"
+            " use pp=1. Nothing was trained."
+        )
+
+    def _what(self, failure: Deviation | Exception) -> str:
+        if isinstance(failure, Exception):
+            error = f"{type(failure).__name__}: {first_line(failure)}"
+            return f"Self-check: {self.model} as it is rewritten for {self.layout.name} fails ({error})."
+        size = f" by {failure.error:.1e} (at most {LARGEST:g} is rounding)" if failure.error == failure.error else ""
+        return (
+            f"Self-check: {self.model} as it is rewritten for {self.layout.name} does not compute what it computes whole: {failure.what}"
+            f" differs{size}."
+        )
+
+    def _partial(self, name: str) -> str:
+        return (
+            f"Likely cause: '{name}' is whole on every rank, but used on each rank's own heads or columns, so that a rank has a part of its"
+            " gradient. Name it in the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
+        )
+
+    def _cause(self, owner: str, cuts: Mapping[str, str]) -> str:
+        inside = {key: style for key, style in cuts.items() if key.rpartition(".")[0] == owner}
+        inside = inside or {key: style for key, style in cuts.items() if not owner or key.startswith(f"{owner}.")}
+        columns = list(dict.fromkeys(key.rpartition(".")[2] for key, style in inside.items() if style in COLUMN_STYLES))
+        rows = list(dict.fromkeys(key.rpartition(".")[2] for key, style in inside.items() if style in ROW_STYLES))
+        tp = self.layout.tp
+        if tp > 1 and columns and rows:
+            return (
+                f"Likely cause: between {listed(columns)} (cut by columns) and {listed(rows)} (cut by rows) a rank has 1/{tp} of the"
+                " features. The code there must take sizes such as the number of heads from the tensor it finds, for example"
+                " x.unflatten(-1, (-1, head_width)). A layer that packs several matrices (query, key and value; gate and up) needs"
+                " Cut('packed_colwise', parts=(rows of each)) instead of 'colwise'."
+            )
+        if tp > 1 and (columns or rows):
+            missing, there = ("rowwise", columns) if columns else ("colwise", rows)
+            return (
+                f"Likely cause: the plan cuts {listed(there)} but names no '{missing}' layer next to it: what a 'colwise' layer splits, a"
+                " 'rowwise' layer must join."
+            )
+        return "Likely cause: the plan does not say how some layer in it is split over the ranks."
+
+    def _advice(self) -> str:
+        axes = [axis for axis in ("tp", "cp", "ep") if getattr(self.layout, axis) > 1]
+        return f"Nothing was trained. See docs/your_model.md, or use {listed(f'{axis}=1' for axis in axes) or 'pp=1'}."
+
+
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's message, without its full stop."""
+    return (str(error).strip().splitlines() or ["without a message"])[0].rstrip(".")
+
+
+def _around(name: str, cuts: Mapping[str, str]) -> str:
+    """The module to look at: for a cut layer, or one next to cut layers, the module around them, as its code is what differs."""
+    parent = name.rpartition(".")[0]
+    has_cuts = any(key.startswith(f"{name}.") for key in cuts)
+    siblings = any(key.rpartition(".")[0] == parent for key in cuts)
+    return parent if name and parent and siblings and not has_cuts else name
+
+
+def _innermost(rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The name of the innermost module that had begun and not returned when the model failed."""
+    running: list[str] = []
+    handles = []
+    for stage in rewritten.modules():
+        for name, child in stage.named_modules():
+
+            def begin(child: nn.Module, given: Any, name: str = name) -> None:
+                running.append(name)
+
+            def end(child: nn.Module, given: Any, output: Any) -> None:
+                running.pop()
+
+            handles += [child.register_forward_pre_hook(begin), child.register_forward_hook(end)]
+    try:
+        with torch.no_grad():
+            rewritten(*args, **kwargs)
+    except Exception:
+        return running[-1] if running else None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None

@@ -1,0 +1,226 @@
+"""What the code between layers cut by columns and by rows must read on a rank: found by trying, not by names.
+
+An attention that writes `x.view(batch, length, self.nh, -1)` needs the number of heads of one rank. Which attributes are such numbers is
+decided by running the module on one rank's shards: with the right ones, what arrives at each row-parallel layer is exactly this rank's
+columns of what arrives there in the whole module. This runs in one process, forward only, and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.models.parallel_plan import COLUMN_STYLES, Cut, ParallelPlan
+from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.tensor import resolve, shard_specs
+from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisible_numbers, heads_of, local_attributes
+from lightning_3d.strategy.self_check.model_copy import deep_copy
+
+LocalSizes = dict[str, int]
+"""Full name of an attribute, such as "blocks.0.attention.nh", -> its value on a rank."""
+
+_OPEN_ROWS = frozenset({"rowwise", "packed_rowwise"})
+_OPEN_COLUMNS = frozenset({"colwise", "packed_colwise"})
+_SERVED = _OPEN_ROWS | _OPEN_COLUMNS | {"replicate", "local_params", "replicated_with_grad_allreduce"}
+_MOST_TRIALS = 256
+_SAME = 1e-4
+"""Relative difference, in float32, that is rounding."""
+
+
+@dataclass
+class _Owner:
+    """The smallest module in which some layers are cut by columns and by rows.
+
+    Attributes:
+        call: (args, kwargs) of its first call in the whole model. seen: for each row-parallel layer what it got and returned then.
+    """
+
+    name: str
+    rows: list[str]
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+
+def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalSizes:
+    """The attributes in modules of the user's own that must change on a rank, with their values there.
+
+    Args:
+        whole: the whole model with values, as it is called with `args` and `kwargs`.
+
+    A module for which no choice of attributes is right is left as it is: the comparison of the ranks with the whole says what is wrong.
+    """
+    cuts = resolve(whole, plan, tp)
+    owners = list(_owners(whole, cuts))
+    if not owners:
+        return {}
+    _record(whole, owners, args, kwargs)
+    specs = [shard_specs(whole, plan, tp, rank) for rank in (0, tp - 1)]
+    found: LocalSizes = {}
+    for owner in owners:
+        if owner.call is not None:
+            found |= _sizes_of(whole, owner, cuts, specs, tp) or {}
+    return found
+
+
+def modules_to_try(whole: nn.Module, plan: ParallelPlan, tp: int) -> list[str]:
+    """Names of the modules of the user's own in which attributes may have to change on a rank."""
+    return [owner.name for owner in _owners(whole, resolve(whole, plan, tp))]
+
+
+def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Set the attributes of the modules that are here."""
+    modules = dict(module.named_modules())
+    for name, value in sizes.items():
+        owner, _, key = name.rpartition(".")
+        if owner in modules and isinstance(vars(modules[owner]).get(key), int):
+            setattr(modules[owner], key, value)
+
+
+def _owners(whole: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[_Owner]:
+    columns = [name for name, cut in cuts.items() if cut.style in _OPEN_COLUMNS]
+    by_name: dict[str, _Owner] = {}
+    modules = dict(whole.named_modules())
+    for name, cut in cuts.items():
+        if cut.style not in _OPEN_ROWS or not isinstance(modules.get(name), nn.Linear):
+            continue
+        owner = name.rpartition(".")[0]
+        while owner and not any(column.startswith(f"{owner}.") for column in columns):
+            owner = owner.rpartition(".")[0]
+        inside = [cut.style for other, cut in cuts.items() if not owner or other.startswith(f"{owner}.")]
+        if belongs_to_transformers(modules[owner]) or not set(inside) <= _SERVED:
+            continue
+        by_name.setdefault(owner, _Owner(owner, [])).rows.append(name)
+    yield from by_name.values()
+
+
+def _record(whole: nn.Module, owners: list[_Owner], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the whole model, and note what owners and their row-parallel layers were called with."""
+    handles = []
+    for owner in owners:
+
+        def note_call(module: nn.Module, given: Any, named: Any, owner: _Owner = owner) -> None:
+            owner.call = owner.call or (given, named)
+
+        handles.append(whole.get_submodule(owner.name).register_forward_pre_hook(note_call, with_kwargs=True))
+        for name in owner.rows:
+
+            def note_row(module: nn.Module, given: Any, output: Tensor, seen: list = owner.seen.setdefault(name, [])) -> None:  # noqa: B008
+                seen.append((given[0], output))
+
+            handles.append(whole.get_submodule(name).register_forward_hook(note_row))
+    try:
+        with torch.no_grad():
+            whole(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sizes_of(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: list[dict[str, ShardSpec]], tp: int) -> LocalSizes | None:
+    """The first choice of attributes that is right on the first and on the last rank."""
+    prefix = f"{owner.name}." if owner.name else ""
+    module = whole.get_submodule(owner.name)
+    shards = [_shard(module, prefix, cuts, of_rank) for of_rank in specs]
+    candidates = dict(_candidates(module, prefix, cuts, tp))
+    for choice in _choices(candidates, _named_like_heads(whole, owner, cuts, tp)):
+        if all(_is_right(shard, owner, prefix, of_rank, choice) for shard, of_rank in zip(shards, specs, strict=True)):
+            return {prefix + name: value for name, value in choice.items()}
+    return None
+
+
+def _shard(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], specs: Mapping[str, ShardSpec]) -> nn.Module:
+    """A copy of a module in which every parameter is one rank's shard, and every layer an ordinary one."""
+    shard = deep_copy(module, {id(parameter): parameter for parameter in module.parameters()})
+    for name, parameter in list(shard.named_parameters()):
+        spec = specs[prefix + name]
+        if spec.is_cut:
+            owner, _, last = name.rpartition(".")
+            setattr(shard.get_submodule(owner), last, nn.Parameter(spec.cut(parameter.detach()), requires_grad=False))
+    for name, child in shard.named_modules():
+        if prefix + name in cuts and isinstance(child, nn.Linear):
+            child.out_features, child.in_features = child.weight.shape
+    return shard
+
+
+def _candidates(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], tp: int) -> Iterator[tuple[str, int]]:
+    """Whole numbers among the attributes of a module and those inside it that one rank could have a part of."""
+    for name, child in module.named_modules():
+        if prefix + name in cuts or type(child).__module__.startswith("torch."):
+            continue
+        for key, value in divisible_numbers(child, tp).items():
+            yield (f"{name}.{key}" if name else key), value
+
+
+def _choices(candidates: Mapping[str, int], likely: Mapping[str, int]) -> Iterator[LocalSizes]:
+    """No attribute, the likely ones, then all subsets, small ones first. The order decides nothing but how long it takes."""
+    yield {}
+    yield {name: candidates[name] for name in likely if name in candidates}
+    tried = 0
+    for size in range(1, len(candidates) + 1):
+        for names in combinations(candidates, size):
+            tried += 1
+            if tried > _MOST_TRIALS:
+                return
+            yield {name: candidates[name] for name in names}
+
+
+def _named_like_heads(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], tp: int) -> dict[str, int]:
+    inside = {name: cut for name, cut in cuts.items() if name.rpartition(".")[0] == owner.name and cut.style in COLUMN_STYLES}
+    heads = heads_of(whole, owner.name, inside)
+    return local_attributes(whole.get_submodule(owner.name), heads, tp) if heads is not None else {}
+
+
+class _Different(Exception):
+    """What arrives at a row-parallel layer is not this rank's part."""
+
+
+def _is_right(shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, ShardSpec], choice: Mapping[str, int]) -> bool:
+    """Whether the module runs on one rank's shards, and each row-parallel layer gets this rank's columns of what it gets in the whole."""
+    assert owner.call is not None
+    args, kwargs = owner.call
+    for name in owner.rows:
+        columns = _columns(specs[f"{name}.weight"])
+        expected = iter(owner.seen[name])
+
+        def compare(x: Tensor, columns: Tensor = columns, expected: Iterator[tuple[Tensor, Tensor]] = expected) -> Tensor:
+            entered, returned = next(expected)
+            wanted = entered[..., columns.to(entered.device)]
+            if x.shape != wanted.shape or not (x - wanted).norm() <= _SAME * wanted.norm():
+                raise _Different
+            return returned
+
+        shard.get_submodule(name.removeprefix(prefix)).forward = compare
+    with _changed(shard, choice):
+        try:
+            with torch.no_grad():
+                shard(*args, **kwargs)
+        except Exception:  # a shape that does not fit, or _Different
+            return False
+    return True
+
+
+def _columns(spec: ShardSpec) -> Tensor:
+    """Which columns of a weight a rank has, in its order."""
+    return spec.cut(torch.arange(spec.global_shape[1]).expand(spec.global_shape))[0]
+
+
+@contextmanager
+def _changed(module: nn.Module, choice: Mapping[str, int]) -> Iterator[None]:
+    modules = dict(module.named_modules())
+    places: Iterable[tuple[nn.Module, str, int]] = [
+        (modules[name.rpartition(".")[0]], name.rpartition(".")[2], value) for name, value in choice.items()
+    ]
+    before = [getattr(owner, key) for owner, key, _ in places]
+    for owner, key, value in places:
+        setattr(owner, key, value)
+    try:
+        yield
+    finally:
+        for (owner, key, _), value in zip(places, before, strict=True):
+            setattr(owner, key, value)

@@ -1,0 +1,192 @@
+"""A second instance of a model for the self-check: same modules and buffers, small in memory, with weights that hide nothing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.pipeline.gates import hidden_states_of
+from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.weights.initialize import initialize
+from lightning_3d.weights.pretrained import forget_pretrained
+
+
+def copy_without_values(module: nn.Module) -> nn.Module:
+    """A deep copy of `module`, whole, whose floating-point parameters are float32 on the meta device; buffers keep their values.
+
+    The copy does not draw random numbers: it is in evaluation mode, and its dropout probabilities are 0.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+        blank = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=dtype), requires_grad=parameter.requires_grad)
+        vars(blank).update(vars(parameter))
+        memo[id(parameter)] = blank
+    copied = deep_copy(module, memo)
+    forget_pretrained(copied)
+    for child in copied.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.float()
+    return _without_dropout(copied.eval())
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of `module`; attributes that have no copy (locks, open files, results of computations) are shared with it."""
+    memo = memo or {}
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        return copy.deepcopy(module, memo | _without_copies(module, memo))
+
+
+def _without_copies(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
+    """The attributes that cannot be copied, by id."""
+    scratch: dict[int, Any] = {id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())}
+    scratch |= memo
+    found: dict[int, Any] = {}
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, scratch)
+            except Exception:
+                found[id(value)] = value
+    return found
+
+
+def _without_dropout(module: nn.Module) -> nn.Module:
+    for child in module.modules():
+        for owner in (child, getattr(child, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name.lower() and isinstance(value, float):
+                    setattr(owner, name, 0.0)
+        if "Drop" in type(child).__name__ and isinstance(getattr(child, "p", None), float):
+            child.p = 0.0  # type: ignore[assignment]
+    return module
+
+
+def fill(module: nn.Module, specs: Mapping[str, ShardSpec], seed: int, device: torch.device, blueprint: Any = None) -> None:
+    """Give the parameters of a copy values that depend on (seed, canonical name) only, and rebuild its buffers.
+
+    A matrix gets numbers of variance 1 / columns, so that activations keep their size and attention is not uniform; a vector numbers in
+    0.5 .. 1.5. An ordinary initialization hides faults: matrices that begin as zeros and biases of zero take no part in the output.
+
+    Args:
+        specs: how each parameter is cut; one without a specification is whole.
+    """
+    shared: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        owner, _, last = name.rpartition(".")
+        if id(parameter) not in shared:
+            shared[id(parameter)] = _filled(parameter, name, specs.get(name), seed, device)
+        setattr(module.get_submodule(owner), last, shared[id(parameter)])
+    initialize(module, seed, device=device, blueprint=blueprint)  # what is left on meta: buffers
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                child._buffers[key] = buffer.to(device)
+
+
+def _filled(parameter: nn.Parameter, name: str, spec: ShardSpec | None, seed: int, device: torch.device) -> nn.Parameter:
+    canonical = (spec.tied_to or spec.name) if spec is not None else name
+    shape = spec.global_shape if spec is not None else tuple(parameter.shape)
+    full = _draw(canonical, shape, seed)
+    local = spec.cut(full) if spec is not None and spec.is_cut else full
+    real = nn.Parameter(local.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    return real
+
+
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    if len(shape) > 1:
+        return torch.randn(shape, generator=generator) / max(shape[-1], 1) ** 0.5
+    return 0.5 + torch.rand(shape, generator=generator)
+
+
+class Skipped(nn.Module):
+    """In the place of a block that is left out of a check: hands on the hidden states in the way in which blocks return them.
+
+    It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
+    """
+
+    def __init__(self, original: nn.Module, tuples: dict[str, int]) -> None:
+        super().__init__()
+        plain = (str, int, float, bool)
+        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, plain) and key[0] != "_"})
+        self._tuples = tuples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, length = hidden_states_of(args, kwargs), self._tuples.get("length", 0)
+        return (hidden, *([None] * (length - 1))) if length else hidden
+
+
+def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
+    """Indices of the blocks of each kind: those made of the same modules with the same shapes and plain attributes.
+
+    An attribute that is the index of its block (`layer_idx`) makes no kind.
+    """
+    entries = [described(block) for block in blocks]
+    every: set[str] = set().union(*(entry.keys() for entry in entries))
+    positional = {key for key in every if _counts_blocks([entry.get(key) for entry in entries])}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for index, entry in enumerate(entries):
+        signature = tuple(sorted((key, repr(value)) for key, value in entry.items() if key not in positional))
+        kinds.setdefault(signature, []).append(index)
+    return [tuple(indices) for indices in kinds.values()]
+
+
+def _counts_blocks(values: list[Any]) -> bool:
+    """Whether an attribute rises by one from block to block."""
+    numbers = [value - index for index, value in enumerate(values) if isinstance(value, int) and not isinstance(value, bool)]
+    return len(numbers) > 1 and len(set(numbers)) == 1
+
+
+def described(block: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, child in block.named_modules():
+        found[f"{name} class"] = f"{type(child).__module__}.{type(child).__qualname__}"
+        for key, value in vars(child).items():
+            if key[0] != "_" and isinstance(value, (str, int, float, bool)):
+                found[f"{name}.{key}"] = value
+    for name, parameter in block.named_parameters():
+        found[f"{name} shape"] = tuple(parameter.shape)
+    return found
+
+
+def kept_blocks(kinds: list[tuple[int, ...]]) -> tuple[list[int], int]:
+    """(indices of the blocks that a check runs, rising; the index at which a second stage begins).
+
+    The first and the last block of each kind, so that two stages have one of each where there are two.
+    """
+    firsts, lasts = [kind[0] for kind in kinds], [kind[-1] for kind in kinds]
+    kept = sorted({*firsts, *lasts})
+    boundary = max(firsts) + 1
+    return kept, boundary if boundary <= kept[-1] else kept[len(kept) // 2]
+
+
+def leave_out_blocks(module: nn.Module, plan: ParallelPlan, kept: list[int], tuples: dict[str, int]) -> None:
+    """Replace all blocks but those of these indices by stubs that hand on, in place.
+
+    Args:
+        tuples: shared by all copies of a model: the first block that runs notes the length of the tuple that blocks return.
+    """
+    layers: Any = module.get_submodule(plan.layers)
+
+    def notice(block: nn.Module, args: Any, output: Any) -> None:
+        tuples["length"] = len(output) if isinstance(output, tuple) else 0
+
+    for index, block in enumerate(list(layers)):
+        if index in kept:
+            block.register_forward_hook(notice)
+        else:
+            layers[index] = Skipped(block, tuples)

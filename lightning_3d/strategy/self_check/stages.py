@@ -1,0 +1,163 @@
+"""A copy of a model as the ranks run it: every stage of a pipeline, one after the other, on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.config.options.model import ModelOptions
+from lightning_3d.layout.layout import Layout
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.mesh import Mesh, StageMesh
+from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, StageBoundary
+from lightning_3d.parallel.pipeline.state import Chunk
+from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.strategy.assembly import take_part
+from lightning_3d.strategy.self_check.model_copy import deep_copy, fill
+
+
+@dataclass(frozen=True)
+class _Stage:
+    module: nn.Module
+    specs: dict[str, ShardSpec]
+    state: PipelineState
+    chunk: Chunk
+
+    def run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool = False) -> Any:
+        """What the last stage returns.
+
+        Args:
+            turned: the rows of `received` in another order.
+
+        Raises:
+            StageBoundary: it is not the last one.
+        """
+        received = _turned(received) if turned else received
+        with self.state.random.isolated(), self.state.running(self.chunk, received, forward=True):
+            self.state.random.begin(0, 0)
+            return self.module(*args, **kwargs)
+
+
+def _turned(value: Any) -> Any:
+    """A container in which every tensor has its rows in another order; of a single row, its second dimension."""
+    if isinstance(value, Tensor):
+        return value.flip(0 if value.shape[0] > 1 or value.ndim == 1 else 1) if value.ndim else value
+    if isinstance(value, dict):
+        return {key: _turned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_turned(item) for item in value)
+    return value
+
+
+class RewrittenModel:
+    """The stages of a model, partitioned and rewritten by the code that does so for training.
+
+    Args:
+        model: whole, without values; it stays as it is. stages: the blocks of each; None: one stage.
+        mesh: of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        options: ModelOptions,
+        *,
+        stages: tuple[range, ...] | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._mesh = mesh
+        blocks = len(list(model.get_submodule(plan.layers).children())) if plan.layers else 0
+        ranges = (range(blocks),) if stages is None else stages
+        assignment = StageAssignment(ranges, tuple(range(len(ranges))))
+        self._stages = []
+        for stage in range(len(ranges)):
+            module = deep_copy(model)
+            part = take_part(module, "", plan, StageMesh(mesh, stage, len(ranges)), options, assignment, seed=seed, device=device)
+            fill(module, part.specs, seed, device, part.blueprint)
+            self._stages.append(_Stage(module, part.specs, part.state, assignment.chunks_of(stage)[0]))
+
+    @property
+    def layout(self) -> Layout:
+        return self._mesh.layout
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The stages."""
+        return (stage.module for stage in self._stages)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all.
+
+        Here all stages are in one process. Where they are in several, none finds what another has left in a class or a global of the code:
+        before a stage runs, the one before it runs once more with the rows in another order, so that what it leaves is of no use.
+        """
+        received: Tensor | None = None
+        before: _Stage | None = None
+        entered: Tensor | None = None
+        for stage in self._stages:
+            sent = received
+            if before is not None:
+                sides, length = before.state.sides, before.state.sequence.length
+                with torch.no_grad(), suppress(StageBoundary):
+                    before.run(entered, *_turned((args, kwargs)), turned=True)
+                stage.state.sides, stage.state.sequence.length = sides, length
+            try:
+                return stage.run(sent, args, kwargs)
+            except StageBoundary as end:
+                entered, received, before = sent, end.hidden, stage
+        raise AssertionError("the last stage has no boundary")
+
+    def sequence_part(self, hidden: Tensor, whole: Tensor) -> Tensor | None:
+        """What this rank's `hidden` must be of the `whole`: the same tensor, or its part of the tokens; None: it cannot be told."""
+        if hidden.shape == whole.shape:
+            return whole
+        sequence = self._stages[-1].state.sequence
+        if not sequence.active or hidden.ndim < 3 or hidden.shape[1] != sequence.part or whole.shape[1] != sequence.length:
+            return None
+        rank = self._mesh.index("tp")
+        return whole[:, rank * sequence.part : rank * sequence.part + sequence.real(rank)]
+
+    def gradients(self) -> dict[str, tuple[Tensor, ShardSpec]]:
+        """The gradient of each trained parameter, summed over all ranks that have a part of it, by its canonical name.
+
+        With as many data-parallel ranks as see the same input, those of experts that are dealt to ranks are so many times too large.
+        Communicates over the tensor, context and expert groups; all ranks have the same parameters in the same order.
+        """
+        local: dict[str, tuple[Tensor, ShardSpec]] = {}
+        for stage in self._stages:
+            for name, parameter in stage.module.named_parameters():
+                if parameter.requires_grad:
+                    spec = stage.specs[name]
+                    canonical = spec.tied_to or spec.name
+                    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                    local[canonical] = (local[canonical][0] + gradient if canonical in local else gradient), spec
+        return {name: (self._total(gradient, spec), spec) for name, (gradient, spec) in local.items()}
+
+    def total_of_input(self, gradient: Tensor) -> Tensor:
+        """The gradient of a floating-point input, of which context-parallel ranks have a part each."""
+        total = gradient.detach().contiguous().clone()
+        if self._mesh.size("cp") > 1:
+            dist.all_reduce(total, group=self._mesh.group("cp"))
+        return total
+
+    def _total(self, gradient: Tensor, spec: ShardSpec) -> Tensor:
+        total = gradient.detach().contiguous().clone()
+        if spec.expert:
+            if dist.get_world_size(self._mesh.expert_data_group) > 1:
+                dist.all_reduce(total, group=self._mesh.expert_data_group)
+            return total / self._mesh.size("dp")
+        if spec.tp_grad_sum:
+            parts = [torch.empty_like(total) for _ in range(self._mesh.size("tp"))]
+            dist.all_gather(parts, total, group=self._mesh.group("tp"))
+            total = torch.stack([parts[coordinate] for coordinate in spec.tp_grad_sum]).sum(0)
+        if self._mesh.size("cp") > 1:
+            dist.all_reduce(total, group=self._mesh.group("cp"))
+        return total

@@ -1,0 +1,182 @@
+"""`self.log` inside a pipelined step: collected per micro-batch on the last stage, logged once with the true value everywhere."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_3d.compat.lightning import hush_sync_dist_advice
+from lightning_3d.compat.torchmetrics import forward_value, mark_updated, set_forward_value
+from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.collectives import all_reduce_flat
+from lightning_3d.parallel.mesh import Mesh
+
+_NOT_REPLAYED = {"sync_dist", "sync_dist_group", "enable_graph", "batch_size", "reduce_fx"}
+"""Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank, or stand elsewhere."""
+
+
+@dataclass(frozen=True)
+class LogKey:
+    """One call of `self.log`, without its value: the same on all ranks."""
+
+    name: str
+    combine: str  # "mean", "sum", "max" or "min", over micro-batches and data-parallel ranks
+    metric: str | None  # dotted name of the torchmetrics object that was logged, None for a number
+    arguments: tuple[tuple[str, Any], ...]
+
+
+@dataclass
+class _Collected:
+    """Values of one key over the micro-batches of a step, with their weights."""
+
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+
+class StepLog:
+    """Collects the log calls of one step and replays them on every rank.
+
+    Args:
+        module: the user's module.
+        mesh: values are reduced over all ranks with this rank's tensor-parallel index: one small all-reduce a step (and a second
+            where something is logged with reduce_fx max or min), and one broadcast of the keys whenever they change.
+        last_rank: pipeline rank that runs the last stage, the only one whose steps reach their log calls.
+    """
+
+    def __init__(self, module: LightningModule, mesh: Mesh, last_rank: int, device: torch.device) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._last_rank = last_rank
+        self._device = device
+        self._keys: dict[int, tuple[LogKey, ...]] = {}
+        self._own: dict[int, tuple[LogKey, ...]] = {}
+        self._collected: dict[LogKey, _Collected] = {}
+        self._pending: list[tuple[LogKey, Tensor, float | None]] = []
+
+    def begin(self) -> None:
+        self._collected = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Take the place of `module.log` while the user's step runs on one micro-batch."""
+        self._pending = []
+        self._module.log = self._record  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._module.log
+
+    def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        kwargs.update(zip(names, args, strict=False))
+        metric = self._metric_name(name, value) if isinstance(value, Metric) else None
+        number = forward_value(value) if isinstance(value, Metric) else value
+        tensor = torch.as_tensor(0.0 if number is None else number, dtype=torch.float64, device=self._device).detach()
+        if tensor.numel() != 1:
+            raise ConfigError(f"self.log('{name}', ...) got a tensor of shape {tuple(tensor.shape)}; log single numbers.")
+        kept = tuple(sorted((k, v) for k, v in kwargs.items() if k not in _NOT_REPLAYED))
+        key = LogKey(name, _combination(kwargs.get("reduce_fx", "mean")), metric, kept)
+        self._pending.append((key, tensor.reshape(()), kwargs.get("batch_size")))
+
+    def _metric_name(self, name: str, value: Metric) -> str:
+        for path, child in self._module.named_modules():
+            if child is value:
+                return path
+        raise ConfigError(
+            f"self.log('{name}', metric): the metric is not an attribute of the LightningModule. Assign it in __init__, so that"
+            " Lightning can find it."
+        )
+
+    def weigh(self, weight: Tensor) -> None:
+        """Give what the last micro-batch logged its weight: the one of its loss, or the `batch_size` that the user named."""
+        for key, value, batch_size in self._pending:
+            entry = self._collected.setdefault(key, _Collected())
+            named = batch_size is not None and bool(weight > 0)
+            entry.values.append(value)
+            entry.weights.append(torch.full_like(weight, float(batch_size or 0)) if named else weight)
+        self._pending = []
+
+    def checksum(self) -> float:
+        """A number of 16 bits that tells this step's set of keys from others; 0 for none."""
+        keys = tuple(self._collected)
+        if not keys:
+            return 0.0
+        checksum = 1 + zlib.crc32(repr(keys).encode()) % (1 << 16)
+        while self._own.setdefault(checksum, keys) != keys:
+            checksum += 1
+        return float(checksum)
+
+    def replay(self, checksum: int) -> None:
+        """Reduce the values and log them for real, on every rank.
+
+        Args:
+            checksum: of the keys that all last stages collected (they agree, see `StepRunner`); 0 when nothing was logged.
+        """
+        if checksum == 0:
+            return
+        keys = self._agree(checksum)
+        reduced = self._reduce(keys)
+        log: Callable[..., None] = self._module.log
+        for key, (value, weight) in zip(keys, reduced, strict=True):
+            if weight <= 0:
+                continue
+            logged: Any = value.to(torch.get_default_dtype())
+            if key.metric is not None:
+                logged = self._module.get_submodule(key.metric)
+                set_forward_value(logged, value.to(torch.get_default_dtype()))
+                mark_updated(logged)
+            log(key.name, logged, batch_size=max(1, round(weight)), reduce_fx=key.combine, **dict(key.arguments))
+
+    def _agree(self, checksum: int) -> tuple[LogKey, ...]:
+        """The keys behind a checksum; the first time, the last stage tells the others."""
+        if checksum not in self._keys:
+            told: list[Any] = [self._own.get(checksum)]
+            if self._mesh.size("pp") > 1:
+                source = self._mesh.ranks("pp")[self._last_rank]
+                dist.broadcast_object_list(told, source, group=self._mesh.control)
+            self._keys[checksum] = told[0]
+            for key in told[0]:
+                hush_sync_dist_advice(key.name)
+        return self._keys[checksum]
+
+    def _reduce(self, keys: tuple[LogKey, ...]) -> list[tuple[Tensor, float]]:
+        """(value, weight) of each key over all micro-batches and data-parallel ranks."""
+        sums = torch.zeros(len(keys), 2, dtype=torch.float64, device=self._device)
+        peaks = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=self._device)
+        for i, key in enumerate(keys):
+            entry = self._collected.get(key)
+            if entry is None or self._mesh.index("cp") > 0:  # context-parallel ranks log the same values
+                continue
+            values, weights = torch.stack(entry.values), torch.stack(entry.weights).to(torch.float64)
+            counted = values if key.combine == "sum" else values * weights
+            sums[i, 0] = torch.where(weights > 0, counted, torch.zeros_like(counted)).sum()
+            sums[i, 1] = weights.sum()
+            peaks[i] = torch.where(weights > 0, -values if key.combine == "min" else values, -torch.inf).max()
+        group = self._mesh.group("cp", "pp", "dp")
+        all_reduce_flat(sums, group)
+        if any(key.combine in ("max", "min") for key in keys):
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+        result = []
+        for key, (total, weight), peak in zip(keys, sums, peaks, strict=True):
+            signed = -peak if key.combine == "min" else peak
+            value = {"mean": total / weight, "sum": total}.get(key.combine, signed)
+            result.append((value, float(weight)))
+        return result
+
+
+def _combination(reduce_fx: Any) -> str:
+    """Name of the reduction that the user gave `self.log`, as a string or as torch's function."""
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
+    if name not in ("mean", "sum", "max", "min"):
+        raise ConfigError(f"self.log(reduce_fx={reduce_fx!r}) is not supported in a step: use mean, sum, max or min.")
+    return name

@@ -1,0 +1,112 @@
+"""What each micro-batch counts in the loss of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.parallel.context import ContextParallel, WholeSequenceLoss, sum_over_ranks
+from lightning_3d.parallel.tensor.loss import token_losses
+
+LossFunction = Callable[..., Tensor]
+
+
+class LossWeights:
+    """The weight of the micro-batch that is running.
+
+    A loss that came through `model.loss_function` weighs as many target tokens as it averages over, any other loss as many rows,
+    so that the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+
+    def begin(self) -> None:
+        self._tokens = None
+
+    def count_tokens(self, tokens: Tensor) -> None:
+        """Called by the loss function; calls within one step add up."""
+        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def weight(self, rows: int, device: torch.device) -> Tensor:
+        """Weight of the micro-batch: a float64 tensor without dimension."""
+        if self._tokens is not None:
+            return self._tokens.to(torch.float64)
+        return torch.tensor(float(rows), dtype=torch.float64, device=device)
+
+
+class TokenMeanLoss:
+    """Takes the place of a causal LM's `loss_function`: cross-entropy averaged over target tokens, on vocabulary shards.
+
+    The signature is the one of Transformers' `ForCausalLMLoss`. `num_items_in_batch` is accepted and not used: the strategy
+    normalizes by the target tokens of the global batch itself.
+
+    Args:
+        context: the ranks that share the sequences, whose token losses it adds up: one all-reduce of two numbers. None without.
+    """
+
+    def __init__(self, weights: LossWeights, context: ContextParallel | None = None) -> None:
+        self._weights = weights
+        self._context = context
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        shift_labels = _targets(labels, shift_labels, ignore_index).to(logits.device)
+        if shift_labels.shape != logits.shape[:-1]:
+            raise PlanError(
+                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. Its forward"
+                " must hand its further arguments (shift_labels) to loss_function."
+            )
+        tokens = (shift_labels != ignore_index).sum()
+        total = token_losses(logits, shift_labels, ignore_index).sum()
+        if self._context is not None:
+            sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), self._context)
+            total, tokens = sums[0].to(total.dtype), sums[1].detach()
+        self._weights.count_tokens(tokens)
+        return total / tokens.to(total.dtype).clamp(min=1)
+
+    @staticmethod
+    def count_targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+        """How many target tokens a call with these labels averages over."""
+        return (_targets(labels, shift_labels, -100) != -100).sum()
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The token that each position predicts."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+
+
+def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel | None = None) -> None:
+    """Put `TokenMeanLoss` in the place of the loss function of every causal LM in `root` that has the usual one.
+
+    Other losses stay: they see the logits of all tokens and the full vocabulary, and are weighted by rows.
+    """
+    for module in root.modules():
+        if not hasattr(type(module), "loss_function") or _has_no_head(module):
+            continue
+        current = module.loss_function
+        if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
+            module.loss_function = TokenMeanLoss(weights, context)  # type: ignore[assignment]
+        elif context is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
+            module.loss_function = WholeSequenceLoss(current, context)
+
+
+def _has_no_head(module: nn.Module) -> bool:
+    """A Transformers model without an output head, whose loss function nobody calls."""
+    outputs = getattr(module, "get_output_embeddings", None)
+    return outputs is not None and outputs() is None

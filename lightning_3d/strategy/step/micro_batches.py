@@ -1,0 +1,183 @@
+"""A rank's batch -> micro-batches of equal rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_3d.errors import DataError
+from lightning_3d.layout.schedules import ScheduleInfo
+from lightning_3d.parallel.context.full_sequence import WholeSequence
+from lightning_3d.parallel.nested import rows_of, tensors_of
+from lightning_3d.parallel.partial_tensors import whole_arguments
+from lightning_3d.parallel.tensor import VocabParallelLogits
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+"""`split_batch(batch, n)`: the user's own cut of a batch into n micro-batches of equal size."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one step on one data-parallel rank.
+
+    Attributes:
+        batches: as many as the schedule runs, all with the same shapes.
+        rows: rows of each.
+        fillers: how many of the last ones only fill the schedule and have weight zero.
+    """
+
+    batches: tuple[Any, ...]
+    rows: int
+    fillers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def is_filler(self, index: int) -> bool:
+        return index >= len(self.batches) - self.fillers
+
+    @property
+    def signature(self) -> Hashable:
+        """Shapes and types of the tensors of one micro-batch; activations between stages have one shape per signature."""
+        return tuple((tuple(t.shape), t.dtype) for t in tensors_of(self.batches[0]))
+
+
+def cut_batch(
+    batch: Any,
+    micro_batch_size: int | None,
+    *,
+    repeated: Callable[[int], int] | None = None,
+    schedule: ScheduleInfo | None = None,
+    pp: int = 1,
+    vp: int = 1,
+    split_batch: SplitBatch | None = None,
+    agree: Callable[[int], int] | None = None,
+) -> MicroBatches:
+    """Cut a batch along dimension 0 of its tensors.
+
+    A batch whose rows `micro_batch_size` does not divide is cut into the largest equal micro-batches that do. A batch that gives
+    the schedule too few micro-batches is filled up with copies of weight zero.
+
+    Args:
+        batch: tensors in any nesting of dicts, lists, tuples and dataclasses. Whatever is no tensor goes to every micro-batch.
+        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough micro-batches.
+        repeated: number of rows -> how many of them, at the end, the sampler repeated to give all data-parallel ranks as many;
+            they are left out.
+        schedule, pp, vp: what the micro-batches are for; None when there is no backward.
+        split_batch: the user's own cut, for batches whose tensors do not all have the rows in dimension 0.
+        agree: this rank's number of micro-batches -> the number to fill up to, where ranks must have as many.
+
+    Raises:
+        DataError: no tensor in the batch, or tensors that disagree about the number of rows.
+    """
+    rows = _rows(batch, split_batch)
+    kept = max(rows - (repeated(rows) if repeated is not None else 0), 0)
+    all_repeated = kept == 0
+    kept = kept or 1
+    size = _equal_size(kept, micro_batch_size, schedule, pp, vp)
+    count = kept // size
+    if split_batch is not None:
+        size = gcd(size, rows)  # the user's cut knows nothing of repeated rows, so whole parts of it are left out
+        count = kept // size
+        parts = list(split_batch(batch, rows // size))
+        if len(parts) != rows // size:
+            raise DataError(f"split_batch was asked for {rows // size} micro-batches and returned {len(parts)}.")
+        parts = parts[:count]
+    else:
+        parts = [rows_of(batch, slice(start, start + size)) for start in range(0, kept, size)]
+    fillers = count if all_repeated else 0
+    while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
+        parts.append(parts[0])
+        fillers += 1
+    missing = agree(len(parts)) - len(parts) if agree is not None else 0
+    parts += [parts[0]] * missing
+    fillers += missing
+    return MicroBatches(tuple(parts), size, fillers)
+
+
+def _equal_size(rows: int, wanted: int | None, schedule: ScheduleInfo | None, pp: int, vp: int) -> int:
+    """The largest size, at most `wanted`, that divides `rows`; without a wish, that gives the schedule enough micro-batches."""
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    if wanted is not None:
+        return next(size for size in sizes if size <= wanted)
+    return next((size for size in sizes if schedule is None or schedule.accepts(pp, vp, rows // size)), 1)
+
+
+def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
+    """How many rows at the end of this batch a DistributedSampler repeated from the beginning of the data set.
+
+    Rank r of R reads the samples r, r + R, r + 2R, ... of the shuffled order, which is continued from its start until all ranks
+    have as many. What lies behind the end of the order is a repetition.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler) or not loader.batch_size:
+        return 0
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    first = batch_index * loader.batch_size
+    places = (first + row for row in range(rows))
+    return sum(place * sampler.num_replicas + sampler.rank >= samples for place in places)
+
+
+def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0}
+    scalars = sum(tensor.ndim == 0 for tensor in tensors_of(batch))
+    if not sizes:
+        raise DataError(
+            "The batch contains no tensor with a batch dimension, so it cannot be cut into micro-batches."
+            " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
+        )
+    if split_batch is not None:
+        return next(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0)
+    if len(sizes) > 1 or scalars:
+        found = sorted(sizes) + ["no dimension at all"] * bool(scalars)
+        raise DataError(
+            f"The tensors of the batch disagree about the number of rows in dimension 0: {', '.join(map(str, found))}."
+            " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
+        )
+    return sizes.pop()
+
+
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
+    """Join what the user's step returned for each micro-batch: rows are concatenated, numbers averaged
+    (counts, which are whole numbers, summed), the rest is the last.
+
+    Args:
+        weights: of the micro-batches, as in their loss; float64 tensors of shape ().
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if first.ndim > 0:
+            return torch.cat(list(outputs))
+        stacked = torch.stack(list(outputs))
+        return _weighted_mean(stacked, torch.stack(list(weights))) if stacked.is_floating_point() else stacked.sum(0)
+    if isinstance(first, Mapping):
+        return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
+    if isinstance(first, list):
+        return [_whole(item) for output in outputs for item in output]
+    if isinstance(first, tuple):
+        return tuple(merge_outputs(items, weights) for items in zip(*outputs, strict=True))
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        kind = torch.float64 if isinstance(first, float) else torch.int64
+        return merge_outputs([torch.tensor(output, dtype=kind) for output in outputs], weights).item()
+    return outputs[-1]
+
+
+def _whole(value: Any) -> Any:
+    """The same, with all tokens and the full vocabulary in the place of tensors that only look whole: now, while all ranks are here."""
+    return whole_arguments(whole_arguments(value, WholeSequence), VocabParallelLogits)
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Mean of those values that have a weight, a plain one where none has; shape ()."""
+    weights = weights.to(values.device)
+    counted = weights > 0
+    if not counted.any():
+        return values.mean(0)
+    return ((values * weights)[counted].sum(0) / weights.sum()).to(values.dtype)

@@ -1,0 +1,315 @@
+"""Runs the user's step over the micro-batches of one batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.collectives import all_reduce_flat
+from lightning_3d.parallel.expert import Routers, RouterStatistics
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline import PipelineEngine
+from lightning_3d.parallel.random_streams import RandomState
+from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.step.logs import StepLog
+from lightning_3d.strategy.step.loss_weights import LossWeights
+from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
+from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
+from lightning_3d.strategy.step.tracer import StepTracer
+from lightning_3d.tracing.trace import REDUCE, StepTrace
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step did, the same numbers on every rank.
+
+    Attributes:
+        loss: mean over the global batch (per target token, or per row where the loss did not come through `loss_function`).
+        weight: target tokens (or rows) of the global batch.
+        grad_norm: global norm before clipping; None until it was computed.
+        routers: of a mixture of experts; their losses are not in `loss`.
+        trace: where the step was traced; its events are on rank 0.
+        skipped: the optimizer did not take it, because loss or norm is not finite.
+    """
+
+    loss: float
+    weight: float
+    grad_norm: float | None = None
+    routers: RouterStatistics | None = None
+    trace: StepTrace | None = None
+    skipped: bool = False
+
+    @property
+    def tokens(self) -> float:
+        return self.weight
+
+
+class StepRunner:
+    """Drives engine, loss weights, log and gradients through one step.
+
+    Args:
+        module: the user's module.
+        context: a new precision context for each call of the user's step, by hook name.
+        after_first_backward: called once, when the first step has its unreduced gradients.
+        routers: of a mixture of experts.
+        tracer: of the step, which the caller begins.
+
+    Attributes:
+        inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
+        totals: what all ranks learned about the last batch, see `_share`.
+        told: in a dry run these numbers where this rank does not compute them: no other rank does.
+    """
+
+    totals: tuple[float, ...] = ()
+    told: tuple[float, ...] | None = None
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: PipelineEngine,
+        mesh: Mesh,
+        weights: LossWeights,
+        random: RandomState,
+        device: torch.device,
+        context: Callable[[str], AbstractContextManager[Any]],
+        after_first_backward: Callable[[], None] | None = None,
+        routers: Routers | None = None,
+        tracer: StepTracer | None = None,
+    ) -> None:
+        self._tracer = tracer or StepTracer()
+        self._module = module
+        self._engine = engine
+        self._mesh = mesh
+        self._weights = weights
+        self._random = random
+        self._device = device
+        self._context = context
+        self.after_first_backward = after_first_backward
+        self._routers = routers
+        self._log = StepLog(module, mesh, engine.last_rank, device)
+        self.inside = False
+        share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
+        self._accumulated = 0.0
+        self._sums: list[Tensor] = []
+        self._outputs: list[tuple[Any, Tensor]] = []
+
+    def train(
+        self,
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        backend: DataParallelBackend,
+        step: int,
+        *,
+        place: int = 0,
+        ends: bool = True,
+    ) -> tuple[StepResult, dict[str, Any]]:
+        """Forward and backward of one batch, and after the last of an optimizer step the reduction; the gradients are those of the
+        mean loss over all its batches.
+
+        Args:
+            step: optimizer steps so far. place: of this batch among those of the step. ends: it is the last of them.
+
+        Returns:
+            The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
+        """
+        with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self.after_first_backward is None):
+            self._begin(step, place, training=True)
+            with self._random.isolated(), backend.parameters_in_use():
+                self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
+            if self.after_first_backward is not None:
+                self.after_first_backward()
+                self.after_first_backward = None
+            loss, weight, checksum, extras = self._share()
+            routers = self._routers.finish(weight) if self._routers is not None else None
+            self._accumulated = weight + (self._accumulated if place else 0.0)
+            if ends:
+                self._tracer.before_reduction(backend)
+                with self._tracer.recorder.span(REDUCE):
+                    backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
+        self._log.replay(checksum)
+        outputs = self._merged(micro_batches) or {}
+        if extras:
+            outputs = self._tell(outputs, whole=False)
+        outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
+        return StepResult(loss, weight, routers=routers), outputs
+
+    def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
+        """Forward only: `hook` is "validation", "test" or "predict".
+
+        Returns:
+            What the user's step returned, joined over micro-batches. Predictions go to every rank of the pipeline; of other
+            outputs the ranks before the last stage get the scalars.
+        """
+        self._begin(step=0)
+        with self._random.isolated():
+            self._engine.evaluate(
+                len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
+            )
+        if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
+            _, _, checksum, _ = self._share()
+            self._log.replay(checksum)
+        return self._tell(self._merged(micro_batches), whole=hook == "predict")
+
+    def _merged(self, micro_batches: MicroBatches) -> Any:
+        """What the user's step returned for the whole batch; None before the last stage and where it returned nothing."""
+        kept = [pair for index, pair in enumerate(self._outputs) if not micro_batches.is_filler(index)]
+        if not kept or kept[0][0] is None:
+            return None
+        outputs, weights = zip(*kept, strict=True)
+        return merge_outputs(outputs, weights)
+
+    def _begin(self, step: int, place: int = 0, *, training: bool = False) -> None:
+        self._step, self._place = step, place
+        if self._routers is not None:
+            self._routers.begin(training=training)
+        self._sums, self._outputs = [], []
+        self._log.begin()
+
+    def run_one(self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...]) -> Tensor | None:
+        """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
+        self._weights.begin()
+        filler = micro_batches.is_filler(index)
+        if self._routers is not None:
+            self._routers.expect(micro_batches.rows, filler=filler)
+        self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
+        try:
+            with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
+                output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
+        except RuntimeError as error:
+            self._explain_shape(error)
+            raise
+        finally:
+            self.inside = False
+        weight = self._weights.weight(micro_batches.rows, self._device)
+        if filler:
+            weight = torch.zeros_like(weight)
+        self._log.weigh(weight)
+        return self._account(hook, output, weight)
+
+    def _explain_shape(self, error: RuntimeError) -> None:
+        """Say what a wrong shape comes from most often, where tensor parallelism has cut layers."""
+        tp = self._mesh.size("tp")
+        if tp > 1 and re.search(r"is invalid for input of size|must match the size|shapes cannot be multiplied|doesn't match", str(error)):
+            error.add_note(
+                f"With tp {tp}, a rank has 1/{tp} of what a layer makes that the plan cuts by columns. Code between it and the layer that"
+                " is cut by rows must read sizes from what it finds, such as the number of heads: x.unflatten(-1, (-1, head_width)) instead"
+                " of x.view(batch, length, heads, head_width), and x.flatten(-2) behind the attention. See docs/your_model.md."
+            )
+
+    def refuse_inside(self, what: str) -> None:
+        """Refuse communication of the user's own inside a step: some ranks would wait for others for ever."""
+        if self.inside:
+            raise ConfigError(
+                f"The step communicates with all ranks ({what}). It runs once for each micro-batch and stage, not equally often on all"
+                " ranks. Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
+            )
+
+    def seed(self, micro_batches: MicroBatches, index: int) -> None:
+        """What runs next belongs to this rank's part of a micro-batch: set its random state, which no other of the step shares."""
+        batch = self._place * self._mesh.size("dp") + self._mesh.index("dp")
+        part = (batch * len(micro_batches) + index) * self._mesh.size("cp") + self._mesh.index("cp")
+        self._random.begin(self._step, part)
+        if self._routers is not None:
+            self._routers.enter(index)
+
+    def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
+        """Keep what the last stage produced; return the loss times its weight, to be differentiated.
+
+        Context-parallel ranks compute the same loss, and each answers for its share of it.
+        """
+        if hook != "training":
+            self._outputs.append((output, weight))
+            return None
+        loss = _loss_of(output)
+        extras = {k: _detached(v) for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
+        self._outputs.append((extras, weight))
+        weight = weight / self._mesh.size("cp")
+        counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
+        self._sums.append(torch.stack([counted, weight]))
+        return loss * weight.to(loss.dtype)
+
+    def has_finite_loss(self) -> bool:
+        """Whether what this rank added to the loss of the last batch is finite; True before the last stage. Local."""
+        return not self._sums or bool(torch.stack(self._sums).isfinite().all())
+
+    def _share(self) -> tuple[float, float, int, bool]:
+        """(mean loss, total weight, checksum of the log keys, whether a step returned more than a loss) over all micro-batches and
+        data-parallel ranks: one all-reduce.
+        """
+        totals = torch.zeros(6, dtype=torch.float64, device=self._device)
+        if self._engine.owns_last:
+            checksum = self._log.checksum()
+            if self._sums:
+                totals[:2] = torch.stack(self._sums).sum(0)
+            extras = float(any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1]))
+            totals[2:] = torch.tensor([checksum, checksum**2, 1.0, extras], dtype=torch.float64)
+        all_reduce_flat(totals, self._mesh.group("cp", "pp", "dp"))
+        self.totals = tuple(totals.tolist()) if self.told is None else self.told
+        loss, weight, checksum, squares, sources, extras = self.totals
+        if squares * sources != checksum**2:
+            raise ConfigError(
+                "The names given to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
+            )
+        return (loss / weight if weight > 0 else float("nan")), weight, round(checksum / sources), extras > 0
+
+    def _tell(self, outputs: Any, *, whole: bool) -> Any:
+        if self._mesh.size("pp") == 1:
+            return outputs
+        told = [move_data_to_device(outputs if whole else _scalars(outputs), "cpu")]
+        dist.broadcast_object_list(told, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
+        return outputs if self._engine.owns_last else move_data_to_device(told[0], self._device)
+
+
+@dataclass(frozen=True)
+class _UserStep:
+    """What the engine calls for each micro-batch and stage."""
+
+    runner: StepRunner
+    hook: str
+    micro_batches: MicroBatches
+    rest: tuple[Any, ...]
+
+    def enter(self, micro_batch: int) -> None:
+        self.runner.seed(self.micro_batches, micro_batch)
+
+    def __call__(self, micro_batch: int) -> Tensor | None:
+        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        got = "None" if output is None else type(output).__name__
+        raise ConfigError(
+            f"training_step returned {got}; it must return the loss as a tensor, or a dict with the key 'loss'."
+            " Skipping a step by returning None is not possible when several ranks work on it."
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be a single number: average it, for example"
+            " with loss.mean()."
+        )
+    return loss.reshape(())
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _scalars(value: Any) -> Any:
+    """The numbers among an output."""
+    if isinstance(value, Mapping):
+        return {key: _scalars(item) for key, item in value.items() if _scalars(item) is not None}
+    if isinstance(value, Tensor):
+        return value if value.ndim == 0 else None
+    return value if isinstance(value, (int, float, str, bool)) else None

@@ -1,0 +1,140 @@
+"""Decides which steps are traced, and puts together on rank 0 what the ranks recorded."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.layout import Layout
+from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.tracing.clocks import Round, clock_name, clock_offsets, meet
+from lightning_3d.tracing.memory import MemoryWatch
+from lightning_3d.tracing.recorder import Recorder
+from lightning_3d.tracing.trace import OPTIMIZER, Event, Memory, RankTrace, StepTrace, chosen_ranks, work_of
+
+
+class StepTracer:
+    """Of one rank. A step that is not traced costs a comparison for each action.
+
+    At the end of a traced step all ranks send what they recorded to rank 0, which tells them all what came of it: two collectives
+    over the world, and a few more of one number where ranks are on several machines, to compare their clocks.
+
+    Args:
+        every: steps whose number is a multiple of it are traced; None: only those that are asked for.
+
+    Raises:
+        ConfigError: `every` is no positive whole number.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ConfigError(f"trace_every_n_steps is {every!r}; it must be a whole number of at least 1, or None: no step is traced.")
+        self._every = every
+        self.recorder = Recorder()
+        self._module: nn.Module | None = None
+        self._device = torch.device("cpu")
+        self._layout, self._schedule, self._hooks = Layout(), "", True
+        self._asked = self._tracing = False
+        self._step = 0
+        self._watch: MemoryWatch | None = None
+        self._clocks: list[str] = []
+
+    def connect(self, module: nn.Module, device: torch.device, layout: Layout, schedule: str, *, hooks: bool) -> Recorder:
+        """Before the first step, with what is traced. Returns what takes the times.
+
+        Args:
+            hooks: see `MemoryWatch`.
+        """
+        self._module, self._device, self._layout, self._schedule, self._hooks = module, device, layout, schedule, hooks
+        self.recorder = Recorder(device)
+        return self.recorder
+
+    def trace_next_step(self) -> None:
+        """Trace the next optimizer step. All ranks call it."""
+        self._asked = True
+
+    @contextmanager
+    def batch(self, step: int, place: int) -> Iterator[None]:
+        """Holds forward, backward and reduction of a batch.
+
+        Args:
+            step: number of the optimizer step, 1 for the first. place: of this batch among those of the step.
+        """
+        if place == 0:
+            self._begin(step)
+        self.recorder.batch = place
+        with self._recording():
+            if self._watch is None:
+                yield
+            else:
+                with self._watch.watching():
+                    yield
+
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """Holds a part of the optimizer step, outside `batch`."""
+        with self._recording(), self.recorder.span(OPTIMIZER):
+            yield
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        self.recorder.recording(self._tracing)
+        try:
+            yield
+        finally:
+            self.recorder.recording(False)
+
+    def _begin(self, step: int) -> None:
+        self._tracing = self._asked or (self._every is not None and step % self._every == 0)
+        self._asked, self._watch = False, None
+        if self._tracing:
+            assert self._module is not None
+            self._step = step
+            self._watch = MemoryWatch(self._module, self._device, hooks=self._hooks)
+            self.recorder.begin()
+
+    def before_reduction(self, backend: DataParallelBackend) -> None:
+        """When the gradients of the step are complete on this rank: most of them are there."""
+        if self._watch is not None:
+            self._watch.note_gradients(backend.gradient_tensors())
+
+    def finish(self, backend: DataParallelBackend) -> StepTrace | None:
+        """When the optimizer step is over: what came of it, on every rank the same but for the events, which rank 0 has. None where the
+        step was not traced. Collective over the world.
+        """
+        if not self._tracing or self._watch is None:
+            return None
+        self._tracing, watch, self._watch = False, self._watch, None
+        parts = [value for shard in backend.weight_shards() for value in shard.values.values() if isinstance(value, Tensor)]
+        return self._collect(tuple(self.recorder.take()), watch.measure(parts, backend.optimizer_tensors()))
+
+    def _collect(self, events: tuple[Event, ...], memory: Memory) -> StepTrace:
+        rank = dist.get_rank()
+        if not self._clocks:
+            self._clocks = [""] * dist.get_world_size()
+            dist.all_gather_object(self._clocks, clock_name())
+        rounds = meet(self._device) if len(set(self._clocks)) > 1 else []
+        kept = events if rank in chosen_ranks(self._layout) else None
+        said = (RankTrace(rank, socket.gethostname(), memory, work_of(events), kept), rounds)
+        told: list[Any] = [None]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(said, gathered if rank == 0 else None, dst=0)
+        trace = self._put_together(gathered) if rank == 0 else None
+        if trace is not None:
+            told = [replace(trace, ranks=tuple(replace(each, events=None) for each in trace.ranks))]
+        dist.broadcast_object_list(told, src=0)
+        return trace or told[0]
+
+    def _put_together(self, said: list[tuple[RankTrace, list[Round]]]) -> StepTrace:
+        offsets = clock_offsets(self._clocks, [rounds for _, rounds in said])
+        ranks = tuple(each.shifted(-offset) for (each, _), (offset, _) in zip(said, offsets, strict=True))
+        error = max(uncertain for _, uncertain in offsets)
+        return StepTrace(self._step, self._layout.name, self._layout.order, self._schedule, ranks, error, self._device.type)

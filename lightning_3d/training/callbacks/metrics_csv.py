@@ -1,0 +1,200 @@
+"""The callback that writes `metrics.csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_3d.runs.metrics_file import column
+from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
+from lightning_3d.training.step_clock import StepClock
+
+COLUMNS = (
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
+    "bubble", "memory", "tokens_seen", "mfu",
+)  # fmt: skip
+"""Columns of `metrics.csv`; an empty cell is a number that does not exist for that step.
+
+Of a mixture of experts: the balancing loss, and of the layer where they are largest the tokens of the fullest expert divided by the mean,
+and the fraction of tokens that found no room.
+
+Of a step that was traced: the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`), and the bytes of the fullest rank at its peak.
+
+`tokens_seen` are those of all steps up to this one, `mfu` is the share of the devices' peak rate that the model's operations take,
+0 to 1."""
+
+TOKENS_SEEN = "step/tokens_seen"
+"""What loggers get it as, with all else of the same step."""
+
+
+def last_val_loss(trainer: Trainer) -> float | None:
+    value = trainer.callback_metrics.get("val_loss")
+    return None if value is None else float(value)
+
+
+class MetricsCSV(Callback):
+    """Writes one row per optimizer step, complete on disk when the step ends; where gradients accumulate, a row adds up its batches. A
+    validation is put into the row of the step before it. The same numbers go to the loggers, as `step/loss` and so on, every
+    `log_every_n_steps` of the Trainer and of steps that were traced. With them go the memory of each rank of a traced step, as
+    `memory/rank_0` in bytes, where there are not more than 64, and what each router of a mixture of experts did, as `router/max_load/NAME`.
+
+    Where the disk is full, training continues: a warning says so once, and rows are missing.
+
+    A resumed run goes on in the same file: rows of steps that it repeats are removed first. How many tokens it has seen is in checkpoints.
+
+    Args:
+        path: of the file, usually `metrics.csv` in the run folder; its folder is created.
+        full_speed: tokens a second at which the model's operations would take all of the devices' peak rate, for `mfu`; None: not known.
+    """
+
+    def __init__(self, path: str | Path, full_speed: float | None = None) -> None:
+        self._path = Path(path)
+        self._full_speed = full_speed
+        self._tokens_seen: float | None = None
+        self._clock = StepClock()
+        self._file: TextIO | None = None
+        self._row: dict[str, Any] = {}
+        self._row_start: int | None = None
+        self._warned = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._clock = StepClock()
+        kept = rows_until(self._path, trainer.global_step)
+        if self._tokens_seen is None or trainer.global_step == 0:
+            self._tokens_seen = sum(column(kept, "tokens"))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("w", newline="")
+        with self._surviving():
+            self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
+            self._file.flush()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._clock.start(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._file is None:
+            return
+        numbers = self._clock.stop(trainer, outputs, batch)
+        if numbers is None:
+            return
+        self._tokens_seen = (self._tokens_seen or 0.0) + numbers.tokens
+        self._row = {
+            "step": numbers.step,
+            "loss": f"{numbers.loss:.9g}",
+            "grad_norm": "" if numbers.grad_norm is None else f"{numbers.grad_norm:.9g}",
+            "lr": f"{numbers.lr:.9g}",
+            "tokens": round(numbers.tokens),
+            "tokens_per_second": f"{numbers.tokens_per_second:.1f}",
+            "step_seconds": f"{numbers.seconds:.6f}",
+            "tokens_seen": round(self._tokens_seen),
+        }
+        if self._full_speed:
+            self._row["mfu"] = f"{numbers.tokens_per_second / self._full_speed:.6f}"
+        if numbers.routers is not None:
+            self._row["aux_loss"] = f"{numbers.routers.aux_loss:.9g}"
+            self._row["max_load"] = f"{max(numbers.routers.max_over_mean):.4f}"
+            self._row["dropped"] = f"{max(numbers.routers.dropped):.4f}"
+        if numbers.trace is not None:
+            self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
+            self._row["memory"] = numbers.trace.peak_memory
+        self._row_start = None  # of a row that is not written
+        with self._surviving():
+            self._row_start = self._file.tell()
+            self._write_row()
+        if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
+            told = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
+            _tell(trainer, numbers.step, told | _of_ranks(numbers.trace) | _of_routers(numbers.routers))
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = last_val_loss(trainer)
+        if self._file is None or trainer.sanity_checking or value is None or not self._row:
+            return
+        self._row["val_loss"] = f"{value:.9g}"
+        if self._row_start is not None:
+            with self._surviving():
+                self._file.seek(self._row_start)
+                self._file.truncate()
+                self._write_row()
+        _tell(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Warn, once, of what the storage refuses: metrics are not worth a run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{self._path} misses rows from here on, and training continues: {error}", stacklevel=2)
+
+    def _write_row(self) -> None:
+        assert self._file is not None
+        self._file.write(_csv_lines([self._row]))
+        self._file.flush()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens_seen": self._tokens_seen}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._tokens_seen = state_dict["tokens_seen"]
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._file is not None:
+            with self._surviving():
+                self._file.close()
+            self._file = None
+            self._row = {}
+
+
+def _tell(trainer: Trainer, step: int, numbers: dict[str, float]) -> None:
+    """Hand numbers of a step to all loggers: the one place where that is done."""
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers, step=step)
+
+
+def _of_ranks(trace: StepTrace | None) -> dict[str, float]:
+    ranks = trace.ranks if trace is not None and len(trace.ranks) <= MOST_RANKS else ()
+    return {f"memory/rank_{each.rank}": float(each.memory.total) for each in ranks}
+
+
+def _of_routers(routers: Any) -> dict[str, float]:
+    if routers is None:
+        return {}
+    numbers = {"router/aux_loss": routers.aux_loss, "router/z_loss": routers.z_loss}
+    return numbers | {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, routers.max_over_mean, strict=True)}
+
+
+def rows_until(path: Path, step: int) -> list[dict[str, str]]:
+    """Rows of a metrics file whose step is at most `step`; none when there is no file. A last row cut off by a crash is
+    left out.
+    """
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
+    return [row for row in rows if int(row["step"]) <= step]
+
+
+def _csv_lines(rows: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    return text.getvalue()

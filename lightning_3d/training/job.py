@@ -1,0 +1,197 @@
+"""What a run does with its complete configuration: its folder, its ranks, its exit code. Knows no Hydra.
+
+`lightning-3d train` comes here after Hydra has composed the configuration, `lightning-3d run` with one that was composed
+before. torch is imported after the configuration and the folder are found right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.config.plan_run import RunPlan
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
+from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
+from lightning_3d.ranks.reporter import FailureReporter
+from lightning_3d.ranks.supervisor import can_fork, cores, launch
+from lightning_3d.runs.ending import CommandLine, last_lines
+from lightning_3d.runs.folder import LOGS, RunFolder
+from lightning_3d.runs.frozen_config import frozen_text
+from lightning_3d.runs.status import RunStatus
+from lightning_3d.runs.wandb_access import require_access
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is, as all ranks know it.
+
+    Attributes:
+        path: of the run folder.
+        resume: checkpoint of an earlier try to go on from.
+        folder: on rank 0, and where the ranks are still to be started.
+        reporter: of this rank's failures, where the rank is connected already.
+    """
+
+    path: Path
+    resume: str | None
+    folder: RunFolder | None
+    reporter: FailureReporter | None = None
+
+
+def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder]) -> Place:
+    """Take the run folder. Rank 0 does so and tells the others, whose clocks would have named another. It is rank 0 that logs, too.
+
+    Args:
+        loggers: the group `logger`.
+        take: gets the folder of the try before this one, where torchrun has started the ranks again.
+    """
+    if outside is None:
+        require_access(loggers)
+        folder = take(None)
+        return Place(folder.path, folder.resume, folder)
+    set_master_address(outside)
+    board = connect_board(outside.rank, outside.world_size)
+    reporter = FailureReporter(board, outside.rank, outside.world_size)
+    taken = None
+    told: dict[str, str | None] = {}
+    if outside.rank == 0:
+        before = json.loads(board.told_before("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
+        try:
+            require_access(loggers)
+            taken = take(Path(before["folder"]) if "folder" in before else None)
+            told = {"folder": str(taken.path), "resume": taken.resume}
+        except ConfigError as error:
+            told = {"refused": str(error)}
+    if isinstance(board, StoreBoard):
+        told = json.loads(board.tell_all("run_folder", json.dumps(told), outside.rank))
+    if "refused" in told:
+        raise ConfigError(str(told["refused"]))
+    return Place(Path(str(told["folder"])), told["resume"], taken, reporter)
+
+
+def show_plan(plan: RunPlan, outside: OutsideRank | None) -> None:
+    """What a dry run prints: what would run, and what is wrong with it that does not stop it."""
+    print_once(plan.describe(), outside)
+    for warning in plan.warnings:
+        print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
+
+
+def run_job(
+    config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place, command: CommandLine | None = None
+) -> int:
+    """Train, and return the exit code.
+
+    Args:
+        config: complete, without interpolations, and found right.
+        plan: what `plan_run` made of it.
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
+        place: the folder of the run, as `find_place` returns it.
+        command: how the run was started, to say how it is resumed.
+    """
+    frozen, folder = plan.freeze(config), place.folder
+    for warning in plan.warnings:
+        print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
+    if folder is not None:  # without the checkpoint that this try goes on from: the file is the run's, and repeats it from the beginning
+        folder.write_config(frozen_text(frozen))
+    if place.resume is not None:
+        frozen["trainer"] = {**frozen["trainer"], "resume": place.resume}
+    if folder is None:
+        assert outside is not None
+        return _be_rank(outside, frozen, place.reporter)[0]
+    print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
+    if place.resume is not None:
+        print_once(f"goes on from {place.resume}", outside)
+    status = RunStatus.begun()
+    status.write(folder.path)
+    code, reason = 1, ""
+    try:
+        if outside is None:
+            code, reason = _start_ranks(plan, frozen, folder)
+        else:
+            code, reason = _be_rank(outside, frozen, place.reporter)
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    finally:
+        if code == Lightning3DError.exit_code and not folder.holds_results():
+            folder.discard()
+        else:
+            _end(folder.path, frozen, status.after(code, reason), command, outside)
+    return code
+
+
+def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, outside: OutsideRank | None) -> None:
+    """Leave status and report in the folder of a run that has ended, and say how one that ended early is resumed."""
+    try:
+        status.write(folder)
+    except OSError as error:
+        print(f"lightning_3d: the status of this run cannot be written: {error}", file=sys.stderr, flush=True)
+    if (folder / "metrics.csv").is_file():
+        _report(folder)
+    if status.exit_code not in (0, Lightning3DError.exit_code):
+        launcher = outside.launcher if outside is not None else None
+        print("\n".join(last_lines(folder, config, status, command, launcher)), file=sys.stderr, flush=True)
+
+
+def _report(folder: Path) -> None:
+    """Write the report of a run that has ended. The run is what it is without one."""
+    from lightning_3d.runs.report import write_report
+
+    try:
+        print(f"report: {write_report(folder)}", flush=True)
+    except Exception as error:
+        print(f"lightning_3d: the report of this run cannot be made: {error}", file=sys.stderr, flush=True)
+
+
+def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tuple[int, str]:
+    """Start the ranks on this machine and wait for them. Returns the exit code, and what was said of a failure."""
+    count = plan.layout.world_size
+    threads = None
+    if plan.accelerator == "cpu":
+        # Before torch is imported, by this process or by the ranks.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        threads = int(os.environ["OMP_NUM_THREADS"])
+    fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
+    if fork:
+        quiet_imports()
+        from lightning_3d.training.run import preload
+
+        preload(frozen)
+        fork = can_fork()
+    outcome = launch(run_rank, (frozen,), count, logs=folder.path / LOGS, fork=fork, threads=threads)
+    if outcome.message is not None:
+        print(outcome.message, file=sys.stderr, flush=True)
+        if outcome.exit_code != Lightning3DError.exit_code:
+            print(f"lightning_3d: what the ranks printed is in {folder.path / LOGS}", file=sys.stderr)
+    return outcome.exit_code, outcome.message or ""
+
+
+def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> tuple[int, str]:
+    """Run as the rank that torchrun or SLURM started. Returns the exit code, and what was said of a failure."""
+    reporter = reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
+    reporter.watch()
+    code = reporter.run(lambda: run_rank(frozen))
+    reporter.close()
+    return code, reporter.reason if code <= 128 else ""
+
+
+def run_rank(frozen: dict[str, Any]) -> None:
+    """The job of every rank."""
+    quiet_imports()
+    from lightning_3d.training.run import train
+
+    train(frozen)
+
+
+def _may_fork(start_method: str, accelerator: str) -> bool:
+    if start_method == "auto":
+        return accelerator == "cpu" and sys.platform == "linux"
+    return start_method == "fork"

@@ -1,0 +1,302 @@
+"""Layout-independent weights: every parameter on meta becomes this rank's shard of a value that no layout changes.
+
+The value of a parameter is a function of (seed, its full name, the module's own initializer). It is drawn on CPU,
+whole, one parameter at a time, and then cut; so one process, any stage and any tensor-parallel rank get the same
+numbers, and a rank never needs more than its own shards and one full parameter. See `initializers` for how an
+initializer is run for one tensor only. Parameters with pretrained values are read, a shard at a time: see `pretrained`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.compat.peft_layers import origin
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.parallel.sharding import ShardSpec, replicated
+from lightning_3d.weights.blueprint import BUILD_IN_MEMORY, Blueprint, Slot, Target, isolated_generators, other_tensors, seed_of
+from lightning_3d.weights.pretrained import Stored, stored_values
+from lightning_3d.weights.stored import Reader
+
+if TYPE_CHECKING:
+    from lightning_3d.parallel.mesh import Mesh
+
+
+def initialize(
+    module: nn.Module,
+    seed: int = 0,
+    *,
+    specs: Mapping[str, ShardSpec] | None = None,
+    blueprint: Blueprint | None = None,
+    stored: Mapping[str, Stored] | None = None,
+    prefix: str = "",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give every parameter and buffer of `module` that is on the meta device its initial value, in place.
+
+    Parameters get what the module's own initializers draw for them: `reset_parameters()` of the module that owns them,
+    then, as in an ordinary construction, those of the modules around it (`reset_parameters()`, Transformers'
+    `_init_weights(module)`, `init_weights()`). Buffers are written by the same initializers (or `reset_buffers()`), or
+    copied from a second instance of their module; they keep the dtype they have. Whatever is not on meta stays as it
+    is, so a second call does nothing. Nothing is communicated, and the random generators are left as they were.
+
+    Args:
+        module: whole, or what partitioning and rewriting left of it.
+        seed: of all weights.
+        specs: how each parameter is cut, by name in `module`; a parameter without a specification is whole.
+        blueprint: of the whole module, taken before it was partitioned and rewritten. Without it, initializers see the
+            sizes and modules that are left.
+        stored: where pretrained values are, by name in the whole module (`stored_values`), taken before it was partitioned. Without it,
+            those that `load_pretrained` gave to `module`, which is whole.
+        prefix: put before the names in `module`, when the layout-independent name is longer ("model.").
+        device: where parameters and buffers go; the CPU by default.
+        dtype: of floating-point parameters; their own by default. Types narrower than float32 are drawn in float32 and
+            rounded.
+
+    Raises:
+        ConfigError: nothing initializes a parameter or buffer; the message names it and says what to add.
+        CheckpointError: pretrained values cannot be read.
+    """
+    specs = specs or {}
+    homes = _parameters_on_meta(module)
+    buffers = _buffers_on_meta(module)
+    if not homes and not buffers:
+        return
+    stored = stored_values(module) if stored is None else stored
+    with isolated_generators(), torch.no_grad(), torch.device("cpu"):
+        blueprint = blueprint or Blueprint(module, specs)
+        canonical = {name: _canonical(name, specs, blueprint) for name in homes}
+        drawn = [name for name in canonical.values() if name not in stored]
+        rebuilt = {name: slots for name, slots in buffers.items() if name not in stored}
+        blueprint.prepare([*drawn, *rebuilt])
+        _fill_buffers(rebuilt, blueprint, seed, prefix, torch.device(device or "cpu"))
+        reader = Reader()
+        for name in buffers.keys() - rebuilt.keys():
+            _read_buffer(buffers[name], reader, stored[name], device or "cpu")
+        for name, (parameter, places) in homes.items():
+            final_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            if canonical[name] in stored:
+                spec = specs.get(name) or replicated(name, parameter.shape, 1)
+                local = reader.read(stored[canonical[name]], spec, final_dtype, device or "cpu")
+            else:
+                local = _draw(blueprint, canonical[name], final_dtype, seed, prefix)
+                local = _local(local, specs.get(name))  # the full one is gone from here on
+                local = local.to(device or "cpu", final_dtype)
+            _require_shape(local, parameter, name)
+            _replace(parameter, places, local)
+
+
+def _canonical(name: str, specs: Mapping[str, ShardSpec], blueprint: Blueprint) -> str:
+    """The name under which a parameter is initialized: a tied one, here or on another stage, goes by its first name."""
+    spec = specs.get(name)
+    if spec is not None and spec.tied_to:
+        return spec.tied_to
+    return blueprint.targets[name].name if name in blueprint.targets else name
+
+
+def _parameters_on_meta(module: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """By first name: the parameter, and all (module, key) that hold it."""
+    names: dict[int, str] = {}
+    homes: dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for prefix, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                name = names.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+                homes.setdefault(name, (parameter, []))[1].append((owner, key))
+    return homes
+
+
+def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix: str) -> Tensor:
+    """The full value of the parameter `name`, on CPU. Types narrower than float32 are drawn in float32."""
+    target = blueprint.targets.get(name)
+    if target is None:
+        raise ConfigError(
+            f"'{prefix}{name}' is not in the model that is being initialized, though a parameter is tied to it."
+            " Initialize with the blueprint of the whole model."
+        )
+    if dtype.is_floating_point:
+        dtype = torch.float32 if dtype.itemsize < 4 else dtype
+        torch.set_default_dtype(dtype)  # what an initializer makes on the way has the precision of its parameter
+    value = _draw_alone_or_with_siblings(blueprint, target, dtype, seed, prefix)
+    if value is None:
+        owner = type(target.owner).__name__
+        key = target.slots[0].key
+        raise ConfigError(
+            f"The parameter '{prefix}{name}' of shape {tuple(target.blank.shape)} is on the meta device, and nothing"
+            f" initializes all of it. Add `def reset_parameters(self): nn.init.ones_(self.{key})`, with the values you"
+            f" want, to {owner}, or an `_init_weights(self, module)` that handles {owner} to a module around it,"
+            f" {BUILD_IN_MEMORY}"
+        )
+    return value.detach()
+
+
+def _draw_alone_or_with_siblings(
+    blueprint: Blueprint, target: Target, dtype: torch.dtype, seed: int, prefix: str
+) -> Tensor | None:
+    """One parameter; those of its module are drawn with it, always in the same way, if its initializer needs them."""
+    siblings = blueprint.siblings(target)
+    if not blueprint.depends_on_siblings(target):
+        try:
+            return blueprint.draw([target], [dtype], seed_of(seed, prefix + origin(target.name)))[0]
+        except ConfigError:
+            if len(siblings) == 1:
+                raise
+    values = blueprint.draw(siblings, [dtype] * len(siblings), seed_of(seed, prefix + origin(siblings[0].name)))
+    return values[siblings.index(target)]
+
+
+def _local(full: Tensor, spec: ShardSpec | None) -> Tensor:
+    """This rank's part of a full parameter."""
+    return full if spec is None or not spec.is_cut else spec.cut(full)
+
+
+def _require_shape(local: Tensor, parameter: nn.Parameter, name: str) -> None:
+    if local.shape != parameter.shape:
+        raise ConfigError(
+            f"The initializer of '{name}' and its cut give the shape {tuple(local.shape)}, but the parameter on this"
+            f" rank has {tuple(parameter.shape)}."
+        )
+
+
+def _replace(parameter: nn.Parameter, places: Iterable[tuple[nn.Module, str]], value: Tensor) -> None:
+    """Put a real parameter wherever the one on meta was, with the attributes that it carried."""
+    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    for owner, key in places:
+        setattr(owner, key, real)  # not into `_parameters`: recurrent layers keep a second list up to date
+
+
+def _buffers_on_meta(module: nn.Module) -> dict[str, list[Slot]]:
+    """By first name: the places of every buffer, and of every plain attribute that is a tensor, on meta."""
+    names: dict[int, str] = {}
+    slots: dict[str, list[Slot]] = {}
+    for prefix, owner in module.named_modules():
+        for slot, tensor in other_tensors(owner):
+            if tensor.is_meta:
+                name = names.setdefault(id(tensor), f"{prefix}.{slot.key}" if prefix else slot.key)
+                slots.setdefault(name, []).append(slot)
+    return slots
+
+
+def _fill_buffers(
+    buffers: dict[str, list[Slot]], blueprint: Blueprint, seed: int, prefix: str, device: torch.device
+) -> None:
+    """Rebuild all buffers, those of one module together: they are small, and some are computed from one another."""
+    groups: dict[str, list[str]] = {}
+    for name in buffers:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in groups.values():
+        targets = [blueprint.targets[name] for name in names]
+        metas = [buffers[name][0].get() for name in names]
+        drawn = blueprint.draw(targets, [meta.dtype for meta in metas], seed_of(seed, prefix + targets[0].name))
+        rebuilt = _rebuilt_buffers(buffers[names[0]][0].module) if any(value is None for value in drawn) else {}
+        for name, meta, value in zip(names, metas, drawn, strict=True):
+            places = buffers[name]
+            value = rebuilt.get(places[0].key) if value is None else value
+            if value is not None and value.shape == meta.shape:
+                value = value.detach().to(device, meta.dtype)
+                for place in places:
+                    place.put(value)
+            elif places[0].kind == "_buffers":  # torch itself refuses to compute with an attribute that stays on meta
+                _refuse_buffer(prefix + name, places[0])
+
+
+def _read_buffer(places: list[Slot], reader: Reader, stored: Stored, device: torch.device | str) -> None:
+    """A buffer that is saved with the weights; every rank that has its module holds it whole."""
+    meta = places[0].get()
+    value = reader.read(stored, replicated("", meta.shape, 1), meta.dtype, device)
+    for place in places:
+        place.put(value)
+
+
+def _rebuilt_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of a second instance of `module`, made from its attributes that are named like its constructor's
+    arguments.
+
+    Only of a module that holds nothing but buffers, and only if the second instance ends up with the same attributes,
+    which shows that they are what the constructor was given; else nothing.
+    """
+    if module._parameters or module._modules:
+        return {}
+    kind = type(module)
+    expected = [name for name in inspect.signature(kind).parameters if name != "device"]
+    if not all(name in vars(module) for name in expected):
+        return {}
+    second = kind(**{name: vars(module)[name] for name in expected})
+    return dict(second.named_buffers()) if _plain_attributes(second) == _plain_attributes(module) else {}
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers, strings and the like, which a constructor computes from its arguments."""
+    plain = (bool, int, float, str, bytes, tuple, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
+
+
+def _refuse_buffer(name: str, slot: Slot) -> None:
+    owner = type(slot.module).__name__
+    raise ConfigError(
+        f"The buffer '{name}' of shape {tuple(slot.get().shape)} is on the meta device, and nothing rebuilds it. Add"
+        f" `def reset_buffers(self): self.{slot.key}.copy_(...)`, with the values you want, to {owner},"
+        f" {BUILD_IN_MEMORY}"
+    )
+
+
+def broadcast_eager(module: nn.Module, mesh: Mesh) -> None:
+    """Give every parameter and buffer that is not on meta the values it has on rank 0, so that all ranks start from the
+    same model.
+
+    Every rank must hold the whole model, unpartitioned. Communicates over all ranks: one small object and one flag,
+    then each tensor by itself, as bytes. Nothing is sent when no rank holds values.
+
+    Raises:
+        ConfigError, on every rank: the model differs between ranks in names, shapes, dtypes, or in what is on meta.
+    """
+    if mesh.layout.world_size == 1:
+        return
+    tensors = _in_memory(module)
+    described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    _require_same_model(described)
+    for tensor in tensors.values():
+        _broadcast(tensor)
+
+
+def _in_memory(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that hold values, by first name."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
+
+
+def _require_same_model(described: list[tuple[str, tuple[int, ...], str]]) -> None:
+    first: list[Any] = [described]
+    dist.broadcast_object_list(first, src=0)
+    same = torch.tensor(int(first[0] == described), device=_communication_device())
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    if not same.item():
+        differing = sorted({name for name, *_ in set(described) ^ set(first[0])})
+        where = (
+            f"here; they differ in {listed(map(repr, differing[:3]))}" if differing else "here, another rank differs"
+        )
+        raise ConfigError(
+            f"Not all ranks built the same model: {len(first[0])} tensors are in memory on rank 0 and {len(described)}"
+            f" {where}. Build the same model on every rank; its values are taken from rank 0."
+        )
+
+
+def _broadcast(tensor: Tensor) -> None:
+    """Send a tensor from rank 0 to all, in place. As bytes: not every backend knows every dtype."""
+    device = _communication_device()
+    wire = tensor.to(device).contiguous()
+    dist.broadcast(wire.reshape(-1).view(torch.uint8), src=0)
+    if wire.data_ptr() != tensor.data_ptr():
+        tensor.copy_(wire)
+
+
+def _communication_device() -> torch.device:
+    """NCCL sends from the GPU only; a model in memory may still be on the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")

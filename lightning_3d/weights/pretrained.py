@@ -1,0 +1,179 @@
+"""Pretrained weights: every rank reads the slices that it holds from safetensors files, and nothing else.
+
+`load_pretrained(model, folder)` marks a model that is on the meta device; `initialize` fills it after it was partitioned and cut. No
+rank reads for another, and nothing is communicated. A rank has its own shards in memory and the file of one of them mapped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.compat.peft_layers import own, plain_name
+from lightning_3d.compat.transformers import is_transformers_model, may_be_left_over, may_be_missing, renamed
+from lightning_3d.errors import CheckpointError, listed
+from lightning_3d.models.pretrained_config import refuse_shapes
+from lightning_3d.models.safetensors_folder import FLOATS, StoredTensor, find_folder, read_tensors
+from lightning_3d.parallel.sharding import replicated
+from lightning_3d.weights.stored import Reader, StoredValue, Tiling
+
+M = TypeVar("M", bound=nn.Module)
+_MARK = "_lightning_3d_pretrained"
+
+Stored = tuple[StoredValue, ...]
+"""Where the value of a parameter is; several for tied ones that were saved under each of their names."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a marked model is filled from."""
+
+    folder: Path
+    strict: bool
+
+
+def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = True) -> M:
+    """Give `model` the weights in a folder that `save_pretrained` of Transformers wrote: `model.safetensors`, or several and their index.
+
+    What is on the meta device, as everything that is built in `configure_model`, is read when the strategy (or `initialize`) makes the
+    weights, by each rank its own slices; adapters may be put around it before or after. What is in memory is overwritten now.
+
+    Args:
+        model: a Transformers model, whose older names are understood as `from_pretrained` understands them, or any module that has the
+            names in the files.
+        path: a folder; or the name of a model of the Hugging Face hub that was downloaded before.
+        strict: refuse parameters that are not stored, and tensors that the model does not have. Otherwise the first are drawn from the
+            seed (those in memory kept), and the others left out.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        CheckpointError: the folder is missing, damaged or incomplete, holds pickles only, or has not the names of the model.
+        ConfigError: shapes differ.
+    """
+    inner = own(model, "get_base_model")
+    target: nn.Module = inner() if callable(inner) else model  # PEFT's model around it has no weights of its own
+    mark = Pretrained(find_folder(path), strict)
+    reader = Reader()
+    for name, stored in _match(target, mark).items():
+        tensor = _tensor(target, name)
+        if not tensor.is_meta:
+            with torch.no_grad():
+                tensor.copy_(reader.read(stored, replicated(name, tensor.shape, 1), tensor.dtype, tensor.device))
+    object.__setattr__(target, _MARK, mark)
+    return model
+
+
+def forget_pretrained(root: nn.Module) -> None:
+    """Let no module of a copy be filled from files: see `load_pretrained`."""
+    for module in root.modules():
+        vars(module).pop(_MARK, None)
+
+
+def stored_values(root: nn.Module) -> dict[str, Stored]:
+    """Where the values of the parameters and saved buffers of marked modules are, by their first names in `root`, which is whole.
+
+    Raises:
+        CheckpointError, ConfigError: see `load_pretrained`.
+    """
+    found = {}
+    first: dict[int, str] = {}
+    for name, tensor in _saved(root):
+        first.setdefault(id(tensor), name)
+    for module in root.modules():
+        mark = vars(module).get(_MARK)
+        for name, stored in _match(module, mark).items() if mark is not None else ():
+            found[first[id(_tensor(module, name))]] = stored
+    return found
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    owner, _, key = name.rpartition(".")
+    return getattr(module.get_submodule(owner), key)
+
+
+def _saved(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a state dict has, under all of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
+    """Where the value of each parameter and saved buffer of a whole module is, by its first name in it. Adapters are left out."""
+    plain = {name: plain_name(module, name) for name, _ in _saved(module)}
+    known = {name for name in plain.values() if name is not None}
+    available, unexpected = _available(module, read_tensors(mark.folder), known)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in _saved(module):
+        if plain[name] is not None:
+            tied.setdefault(id(tensor), []).append(name)
+    found: dict[str, Stored] = {}
+    missing = []
+    for names in tied.values():
+        stored = tuple(available[name] for name in dict.fromkeys(str(plain[name]) for name in names) if name in available)
+        if stored:
+            found[names[0]] = stored
+        elif not may_be_missing(module, str(plain[names[0]])):
+            missing.append(str(plain[names[0]]))
+    if mark.strict and (missing or unexpected):
+        raise _other_names(module, mark.folder, missing, unexpected)
+    shapes = {name: tuple(_tensor(module, name).shape) for name in found}
+    refuse_shapes({name: (shape, stored.shape) for name, shape in shapes.items() for stored in found[name]}, mark.folder)
+    _require_floats({name: stored for name, stored in found.items() if _tensor(module, name).is_floating_point()})
+    return found
+
+
+def _available(
+    module: nn.Module, tensors: Mapping[str, StoredTensor], known: set[str]
+) -> tuple[dict[str, StoredValue], list[str]]:
+    """The stored values by their names in the module, and the names of stored tensors that it does not have."""
+    if not is_transformers_model(module):
+        available = {name: StoredValue.of(tensor) for name, tensor in tensors.items() if name in known}
+        return available, [name for name in tensors if name not in known]
+    available, unexpected = {}, []
+    parts: dict[str, tuple[Tiling, dict[str, list[StoredTensor]]]] = {}
+    for name, (new, made) in renamed(module, tensors, known).items():
+        if new not in known:
+            unexpected += [] if may_be_left_over(module, new) else [name]
+        elif made is None:
+            available[new] = StoredValue.of(tensors[name])
+        elif made.tiling is None:
+            folder = tensors[name].file.parent
+            raise CheckpointError(
+                f"{folder} stores '{name}' in another form than {type(module).__name__} has it ('{new}', by {made.operations}), so that"
+                f" slices of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH,"
+                " save_original_format=False)."
+            )
+        else:
+            columns = parts.setdefault(new, (Tiling(*made.tiling), {pattern: [] for pattern in made.patterns}))[1]
+            columns[made.pattern].append(tensors[name])
+    return available | {name: tiling.tile(name, columns) for name, (tiling, columns) in parts.items()}, unexpected
+
+
+def _require_floats(found: Mapping[str, Stored]) -> None:
+    for name, stored in found.items():
+        for tensor in (tensor for value in stored for tensor in value.tensors):
+            if tensor.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; {listed(FLOATS, last='or')} can be trained. Take the weights"
+                    " of the model before it was quantized."
+                )
+
+
+def _other_names(module: nn.Module, folder: Path, missing: list[str], unexpected: list[str]) -> CheckpointError:
+    lists = ((missing, "the model has and the files lack"), (unexpected, "the files have and the model lacks"))
+    parts = [f"{len(names)} that {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for names, what in lists if names]
+    return CheckpointError(
+        f"The tensors in {folder} are not those of {type(module).__name__}: {'; '.join(parts)}. Give the folder of this model, or"
+        " load_pretrained(..., strict=False) to draw what is missing and leave out the rest."
+    )

@@ -1,0 +1,182 @@
+"""`lightning-3d run`: trains from a complete configuration, in a folder that was prepared for it or in a new one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import Result, environment, run_commands
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from test_cli import FAULTY, QUICK, losses
+
+from lightning_3d.config.files import conf_folder
+from lightning_3d.config.plan_run import plan_run
+from lightning_3d.errors import ConfigError
+from lightning_3d.runs.folder import RunFolder
+from lightning_3d.runs.frozen_config import frozen_text, move_to, read_frozen
+from lightning_3d.runs.status import RunStatus, read_status
+from lightning_3d.training import job
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def prepare(folder: Path, *overrides: str) -> Path:
+    """A folder with a frozen configuration that names it, as a sweep leaves it for its jobs."""
+    folder.mkdir(parents=True)
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        config = compose("config", overrides=[*QUICK, "cluster=local_cpu", *overrides])
+    config.run_folder = str(folder)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    frozen = plan_run(config).freeze({str(key): value for key, value in plain.items()})
+    (folder / "config.yaml").write_text(frozen_text(frozen))
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("frozen")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Result]:
+    prepared = prepare(folder / "prepared")
+    failing = prepare(folder / "failing", *FAULTY)
+    no_data = prepare(folder / "no_data", "data.root=/nonexistent/folder")
+    lines = {
+        "train": ["train", *QUICK, f"hydra.run.dir={folder / 'train'}"],
+        "prepared": ["run", str(prepared)],
+        "again": ["run", str(prepared)],
+        "repeated": ["run", str(folder / "train" / "config.yaml"), "--folder", str(folder / "repeated")],
+        "into another": ["run", str(folder / "train" / "config.yaml"), "--folder", str(folder / "prepared")],
+        "failing": ["run", str(failing)],
+        "no_data": ["run", str(no_data)],
+    }
+    return dict(zip(lines, run_commands(list(lines.values()), timeout=500, warm=True), strict=True))
+
+
+def test_prepared_folder_is_trained_in_like_the_composed_run(results: dict[str, Result], folder: Path) -> None:
+    assert results["prepared"].code == 0, results["prepared"].output
+    assert losses(folder / "prepared") == losses(folder / "train")
+    assert results["prepared"].left == []
+
+
+def test_prepared_folder_is_taken_once(results: dict[str, Result], folder: Path) -> None:
+    again = results["again"]
+    assert again.code == 2
+    assert again.output == (
+        f"lightning_3d: {folder / 'prepared'} holds a run already (status: finished). --folder NEW repeats it in a new folder.\n"
+    )
+    assert results["into another"].code == 2 and "Set --folder to a new folder" in results["into another"].output
+
+
+def test_run_is_repeated_in_a_new_folder(results: dict[str, Result], folder: Path) -> None:
+    assert results["repeated"].code == 0, results["repeated"].output
+    assert losses(folder / "repeated") == losses(folder / "train")
+    names = {path.name for path in (folder / "repeated").iterdir()}
+    assert names == {"config.yaml", "metrics.csv", "report.html", "checkpoints", "logs", "status.json", ".lock"}
+    assert str(folder / "train") not in (folder / "repeated" / "config.yaml").read_text()
+
+
+def test_status_tells_how_a_run_ended(results: dict[str, Result], folder: Path) -> None:
+    assert results["failing"].code == 1
+    ends = {name: read_status(folder / name) for name in ("train", "prepared", "failing")}
+    assert {name: (end.status, end.exit_code) for name, end in ends.items() if end} == {
+        "train": ("finished", 0),
+        "prepared": ("finished", 0),
+        "failing": ("failed", 1),
+    }
+    assert all(end and end.seconds and end.seconds > 0 for end in ends.values())
+
+
+def test_refused_run_leaves_the_prepared_folder_as_it_was(results: dict[str, Result], folder: Path) -> None:
+    assert results["no_data"].code == 2
+    assert results["no_data"].output.count("lightning_3d: ") == 1
+    assert [path.name for path in (folder / "no_data").iterdir()] == ["config.yaml"]
+
+
+def test_frozen_text_is_the_same_for_any_reader_of_yaml(tmp_path: Path) -> None:
+    path = prepare(tmp_path / "run", "optimizer.lr=1e-5", "data.global_batch_size=8", "trainer.max_time='00:00:00:09'")
+    config = read_frozen(path)
+    assert config == yaml.safe_load(path.read_text()) and config["optimizer"]["lr"] == 1e-5
+    assert plan_run(OmegaConf.create(config)) is not None
+
+
+def test_numbers_that_the_user_wrote_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run_folder: x\noptimizer: {lr: 1e-5}")
+    assert read_frozen(tmp_path / "config.yaml")["optimizer"]["lr"] == 1e-5
+
+
+def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> None:
+    config = {
+        "run_folder": "/runs/a",
+        "callbacks": {"metrics": {"path": "/runs/a/metrics.csv"}, "other": {"path": "/runs/ab"}},
+        "data": {"root": "/runs/a/text"},
+        "trainer": {"resume": "/runs/a/checkpoints/step_5", "extra": {"default_root_dir": "/runs/a"}},
+    }
+    assert move_to(config, Path("/new")) == {
+        "run_folder": "/new",
+        "callbacks": {"metrics": {"path": "/new/metrics.csv"}, "other": {"path": "/runs/ab"}},
+        "data": {"root": "/runs/a/text"},
+        "trainer": {"resume": "/runs/a/checkpoints/step_5", "extra": {"default_root_dir": "/new"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("a: [", "is no YAML"),
+        ("- a", "names no run_folder"),
+        ("a: 1", "names no run_folder"),
+        ("run_folder: x\na: ${nothing.there}", "nothing.there"),
+        ("run_folder: ${hydra:runtime.output_dir}", "not that in .hydra"),
+        ("run_folder: null", "names no run_folder"),
+        ("3", "has no keys"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_frozen(path)
+
+
+def test_of_two_runs_one_takes_a_prepared_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    RunFolder.adopt(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a run already \(status: running; process \d+ "):
+        RunFolder.adopt(tmp_path)
+
+
+def test_run_that_goes_on_keeps_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise repeating it elsewhere would go on from its last checkpoint, and a sweep would take it for another run."""
+    path = prepare(tmp_path / "run")
+    before, config = path.read_text(), read_frozen(path)
+    given = []
+    monkeypatch.setattr(job, "_start_ranks", lambda plan, frozen, folder: given.append(frozen) or (0, ""))
+    folder = RunFolder(path.parent, (), frozenset(), "step_5")
+    assert job.run_job(config, plan_run(OmegaConf.create(config)), None, job.Place(path.parent, "step_5", folder)) == 0
+    assert path.read_text() == before and given[0]["trainer"]["resume"] == "step_5"
+
+
+def test_half_written_status_is_none(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    RunStatus.begun().write(tmp_path)
+    text = (tmp_path / "status.json").read_text()
+    (tmp_path / "status.json").write_text(text[: len(text) // 2])
+    assert read_status(tmp_path) is None
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
+    path = prepare(tmp_path / "run")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_3d", "run", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(folder / "train")
+    status = read_status(tmp_path / "run")
+    assert status is not None and status.status == "finished"

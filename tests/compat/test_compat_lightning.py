@@ -1,0 +1,56 @@
+"""Contract tests for what `lightning_compat` uses of Lightning's callbacks."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from parity import quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, throughputs_of
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch warns of it since 2.13")
+def test_lightning_uses_a_name_that_torch_deprecates() -> None:
+    """If it does not, `hush_tree_warning` can go."""
+
+    def said(change: Callable[[], None]) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            change()
+            next(iter(CombinedLoader(DataLoader([1, 2]), "max_size_cycle")))  # type: ignore[arg-type]
+        return [str(warning.message) for warning in caught if "LeafSpec" in str(warning.message)]
+
+    assert len(said(lambda: None)) == 1 and said(hush_tree_warning) == []
+
+
+def test_a_throughput_monitor_has_a_counter_for_each_stage() -> None:
+    monitor = ThroughputMonitor(len)
+    trainer: Any = quiet_trainer()
+    trainer.state.stage = RunningStage.TRAINING
+    monitor.setup(trainer, pl.LightningModule(), "fit")
+    [counter] = throughputs_of(monitor)
+    assert isinstance(counter, Throughput)
+    counter.update(time=1.0, batches=1, samples=1)
+    assert monitor._throughputs[RunningStage.TRAINING].compute()["samples"] == 1
+
+
+def test_lightning_forgets_the_protocol_of_what_it_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it remembers, `find_last_at_urls` can go."""
+    find = ModelCheckpoint._find_last_checkpoints
+    monkeypatch.setattr(ModelCheckpoint, "_find_last_checkpoints", getattr(find, "at_urls", find))
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/contract/last.ckpt/manifest.json", b'{"global_step": 1}')
+    callback, trainer = ModelCheckpoint("memory://contract", save_last=True), quiet_trainer()
+    assert callback._find_last_checkpoints(trainer) == {"/contract/last.ckpt"}
+    find_last_at_urls()
+    assert callback._find_last_checkpoints(trainer) == {"memory://contract/last.ckpt/manifest.json"}
+    system.rm("/contract", recursive=True)

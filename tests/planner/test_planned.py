@@ -1,0 +1,101 @@
+"""`lightning_3d.planned`: the planner for a Trainer of one's own."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import REPOSITORY
+from transformers import LlamaConfig
+
+from lightning_3d import planned
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.layout import Layout
+from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.training.module import CausalLM
+
+CONFIG = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
+LARGE: dict[str, Any] = {"cluster": "h100_1x8", "sequence_length": 4096, "global_batch_size": 64}
+
+
+class Wrapped(torch.nn.Module):
+    """Holds what a user's module holds before its model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = LlamaConfig(**{name: value for name, value in CONFIG.items() if name != "model_type"})
+
+
+def test_a_layout_is_chosen_for_a_configuration_a_module_and_a_dict() -> None:
+    chosen = [planned(model, **LARGE, seed=3) for model in (CONFIG, Wrapped(), Wrapped().settings, CausalLM({"config": CONFIG}))]
+    assert all(one == chosen[0] for one in chosen)
+    strategy = Lightning3DStrategy(**chosen[0])
+    assert isinstance(strategy.layout, Layout) and strategy.layout.world_size == 8
+    assert strategy.micro_batch_size == chosen[0]["micro_batch_size"] and chosen[0]["seed"] == 3
+
+
+def test_what_is_given_is_not_searched() -> None:
+    chosen = planned(CONFIG, **LARGE, zero_stage=1, recompute="full", micro_batch_size=2)
+    assert (chosen["zero_stage"], chosen["recompute"], chosen["micro_batch_size"]) == (1, "full", 2)
+
+
+def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
+    small = {"layout": "dp8", "micro_batch_size": 4, "zero_stage": 1}
+    with pytest.raises(LayoutError, match=r"dp8 needs about [0-9.]+ GB on its fullest rank, but NVIDIA H100 SXM has 80.0 GB"):
+        planned(CONFIG, **LARGE, **small)
+    assert planned(CONFIG, **LARGE, **small, force=True) == small
+    assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
+
+
+def test_a_reserve_is_left_free_and_a_named_layout_that_uses_it_is_warned_of() -> None:
+    mixtral = yaml.safe_load((REPOSITORY / "conf/model/mixtral_8x7b.yaml").read_text())["config"]
+    where: dict[str, Any] = {"cluster": "h100_4x8", "sequence_length": 4096, "global_batch_size": 512}
+    full = planned(mixtral, **where, memory_reserve=0)
+    assert full["layout"] != planned(mixtral, **where)["layout"]
+    named = {"layout": full["layout"], "micro_batch_size": full["micro_batch_size"], "zero_stage": full["zero_stage"]}
+    with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 80.0 GB, [0-9.]+ GB free, on its fullest rank"):
+        assert planned(mixtral, **where, **named) == named
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(mixtral, **where, **named, memory_reserve=0.02) == planned(mixtral, **where, **named, force=True) == named
+    with pytest.raises(ConfigError, match="plan.memory_reserve is 2, but must be"):
+        planned(mixtral, **where, memory_reserve=2)
+
+
+def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"sequence_length": 16, "global_batch_size": 8, "cluster": "local_cpu", "layout": "dp8", "precision": "fp32"}
+    parameters = 8 * 8.03  # 10^9 of them, of all ranks
+    needed = parameters * (4 + 4) + 8.03 * 8  # each has its weights and gradients, and an eighth of the moments
+    monkeypatch.setattr("lightning_3d.planner.advice.available_memory", lambda: 0.98e9 * needed)
+    with pytest.raises(LayoutError, match=r"dp8 needs about \d+\.\d GB for its 8 ranks on this machine, of whose memory") as caught:
+        planned(CONFIG, **here, zero_stage=1)
+    assert float(re.findall(r"([0-9.]+) GB", str(caught.value))[0]) == pytest.approx(needed, rel=0.02)
+    assert planned(CONFIG, **here, zero_stage=1, force=True)["layout"] == "dp8"
+    advised = re.search(r"zero_stage=(\d)", str(caught.value))
+    assert advised and planned(CONFIG, **here, zero_stage=int(advised[1]))["layout"] == "dp8", "what is advised is accepted"
+    monkeypatch.setattr("lightning_3d.planner.advice.available_memory", lambda: 1.02e9 * needed)
+    assert planned(CONFIG, **here, zero_stage=1)["layout"] == "dp8"
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        (torch.nn.Linear(2, 2), {}, "Linear has none"),
+        ({**CONFIG, "model_type": "abacus"}, {}, "does not know the parameters of model_type 'abacus'"),
+        (CONFIG, {"cluster": "h100_0x8"}, "cluster.nodes"),
+        (CONFIG, {"cluster": "abacus_1x8"}, "abacus"),
+        (CONFIG, {"cluster": "local"}, "needs to know the GPUs of the cluster"),
+        (CONFIG, {"global_batch_size": 0}, "global_batch_size"),
+        (CONFIG, {"precision": "bf17"}, "bf17"),
+    ],
+)
+def test_refusals(model: Any, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=said):
+        planned(model, **{**LARGE, **changes})
+
+
+def test_auto_alone_says_what_it_needs() -> None:
+    with pytest.raises(LayoutError, match=r"Lightning3DStrategy\(\*\*lightning_3d.planned\(module"):
+        Lightning3DStrategy("auto")

@@ -1,0 +1,181 @@
+"""`lightning-3d profile`, plans that read what it measured, and `lightning-3d plan --validate`."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import REPOSITORY, Result, run_commands
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
+from lightning_3d.models.families import read_spec
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.constants import OURS
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.profile_file import FORMAT, machine_of_profile, read_profile, stack_of_profile
+from lightning_3d.planner.search import search
+
+TINY = [
+    "cluster=local_cpu",
+    "data.sequence_length=32",
+    "data.global_batch_size=8",
+    *(f"model.config.{key}={value}" for key, value in {"hidden_size": 32, "intermediate_size": 64, "head_dim": 4}.items()),
+    "model.config.num_hidden_layers=2",
+]
+STATED = ["model=llama3_1_8b", "data.global_batch_size=64", "data.sequence_length=4096"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With files that are no profile of this machine, or none at all."""
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "h100.json").write_text(json.dumps(made()))
+    (folder / "other.json").write_text("{}")
+    (folder / "cut.json").write_text(json.dumps(made())[:400])
+    (folder / "negative.json").write_text(json.dumps(made(factor=lambda one: -1.0)))
+    (folder / "few.json").write_text(json.dumps({**made(), "operations": made()["operations"][:3]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Result]:
+    file = folder / "profile.json"
+    lines = {
+        "profile": ["profile", *TINY, "--repeats", "2", "--ranks", "2", "--out", str(file)],
+        "plan": ["plan", *TINY, f"profile={file}", "--out", str(folder), "--validate", "2", "--steps", "1"],
+        "auto": ["train", *TINY[1:], "cluster=local", "parallelism=auto", f"profile={file}", "trainer.dry=true"],
+        "another machine": ["plan", *STATED, "cluster=h100_1x8", f"profile={file}"],
+        "another GPU": ["plan", *STATED, "cluster=a100_1x8", f"profile={folder / 'h100.json'}"],
+        "another precision": ["plan", *STATED, "cluster=h100_1x8", "precision=fp32", f"profile={folder / 'h100.json'}"],
+        "no profile": ["plan", *TINY, f"profile={folder / 'none.json'}"],
+        "no format": ["plan", *TINY, f"profile={folder / 'other.json'}"],
+        "cut off": ["plan", *TINY, f"profile={folder / 'cut.json'}"],
+        "negative seconds": ["plan", *TINY, f"profile={folder / 'negative.json'}"],
+        "few operations": ["plan", *TINY, f"profile={folder / 'few.json'}"],
+        "no GPUs": ["profile", *STATED, "cluster=h100_1x8"],
+        "no ranks": ["profile", *TINY, "--ranks", "0"],
+        "no folder": ["profile", *TINY, "--out", "/nowhere/at/all.json"],
+        "no such option": ["profile", *TINY, "--rank=2"],
+        "larger than the machine": ["plan", *STATED, "cluster=h100_32x8", "--validate", "2"],
+        "no number": ["plan", *TINY, "--validate", "some"],
+    }
+    return dict(zip(lines, run_commands(list(lines.values()), timeout=600), strict=True))
+
+
+def made(factor: Callable[[dict[str, Any]], float] = lambda one: 1.0) -> dict[str, Any]:
+    """A profile of a GPU that was never built: 400e12 operations a second and 5 us a product, 200e12 in attention, 2e12 bytes/s of 2.5e12,
+    300e9 bytes/s and 2 us between GPUs, 30 bytes that the optimizer moves and 1 ms, 4 ms of the host for a block."""
+    config = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
+    found: list[dict[str, Any]] = []
+    for tokens, outputs, inputs in [(1024, 4096, 4096), (4096, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336)]:
+        moved = 2 * (tokens * (outputs + inputs) + outputs * inputs) / 2e12
+        seconds = 2 * tokens * outputs * inputs / 400e12 + moved + 5e-6
+        found.append({"kind": "matmul", "tokens": tokens, "outputs": outputs, "inputs": inputs, "seconds": seconds})
+    found += [{"kind": "attention", "flops": flops, "seconds": flops / 200e12} for flops in (1e12, 4e12)]
+    found += [{"kind": "copy", "bytes": size, "seconds": size / 2.5e12} for size in (1e8, 1e9)]
+    found += [{"kind": "elementwise", "bytes": size, "seconds": size / 2e12} for size in (1e8, 1e9)]
+    found += [{"kind": "optimizer", "parameters": count, "seconds": 30 * count / 2e12 + 1e-3} for count in (1e7, 1e8)]
+    for layers in (1, 3):
+        model = {"config": {**config, "num_hidden_layers": layers}, "tokens": 4096, "seq": 4096}
+        found.append({"kind": "model", **model, "seconds": 0.02 + 0.03 * layers, "kept": 4e9 + 2e9 * layers})
+        found.append({"kind": "host", **model, "tokens": 16, "seq": 16, "seconds": 0.01 + 0.004 * layers})
+    for size in (1e4, 1e8):
+        for name, messages, share in [("all_gather", 7, 7 / 8), ("all_reduce", 14, 14 / 8), ("all_to_all", 1, 7 / 8), ("send", 1, 1)]:
+            seconds = messages * 2e-6 + share * size / 300e9
+            found.append({"kind": "collective", "name": name, "placement": "node", "ranks": 8, "bytes": size, "seconds": seconds})
+    operations = [{**one, "seconds": one["seconds"] * factor(one)} for one in found]
+    about = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory": 85e9, "ranks": 8, "ranks_per_node": 8, "precision": "bf16"}
+    return {"format": FORMAT, "date": "2026-11-22", **about, "operations": operations}
+
+
+def test_a_profile_gives_back_the_rates_that_it_was_made_with(folder: Path) -> None:
+    profile = read_profile(folder / "h100.json")
+    machine = machine_of_profile(profile)
+    assert machine.matmul_rate("bf16") == pytest.approx(400e12, rel=1e-6)
+    assert machine.efficiency.kernel == pytest.approx(5e-6, rel=1e-4)
+    assert machine.peak * machine.efficiency.attention == pytest.approx(200e12)
+    assert (machine.bandwidth, machine.memory_rate) == pytest.approx((2.5e12, 2e12))
+    assert (machine.link * machine.efficiency.link, machine.link_latency) == pytest.approx((300e9, 2e-6), rel=1e-4)
+    stack = stack_of_profile(profile, machine, OURS)
+    assert (stack.host_block, stack.host_step, stack.optimizer_traffic) == pytest.approx((4e-3, 1e-3, 30), rel=1e-4)
+    assert stack.logit_bytes == pytest.approx(4e9 / 4096 / 128256)
+
+
+def test_a_plan_with_slower_products_is_slower(folder: Path) -> None:
+    config = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
+    job = Job(Architecture.from_spec(read_spec(config)), Layout(), 4096, 64, 1)
+    (folder / "slow.json").write_text(json.dumps(made(lambda one: 2.0 if one["kind"] in ("matmul", "model") else 1.0)))
+    times = []
+    for name in ("h100.json", "slow.json"):
+        profile = read_profile(folder / name)
+        machine = machine_of_profile(profile)
+        times.append(search(replace(job, stack=stack_of_profile(profile, machine, OURS)), machine, most=1).best[0].step.seconds)
+    assert 1.3 * times[0] < times[1] < 2.2 * times[0]
+
+
+def test_operations_are_measured_on_two_ranks(answers: dict[str, Result], folder: Path) -> None:
+    answer = answers["profile"]
+    assert answer.code == 0 and answer.left == [], answer.output
+    content = json.loads((folder / "profile.json").read_text())
+    assert (content["device"], content["ranks"], content["precision"]) == ("cpu", 2, "fp32") and content["versions"]["torch"]
+    kinds = {one["kind"] for one in content["operations"]}
+    assert kinds == {"matmul", "attention", "copy", "elementwise", "optimizer", "model", "host", "collective"}
+    products = {(one["outputs"], one["inputs"]) for one in content["operations"] if one["kind"] == "matmul"}
+    assert {(128, 32), (64, 32), (32, 64), (32, 32)} <= products, "an MLP's, whole and cut in two"
+    sent = {(one["name"], one["placement"]) for one in content["operations"] if one["kind"] == "collective"}
+    assert sent == {(name, "node") for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")}
+    kept = {one["config"]["num_hidden_layers"]: one["kept"] for one in content["operations"] if one["kind"] == "model"}
+    assert kept[2] > kept[1] > 0, "as many blocks as there are, at most"
+
+
+def test_the_best_are_run_and_compared(answers: dict[str, Result]) -> None:
+    answer = answers["plan"]
+    assert answer.code == 0, answer.output
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in answer.output.splitlines() if line.startswith("| ")]
+    assert rows[0][:3] == ["layout", "s/step predicted", "measured"] and len(rows) == 3
+    for row in rows[1:]:
+        assert float(row[1]) > 0 and float(row[2]) > 0
+        assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.05, abs=0.01)
+        assert re.fullmatch(r"[0-9.]+ [MG]B", row[5])
+
+
+def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Result]) -> None:
+    assert answers["auto"].code == 0 and ": 2 ranks on CPU" in answers["auto"].output and not answers["auto"].left
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another machine", "(cpu), but the cluster has NVIDIA H100 SXM"),
+        ("another GPU", "measured on NVIDIA H100 80GB HBM3, but the cluster has NVIDIA A100"),
+        ("another precision", "was measured in bf16, but the run is in fp32"),
+        ("no profile", "none.json cannot be read: No such file"),
+        ("no format", "other.json is no profile"),
+        ("cut off", "cut.json cannot be read: no JSON"),
+        ("negative seconds", "negative.json is broken: ValueError, -"),
+        ("few operations", "few.json is broken: ValueError, nothing of kind copy was measured"),
+        ("no GPUs", "has GPUs, and 2 ranks on this machine need as many, but it has 0"),
+        ("no ranks", "--ranks is 0; it must be a whole number of at least 1."),
+        ("no folder", "There is no folder /nowhere/at"),
+        ("no such option", "--rank=2 is no option of lightning-3d profile."),
+        ("larger than the machine", "--validate runs layouts on this machine, which has no GPU, but the plan is for 256 GPUs (h100_32x8)"),
+        ("no number", "--validate is some; it must be a whole number of at least 1."),
+    ],
+)
+def test_refusals(answers: dict[str, Result], name: str, said: str) -> None:
+    answer = answers[name]
+    assert answer.code == 2 and said in answer.output and "Traceback" not in answer.output, answer.output
+    assert answer.left == []
+
+
+def test_a_machine_without_a_network_is_no_cluster(folder: Path) -> None:
+    from lightning_3d.config.cluster import ClusterConfig
+    from lightning_3d.planner.advice import machine_of
+
+    with pytest.raises(ConfigError, match="was measured on one node"):
+        machine_of(ClusterConfig(name="unknown", nodes=2, accelerator="gpu"), str(folder / "h100.json"))

@@ -1,0 +1,315 @@
+"""The supervisor: all ranks end together, the cause is told once, nothing is left running."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import environment
+
+from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.ranks.boards import FOLDER_VARIABLE, FolderBoard
+from lightning_3d.ranks.environment import OutsideRank, outside_rank, set_master_address
+from lightning_3d.ranks.failure import Failure
+from lightning_3d.ranks.supervisor import Outcome, launch
+
+FOREVER = 600
+
+
+def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, fork: bool = True) -> Outcome:
+    return launch(job, arguments, ranks, logs=logs, fork=fork, grace=1.0)
+
+
+def my_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+# Jobs of the ranks
+
+
+def write_place(folder: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    place = " ".join(os.environ[name] for name in names)
+    (folder / f"{my_rank()}").write_text(f"{place} {os.getpid()}")
+    print(f"rank {my_rank()} was here")
+
+
+def raise_on(rank: int, error: BaseException) -> None:
+    if my_rank() == rank:
+        raise error
+    time.sleep(FOREVER)
+
+
+def raise_user_error() -> None:
+    raise DataError("The data set is empty.")
+
+
+def kill_on(rank: int, number: int) -> None:
+    if my_rank() == rank:
+        print("the last words of rank", rank, flush=True)
+        os.kill(os.getpid(), number)
+    time.sleep(FOREVER)
+
+
+def leave_on(rank: int, code: int) -> None:
+    if my_rank() == rank:
+        os._exit(code)
+    time.sleep(FOREVER)
+
+
+def finish_all_the_same() -> None:
+    """The signal comes when the job is as good as done."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(0.5)
+    if my_rank() == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.5)
+
+
+def peers_notice_first(cause: int) -> None:
+    """The others see closed connections half a second before the rank that failed has its say."""
+    if my_rank() == cause:
+        time.sleep(0.5)
+        raise ArithmeticError("the true cause")
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+
+def ignore_sigterm(folder: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"{my_rank()}").write_text(str(os.getpid()))
+    if my_rank() == 0:
+        wait_until(lambda: len(list(folder.iterdir())) == 3)
+        raise RuntimeError("rank 0 gives up")
+    time.sleep(FOREVER)
+
+
+def start_child(folder: Path) -> None:
+    child = subprocess.Popen(["sleep", str(FOREVER)])
+    (folder / f"{my_rank()}").write_text(str(child.pid))
+    if my_rank() == 0:
+        wait_until(lambda: len(list(folder.iterdir())) == 3)
+        raise RuntimeError("rank 0 gives up")
+    time.sleep(FOREVER)
+
+
+def hang_after_post() -> None:
+    """A rank that posted its failure and then never ends, as in a teardown that waits for others."""
+    board = FolderBoard(Path(os.environ[FOLDER_VARIABLE]))
+    if my_rank() == 1:
+        board.post(Failure.of(ValueError("posted"), 1))
+    time.sleep(FOREVER)
+
+
+def raise_in_handler() -> None:
+    """A handler of SIGTERM that raises, as Lightning's does when the other ranks are gone."""
+
+    def broadcast(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    if my_rank() == 1:
+        raise DataError("The data set is empty.")
+    signal.signal(signal.SIGTERM, broadcast)
+    time.sleep(FOREVER)
+
+
+def write_pid_and_wait(folder: Path) -> None:
+    draft = folder / f"draft_{my_rank()}"
+    draft.write_text(str(os.getpid()))
+    draft.rename(folder / f"{my_rank()}")
+    time.sleep(FOREVER)
+
+
+# Tests
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_every_rank_knows_its_place(tmp_path: Path, fork: bool) -> None:
+    places = tmp_path / "places"
+    places.mkdir()
+    assert run(write_place, places, logs=tmp_path / "logs", fork=fork) == Outcome(0)
+    told = [(places / str(rank)).read_text().split() for rank in range(3)]
+    assert [place[:5] for place in told] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len({place[5] for place in told}) == 1, "all ranks meet at one port"
+    assert len({place[6] for place in told}) == 3, "each rank is a process of its own"
+
+
+def test_ranks_but_the_first_print_to_their_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(write_place, tmp_path, logs=tmp_path / "logs")
+    assert capfd.readouterr().out == "rank 0 was here\n"
+    assert (tmp_path / "logs" / "rank_2.log").read_text() == "rank 2 was here\n"
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_error_of_one_rank_ends_all_and_is_told_once(
+    tmp_path: Path, fork: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run(raise_on, 1, ValueError("boom"), logs=tmp_path, fork=fork)
+    assert outcome.exit_code == 1
+    assert outcome.message is not None
+    assert outcome.message.startswith("lightning_3d: rank 1 of 3 failed:\nTraceback")
+    assert outcome.message.endswith("ValueError: boom")
+    assert "boom" not in capfd.readouterr().err, "the caller prints the message, the ranks do not"
+
+
+def test_mistake_of_the_user_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    assert run(raise_user_error, logs=tmp_path) == Outcome(2, "lightning_3d: The data set is empty.")
+
+
+def test_handlers_of_sigterm_that_raise_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(raise_in_handler, logs=tmp_path) == Outcome(2, "lightning_3d: The data set is empty.")
+    assert capfd.readouterr().err == ""
+
+
+def test_closed_connections_are_not_the_cause(tmp_path: Path) -> None:
+    outcome = run(peers_notice_first, 2, logs=tmp_path)
+    assert outcome.message is not None
+    assert outcome.message.startswith("lightning_3d: rank 2 of 3 failed")
+    assert "the true cause" in outcome.message
+    assert "Connection closed" not in outcome.message
+
+
+def test_lost_peer_is_told_when_nobody_has_another_cause(tmp_path: Path) -> None:
+    error = RuntimeError("Connection reset by peer")
+    outcome = run(raise_on, 1, error, logs=tmp_path)
+    assert outcome.message is not None
+    assert "rank 1 of 3 failed after it lost a peer" in outcome.message
+
+
+def test_killed_rank_is_the_cause(tmp_path: Path) -> None:
+    outcome = run(kill_on, 1, signal.SIGKILL, logs=tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.message is not None
+    assert "rank 1 of 3 failed" in outcome.message
+    assert "SIGKILL (out of memory?)" in outcome.message
+    assert "the last words of rank 1" in outcome.message
+
+
+def test_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
+    outcome = run(leave_on, 2, 7, logs=tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.message is not None
+    assert "rank 2 of 3 failed:\nit ended with exit code 7" in outcome.message
+
+
+def test_sys_exit_0_is_no_failure(tmp_path: Path) -> None:
+    assert run(sys.exit, 0, logs=tmp_path) == Outcome(0)
+
+
+def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    outcome = run(ignore_sigterm, folder, logs=tmp_path)
+    assert outcome.message is not None and "rank 0 gives up" in outcome.message
+    assert not any(is_running(int(file.read_text())) for file in folder.iterdir())
+
+
+def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    run(start_child, folder, logs=tmp_path)
+    children = [int((folder / str(rank)).read_text()) for rank in range(3)]
+    assert wait_until(lambda: not any(is_running(child) for child in children), 5)
+
+
+def test_rank_that_hangs_after_its_failure_does_not_hold_up_the_run(tmp_path: Path) -> None:
+    outcome = run(hang_after_post, logs=tmp_path)
+    assert outcome.message is not None and "ValueError: posted" in outcome.message
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from test_launch import launch, write_pid_and_wait
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    outcome = launch(write_pid_and_wait, (folder,), 3, logs=folder / "logs", fork=True, grace=2.0)
+    sys.exit(outcome.exit_code)
+"""
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A supervisor in a process of its own, and the process ids of its three ranks, which wait."""
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)], env=environment())
+    assert wait_until(lambda: all((tmp_path / str(rank)).is_file() for rank in range(3)))
+    return process, [int((tmp_path / str(rank)).read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_all_ranks(supervised: tuple[subprocess.Popen[bytes], list[int]], number: int) -> None:
+    process, ranks = supervised
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert not any(is_running(rank) for rank in ranks)
+
+
+def test_a_run_that_was_over_when_the_signal_came_has_finished(tmp_path: Path) -> None:
+    assert run(finish_all_the_same, logs=tmp_path) == Outcome(0)
+
+
+def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Popen[bytes], list[int]]) -> None:
+    process, ranks = supervised
+    process.kill()
+    process.wait(30)
+    assert wait_until(lambda: not any(is_running(rank) for rank in ranks), 10)
+
+
+def test_only_logs_are_left(tmp_path: Path) -> None:
+    run(raise_user_error, logs=tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank_1.log", "rank_2.log"]
+
+
+def test_no_child_is_left_unreaped(tmp_path: Path) -> None:
+    run(raise_on, 1, ValueError("boom"), logs=tmp_path)
+    with contextlib.suppress(ChildProcessError):
+        assert os.waitpid(-1, os.WNOHANG)[0] == 0
+
+
+# Ranks that others started
+
+
+def test_ranks_of_torchrun_and_slurm_are_recognized() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert outside_rank(torchrun) == OutsideRank(5, 1, 8, 4, "torchrun")
+    assert OutsideRank(5, 1, 8, 4, "torchrun").nodes == 2
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}
+    assert outside_rank(slurm) == OutsideRank(5, 1, 8, 4, "slurm")
+
+
+def test_shell_inside_a_slurm_allocation_is_no_rank() -> None:
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train.sh"}
+    interactive = batch_script | {"SLURM_STEP_ID": "4294967290", "SLURM_JOB_NAME": "interactive"}
+    assert outside_rank({}) is outside_rank(batch_script) is outside_rank(interactive) is None
+
+
+def test_slurm_ranks_meet_at_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NODELIST": "node[03-06]", "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="ntasks-per-node"):
+        set_master_address(OutsideRank(5, 1, 8, 2, "slurm"))
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    set_master_address(OutsideRank(5, 1, 8, 2, "slurm"))
+    assert os.environ["MASTER_ADDR"] == "node03" and os.environ["MASTER_PORT"].isdigit()

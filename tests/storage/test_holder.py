@@ -1,0 +1,123 @@
+"""Who works in a folder: a second run is told the process, since when and what to do, and never to remove what may be alive."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from command_line import environment
+
+from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.runs.folder import RunFolder, in_progress
+from lightning_3d.runs.status import FAILED, FINISHED, RUNNING, RunStatus
+from lightning_3d.runs.sweep.folder import SweepFolder
+from lightning_3d.storage.holder import Holder, is_held, moment
+from lightning_3d.storage.lock import FolderLock
+
+WORKS = """
+import sys, time
+from pathlib import Path
+from lightning_3d.checkpoint.lock import FolderLock
+from lightning_3d.run_folder import RunFolder
+from lightning_3d.run_status import RunStatus
+from lightning_3d.sweep.folder import SweepFolder
+path = Path(sys.argv[1])
+folder = RunFolder.claim(path / "run", numbered=False)
+RunStatus.begun().write(folder.path)
+kept = FolderLock(path / "checkpoints"), SweepFolder.take(path / "sweep", numbered=False)
+print("works", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def other_run(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that works in `path`/run, checkpoints and sweep."""
+    command = [sys.executable, "-c", WORKS, str(path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "works\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def refusal(path: Path, option: str = "hydra.run.dir") -> str:
+    with pytest.raises(ConfigError) as error:
+        RunFolder.claim(path, numbered=False, option=option)
+    assert "remove" not in str(error.value) and "delete" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with other_run(tmp_path) as process:
+        me = Holder.this_process()
+        since = rf"process {process.pid} of {me.user} on {me.host}, since {time.strftime('%Y')}-\d\d-\d\d \d\d:\d\d:\d\d"
+        do = rf"\. Wait until it ends, stop it \(kill {process.pid}\), or set "
+        run = tmp_path / "run"
+        with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}hydra.run.dir to another folder"):
+            RunFolder.claim(run, numbered=False)
+        refusal(run)
+        with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}another folder"):
+            RunFolder.reopen(run, {})
+        with pytest.raises(ConfigError, match=rf"holds a run already \(status: running; {since}\)"):
+            RunFolder.adopt(run)
+        with pytest.raises(ConfigError, match=rf"Another sweep is at work in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"):
+            SweepFolder.take(tmp_path / "sweep", numbered=False)
+        monkeypatch.setattr("lightning_3d.storage.lock._PATIENCE_SECONDS", 0)
+        with pytest.raises(CheckpointError, match=rf"belongs to another run that has not ended \({since}\)\. Two runs .*{do}another"):
+            FolderLock(tmp_path / "checkpoints")
+        assert in_progress(run) and RunFolder.claim(run, numbered=True).path.name == "run_1"
+    assert in_progress(run) is False and is_held(run / ".lock") is False
+    said = refusal(run)
+    assert f"which has ended without a word: its process is gone (process {process.pid} of {me.user} on {me.host}" in said
+    assert said.endswith("Set hydra.run.dir to a new folder. trainer.auto_resume=true continues that run.")
+    assert RunFolder.reopen(run, {}).path == run, "a lock that is left of a killed process holds nobody up"
+
+
+def left_by(folder: Path, status: str, host: str | None = None, pid: int | None = None) -> None:
+    """What a run leaves."""
+    begun = RunStatus.begun()
+    ended = None if status == RUNNING else begun.started + 60
+    path = folder / "config.yaml"
+    folder.mkdir()
+    path.touch()
+    RunStatus(status, 0, begun.started, ended, pid if pid is not None else begun.pid, host or begun.host).write(folder)
+
+
+@pytest.mark.parametrize("status", [FINISHED, FAILED])
+def test_a_folder_of_a_run_that_has_ended(status: str, tmp_path: Path) -> None:
+    left_by(tmp_path / "run", status)
+    when = moment(json.loads((tmp_path / "run" / "status.json").read_text())["ended"])
+    said = refusal(tmp_path / "run")
+    assert said.startswith(f"{tmp_path}/run holds the files of another run ({status}, {when}). Set hydra.run.dir to a new folder.")
+    assert refusal(tmp_path / "run", "--folder").endswith(". Set --folder to a new folder.")
+
+
+def test_a_folder_of_a_run_on_another_host(tmp_path: Path) -> None:
+    left_by(tmp_path / "run", RUNNING, "node7", 4711)
+    assert in_progress(tmp_path / "run") is None
+    said = refusal(tmp_path / "run")
+    assert "in progress on another host when it last said so (process 4711 on node7, since " in said
+    assert "This host cannot see whether it still is: look there before anything else." in said
+
+
+def test_a_folder_without_locks_is_judged_by_the_process(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left_by(tmp_path / "dead", RUNNING, pid=dead.pid)
+    left_by(tmp_path / "alive", RUNNING, pid=os.getppid())
+    assert (in_progress(tmp_path / "dead"), in_progress(tmp_path / "alive")) == (False, True)
+
+
+def test_what_no_lock_says() -> None:
+    assert Holder.of({"process": "x", "host": "h"}) is None and Holder.of(None) is None and Holder.of({"host": "h"}) is None
+    elsewhere = Holder.of({"process": 3, "host": "node7", "beat": 1})
+    assert elsewhere is not None and elsewhere.describe() == "process 3 on node7"
+    assert elsewhere.what_to_do("wait more") == "Wait until it ends, stop it (kill 3 on node7), or wait more."
+    assert Holder.of(Holder.this_process().facts()) is not None

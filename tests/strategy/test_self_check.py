@@ -1,0 +1,357 @@
+"""A model that is rewritten into another one is found before its first step: mistakes of newcomers, each exact or one message."""
+
+import copy
+import importlib
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import own_gpt
+import pytest
+import torch
+from own_gpt import ATTENTION, GPT, MLP, PACKED, PIPELINE, PLAN, Fitted, one_process
+from ranks import run_ranks
+from torch import nn
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.layout import Layout
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.strategy.self_check.model_copy import kept_blocks, kinds_of
+from lightning_3d.strategy.self_check.remembered import identity, recall
+
+
+def build(*arguments: Any, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(*arguments, **options)
+
+
+def fit(model: nn.Module, layout: str, cache: Path, plan: dict[str, Any] | None = None, **options: Any) -> Fitted:
+    """Train on as many ranks; what rank 0 has."""
+    return run_ranks(own_gpt.fit, Layout.parse(layout).world_size, model, layout, plan, str(cache), **options)[0]
+
+
+def assert_exact(fitted: Fitted, model: nn.Module) -> None:
+    assert fitted.losses == pytest.approx(one_process(model), rel=2e-6)
+
+
+@pytest.mark.parametrize("attention", [own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2", pytest.param("tp4", marks=pytest.mark.full)])
+def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn.Module], layout: str, tmp_path: Path) -> None:
+    model = build(attention)
+    fitted = fit(model, layout, tmp_path)
+    assert_exact(fitted, model)
+    assert f"self-check of GPT: as rewritten for {Layout.parse(layout).name} it computes what it computes whole" in fitted.printed
+
+
+def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) -> None:
+    model = build(own_gpt.Packed)
+    assert_exact(fit(model, "tp2", tmp_path, {"tp": PACKED | MLP, "pp": PIPELINE}), model)
+
+
+@pytest.mark.parametrize("options", [{"tied": True}, {"dropout": 0.1}], ids=["tied", "dropout"])
+def test_tied_weights_and_dropout_are_no_difference(options: dict[str, Any], tmp_path: Path) -> None:
+    model = build(**options)
+    fitted = fit(model, "tp2_pp2", tmp_path)
+    assert "computes what it computes whole" in fitted.printed
+    if "tied" in options:
+        assert_exact(fitted, model)
+
+
+def without(entries: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: style for name, style in entries.items() if name not in names}
+
+
+MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
+    "wrong name": (own_gpt.Attention, "tp2", {"tp": {**ATTENTION, "h.*.upp": "colwise"}, "pp": PIPELINE}, "h.*.upp|all the names"),
+    "half a pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE}, "cuts up but names no 'rowwise'"),
+    "other half": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE}, "cuts down but names no 'col"),
+    "reversed pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE}, "'h.0'"),
+    "missing parameter": (own_gpt.Attention, "pp2", {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")}, "'net.wpe.weight' is in no module"),
+    "fixed heads": (own_gpt.FixedHeads, "tp2", PLAN, r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads"),
+    "partial gradient": (own_gpt.NormedHeads, "tp2", PLAN, "'h.0.attn.norm' is whole on every rank.*replicated_with_grad_allreduce"),
+    "packed by columns": (
+        own_gpt.Packed,
+        "tp2",
+        {"tp": {"h.*.attn.c_attn": "colwise", "h.*.attn.proj": "rowwise"} | MLP, "pp": PIPELINE},
+        r"'h.0.attn' \(Packed\).*packed_colwise",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message(mistake: str, tmp_path: Path) -> None:
+    attention, layout, plan, message = MISTAKES[mistake]
+    with pytest.raises(PlanError, match=message):
+        fit(build(attention), layout, tmp_path, plan)
+    assert not list(tmp_path.rglob("*.json"))  # what failed is not remembered
+
+
+def test_heads_that_no_rank_can_count_are_found_where_training_would_go_on(tmp_path: Path) -> None:
+    """Without the check the fit ends well, with other losses."""
+    model = build(own_gpt.NamedHeads)
+    unchecked = fit(model, "tp2", tmp_path, self_check="never")
+    assert unchecked.losses != pytest.approx(one_process(model), rel=1e-4)
+    assert "self-check" not in unchecked.printed
+
+
+def test_a_check_is_remembered_with_what_it_found(tmp_path: Path) -> None:
+    model = build(own_gpt.NamedHeads)
+    first, second = fit(model, "tp2", tmp_path), fit(model, "tp2", tmp_path)
+    assert "self-check" in first.printed
+    assert "self-check" not in second.printed
+    assert second.losses == first.losses
+    assert "self-check" in fit(model, "tp2", tmp_path, self_check="always").printed
+    other_plan = {"tp": {**PLAN["tp"], "wpe": "replicate"}, "pp": PIPELINE}
+    assert "self-check" in fit(model, "tp2", tmp_path, other_plan).printed
+
+
+def test_a_damaged_memory_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "lightning_3d" / "self_check" / "key.json"
+    file.parent.mkdir(parents=True)
+    for content in ("", "{}", '{"local_sizes": ["nh"]}', '{"local_sizes": {"nh": "two"}}'):
+        file.write_text(content)
+        assert recall("key") is None
+    file.write_text('{"local_sizes": {"h.0.nh": 2}}')
+    assert recall("key") == {"h.0.nh": 2}
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match='self_check must be auto, always or never; got "sometimes"'):
+        Lightning3DStrategy("tp2", self_check="sometimes")
+
+
+class Noting(own_gpt.Block):
+    """The first block leaves a note for the ones behind it, which do without where there is none."""
+
+    notes: dict[str, torch.Tensor]
+
+    def __init__(self, notes: dict[str, torch.Tensor]) -> None:
+        super().__init__(own_gpt.Attention, 0.0)
+        self.notes = notes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.notes.get("first", 0.0)
+        self.notes.setdefault("first", x)
+        return super().forward(x)
+
+
+class Handing(Noting):
+    """The fourth block leaves a note for the fifth: what they do depends on their index."""
+
+    def __init__(self, notes: dict[str, torch.Tensor], index: int) -> None:
+        super().__init__(notes)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 3:
+            self.notes["third"] = x
+        return own_gpt.Block.forward(self, x + self.notes.pop("third", 0.0) if self.index == 4 else x)
+
+
+class NotingGPT(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, torch.Tensor] = {}
+        self.h = nn.ModuleList(Noting(self.notes) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.notes.clear()
+        return super().forward(ids)
+
+
+def test_a_value_that_does_not_pass_through_the_stages_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(NotingGPT(), "pp2", tmp_path)
+
+
+def test_a_value_that_one_block_in_the_middle_hands_to_the_next_is_found(tmp_path: Path) -> None:
+    model = NotingGPT()
+    model.h = nn.ModuleList(Handing(model.notes, index) for index in range(8))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class Global(own_gpt.Block):
+    """The fourth block leaves its note where all blocks of a process find it."""
+
+    note: torch.Tensor | None = None
+
+    def __init__(self, index: int) -> None:
+        super().__init__(own_gpt.Attention, 0.0)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 4 and Global.note is not None:
+            x = x + Global.note
+        Global.note = x if self.index == 3 else None
+        return super().forward(x)
+
+
+def test_a_value_in_a_class_does_not_pass_between_the_stages_of_a_check(tmp_path: Path) -> None:
+    model = build()
+    model.h = nn.ModuleList(Global(index) for index in range(8))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class OnlyInTraining(Noting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else own_gpt.Block.forward(self, x)
+
+
+def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> None:
+    model = NotingGPT()
+    model.h = nn.ModuleList(OnlyInTraining(model.notes) for _ in range(4))
+    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+        fit(model, "pp2", tmp_path)
+
+
+class Scaled(GPT):
+    """Takes a mask of fractions and a scalar as well."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.head(self.f(x * mask[..., None])) * scale
+
+
+class GivesMask(own_gpt.Text):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        logits = self.net(ids, mask=torch.full(ids.shape, 0.5), scale=torch.tensor(2.0))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_inputs_without_gradients_or_rows_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a mask is spread over the ranks, and nobody reads it."""
+    torch.manual_seed(0)
+    model = Scaled()
+    fitted = run_ranks(fit_with, 2, GivesMask, model, "tp2", cache=str(tmp_path))[0]
+    assert "computes what it computes whole" in fitted.printed
+    monkeypatch.setattr(own_gpt, "Text", GivesMask)
+    assert_exact(fitted, model)
+
+
+class Returning(GPT):
+    """Returns its logits in a container, in an object or among other things."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = super().forward(ids)
+        return {"nested": {"out": {"logits": logits}}, "listed": [[logits], ids], "object": SimpleNamespace(logits=logits)}[self.how]
+
+
+class ReadsLogits(own_gpt.Text):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        output = self.net(ids)
+        logits = output.logits if hasattr(output, "logits") else output[0][0] if isinstance(output, list) else output["out"]["logits"]
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("how", ["nested", "listed", "object"])
+def test_outputs_in_containers_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    fitted = run_ranks(fit_with, 2, ReadsLogits, Returning(how), "tp2", cache=str(tmp_path))[0]
+    assert "computes what it computes whole" in fitted.printed
+    monkeypatch.setattr(own_gpt, "Text", ReadsLogits)
+    torch.manual_seed(0)
+    assert_exact(fitted, Returning(how))
+
+
+class Restless(own_gpt.Block):
+    """Drops and adds noise in evaluation mode too, and has an attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(own_gpt.NamedHeads, 0.0)
+        self.lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(super().forward(x), 0.1)
+        return x + 0.1 * torch.randn_like(x)
+
+
+def restless() -> GPT:
+    model = build()
+    model.h = nn.ModuleList(Restless() for _ in range(4))
+    return model
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_random_numbers_and_locks_are_no_difference(layout: str, tmp_path: Path) -> None:
+    fitted = run_ranks(fit_made, 2, restless, layout, cache=str(tmp_path))[0]
+    assert "computes what it computes whole" in fitted.printed
+
+
+class CallsForward(own_gpt.Text):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        return nn.functional.cross_entropy(self.net.forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_a_step_that_never_calls_the_model_is_not_unchecked_in_silence(tmp_path: Path) -> None:
+    """Without a call no hook runs: the number of heads stays that of the whole model, and other losses come out."""
+    with pytest.raises(PlanError, match=r"'h.0.attn' needs on a rank, cannot run: .*model.forward.*Call the model itself"):
+        run_ranks(fit_with, 2, CallsForward, build(own_gpt.NamedHeads), "tp2", cache=str(tmp_path))
+    assert "left out: the step runs the layers" in run_ranks(fit_with, 2, CallsForward, build(), "pp2", cache=str(tmp_path))[0].printed
+
+
+def fit_with(step: type[own_gpt.Text], model: nn.Module, layout: str, cache: str) -> Fitted:
+    before, own_gpt.Text = own_gpt.Text, step
+    try:
+        return own_gpt.fit(model, layout, cache=cache)
+    finally:
+        own_gpt.Text = before
+
+
+def fit_made(make: Any, layout: str, cache: str) -> Fitted:
+    own_gpt.copy = SimpleNamespace(deepcopy=lambda model: model)  # a lock has no copy
+    try:
+        return own_gpt.fit(make(), layout, cache=cache)
+    finally:
+        own_gpt.copy = copy
+
+
+def test_what_a_class_inherits_uses_and_is_configured_with_is_part_of_its_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a check that passed would stand for a model that computes something else now."""
+    text = "from torch import nn\nSCALE = 1\nclass Base(nn.Module):\n    def forward(self, x):\n        return x * SCALE\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = set()
+    for number, changed in enumerate((text, text.replace("SCALE = 1", "SCALE = 2"), text.replace("x * SCALE", "x + SCALE"))):
+        (tmp_path / f"base{number}.py").write_text(changed)
+        base = importlib.import_module(f"base{number}").Base
+        base.__module__, name = "base", base.__module__
+        monkeypatch.setitem(sys.modules, "base", sys.modules[name])
+        for heads in (2, 4):
+            model = type("Own", (base,), {"__module__": __name__})()
+            model.settings = SimpleNamespace(heads=heads)
+            seen.add(identity(model, ParallelPlan({}), Layout.parse("tp2"), []))
+    assert len(seen) == 6
+
+
+class TestBlocks:
+    def test_blocks_that_differ_in_their_index_alone_are_one_kind(self) -> None:
+        blocks = [own_gpt.Block(own_gpt.Attention, 0.0) for _ in range(6)]
+        for index, block in enumerate(blocks):
+            block.layer_idx, block.window = index + 1, 8 if index % 2 else 4
+        assert kinds_of(blocks) == [(0, 2, 4), (1, 3, 5)]
+        assert kept_blocks(kinds_of(blocks)) == ([0, 1, 4, 5], 2)
+
+    def test_one_block_of_each_kind(self) -> None:
+        blocks = [own_gpt.Block(own_gpt.Attention, 0.0), own_gpt.Block(own_gpt.Packed, 0.0), own_gpt.Block(own_gpt.Attention, 0.1)]
+        assert kept_blocks(kinds_of(copy.deepcopy(blocks))) == ([0, 1, 2], 1)
+
+
+def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"'h.0.attn' \(FixedHeads\)"):
+        run_ranks(own_gpt.validate, 2, build(own_gpt.FixedHeads), str(tmp_path))
+    assert "computes what it computes whole" in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]

@@ -1,0 +1,65 @@
+"""`PeriodicCheckpoint` in a Trainer on one process: when it saves, and what it keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping
+from test_training_module import MODEL, OPTIMIZER, alphabet, trainer
+
+from lightning_3d import PeriodicCheckpoint
+from lightning_3d.training.callbacks.periodic_checkpoint import interval
+from lightning_3d.training.module import CausalLM
+
+
+@pytest.mark.parametrize(("steps", "every"), [(8, 50), (200, 50), (501, 51), (5000, 500), (10**6, 1000), (None, 1000)])
+def test_the_interval_is_a_tenth_of_the_fit_within_bounds(steps: int | None, every: int) -> None:
+    assert interval(steps) == every
+
+
+def fit(folder: Path, saver: PeriodicCheckpoint, *callbacks: Any, resume: Path | None = None, **options: Any) -> list[str]:
+    """The names of the checkpoints that are there afterwards."""
+    pl.seed_everything(1, verbose=False)
+    arguments = {"val_check_interval": None, "limit_val_batches": 0, **options}
+    trainer(folder, saver, *callbacks, **arguments).fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=resume)
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_last_step_is_saved_and_the_newest_are_kept_over_a_resume(tmp_path: Path) -> None:
+    def saver(every: int) -> PeriodicCheckpoint:
+        return PeriodicCheckpoint(tmp_path / "checkpoints", every_n_train_steps=every, save_top_k=2)
+
+    assert fit(tmp_path, saver(2), max_steps=7) == ["step_6.ckpt", "step_7.ckpt"]
+    resume = tmp_path / "checkpoints" / "step_7.ckpt"
+    assert fit(tmp_path, saver(3), max_steps=10, resume=resume) == ["step_10.ckpt", "step_9.ckpt"]
+
+
+def test_a_short_fit_is_saved_once(tmp_path: Path) -> None:
+    assert fit(tmp_path, PeriodicCheckpoint(tmp_path / "checkpoints"), max_steps=3) == ["step_3.ckpt"]
+
+
+def test_the_step_at_which_a_callback_stops_the_fit_is_saved(tmp_path: Path) -> None:
+    stop = EarlyStopping("val_loss", stopping_threshold=100.0)
+    saver = PeriodicCheckpoint(tmp_path / "checkpoints")
+    assert fit(tmp_path, saver, stop, max_steps=8, val_check_interval=4, limit_val_batches=1) == ["step_4.ckpt"]
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise ArithmeticError
+
+
+def test_nothing_is_saved_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, PeriodicCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2), Fails(), max_steps=5)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2.ckpt"]
+
+
+def test_all_are_kept_or_the_best_of_a_metric(tmp_path: Path) -> None:
+    everything = PeriodicCheckpoint(tmp_path / "all" / "checkpoints", every_n_train_steps=1, save_top_k=-1)
+    assert len(fit(tmp_path / "all", everything, max_steps=5)) == 5
+    best = PeriodicCheckpoint(tmp_path / "best" / "checkpoints", monitor="val_loss", every_n_train_steps=1, save_top_k=1)
+    options = {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 1}
+    assert len(fit(tmp_path / "best", best, **options)) == 1 and best.best_model_score is not None

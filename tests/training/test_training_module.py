@@ -1,0 +1,442 @@
+"""CausalLM, the optimizer configuration and the callbacks, under an ordinary Trainer on one process."""
+
+import csv
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lightning_3d.config.files import conf_folder
+from lightning_3d.config.options.optimizer import check_optimizer
+from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary
+from lightning_3d.training.callbacks.metrics_csv import COLUMNS, rows_until
+from lightning_3d.training.callbacks.progress_bar import format_seconds, progress_line
+from lightning_3d.training.data.packing import Tokens
+from lightning_3d.training.data.python_stdlib import PythonStdlib
+from lightning_3d.training.module import CausalLM, transformers_config
+from lightning_3d.training.optimizers import lr_factor, make_optimizer, undecayed_names
+from lightning_3d.training.step_clock import StepNumbers
+
+MODEL = {
+    "name": "smallest",
+    "attn_implementation": "sdpa",
+    "config": {
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+}
+OPTIMIZER = {
+    "name": "adamw",
+    "lr": 1e-2,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.1,
+    "no_decay": ["norm", "bias", "embedding"],
+    "scheduler": {"name": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1},
+}
+
+
+class Alphabet(PythonStdlib):
+    """A text that a small model learns in a few steps."""
+
+    def load_tokens(self) -> tuple[Tokens, Tokens]:
+        text = torch.arange(26).repeat(200).numpy().astype("uint16") + 97
+        return Tokens(text, "the alphabet"), Tokens(text[:650], "the alphabet")
+
+
+def alphabet(**kwargs: Any) -> Alphabet:
+    return Alphabet(**{"sequence_length": 16, "global_batch_size": 4, "vocab_size": 257, **kwargs})
+
+
+def trainer(folder: Path, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    options = {"max_steps": 20, "limit_val_batches": 4, "val_check_interval": 20, "check_val_every_n_epoch": None}
+    options |= {"enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks)}
+    options |= {"enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks)}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{**options, **kwargs},
+    )
+
+
+class Seen(Callback):
+    """Remembers the batches and the losses of a fit."""
+
+    def __init__(self) -> None:
+        self.batches: list[torch.Tensor] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch["input_ids"])
+        self.losses.append(float(outputs["loss"]))
+
+
+# The module
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One fit with every callback."""
+    folder = tmp_path_factory.mktemp("run")
+    out, table, seen = io.StringIO(), io.StringIO(), Seen()
+    callbacks = [
+        seen,
+        MetricsCSV(folder / "metrics.csv"),
+        ProgressBar(every=5, stream=out),
+        Summary("smallest", stream=table),
+        ModelCheckpoint(folder / "checkpoints", every_n_train_steps=10, save_top_k=-1),
+    ]
+    seed_everything(1, verbose=False)
+    module = CausalLM(MODEL, OPTIMIZER)
+    fit = trainer(folder, *callbacks)
+    fit.fit(module, datamodule=alphabet())
+    return {
+        "folder": folder,
+        "out": out.getvalue(),
+        "table": table.getvalue(),
+        "seen": seen,
+        "module": module,
+        "fit": fit,
+    }
+
+
+def test_it_learns(trained: dict[str, Any]) -> None:
+    losses = trained["seen"].losses
+    assert losses[0] == pytest.approx(math.log(257), abs=0.3)
+    assert losses[-1] < 2.0
+    assert float(trained["fit"].callback_metrics["val_loss"]) < 2.0
+
+
+def test_the_first_loss_is_the_cross_entropy_of_the_shifted_inputs(trained: dict[str, Any]) -> None:
+    seed_everything(1, verbose=False)
+    module = CausalLM(MODEL, OPTIMIZER)
+    module.configure_model()
+    assert module.model is not None
+    batch = trained["seen"].batches[0]
+    logits = module.model(input_ids=batch).logits
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    assert float(loss) == pytest.approx(trained["seen"].losses[0], rel=1e-5)
+
+
+def test_the_model_is_built_once() -> None:
+    module = CausalLM(MODEL)
+    module.configure_model()
+    first = module.model
+    module.configure_model()
+    assert module.model is first
+    assert first is not None
+    assert module.parameter_count == sum(parameter.numel() for parameter in first.parameters())
+    assert first.config._attn_implementation == "sdpa"
+    assert first.config.use_cache is False
+
+
+def test_a_checkpoint_brings_module_and_weights_back(trained: dict[str, Any]) -> None:
+    path = trained["folder"] / "checkpoints" / "epoch=0-step=20.ckpt"
+    loaded = CausalLM.load_from_checkpoint(path, map_location="cpu")
+    assert loaded.model_config == MODEL
+    for name, value in trained["module"].state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name])
+
+
+def test_metrics_that_a_full_disk_does_not_take_are_not_worth_the_run(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="/dev/full misses rows from here on, and training continues: .*No space left") as warned:
+        fit = trainer(tmp_path, MetricsCSV("/dev/full"), max_steps=4, val_check_interval=2)
+        fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
+    assert fit.global_step == 4
+    assert len([one for one in warned if "misses rows" in str(one.message)]) == 1
+
+
+def test_a_module_without_an_optimizer_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Give it optimizer="):
+        trainer(tmp_path).fit(CausalLM(MODEL), datamodule=alphabet())
+
+
+def test_configurations_of_hydra_are_taken(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    module = CausalLM(OmegaConf.create(MODEL), OmegaConf.create(OPTIMIZER))
+    assert (type(module.model_config["config"]), type(module.hparams["optimizer"]["betas"])) == (dict, list)
+
+
+def test_the_position_in_the_data_is_part_of_the_checkpoint(trained: dict[str, Any], tmp_path: Path) -> None:
+    path = trained["folder"] / "checkpoints" / "epoch=0-step=10.ckpt"
+    seen = Seen()
+    trainer(tmp_path, seen).fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=path)
+    assert len(seen.batches) == 10
+    for again, first in zip(seen.batches, trained["seen"].batches[10:], strict=True):
+        assert torch.equal(again, first)
+    assert seen.losses == pytest.approx(trained["seen"].losses[10:], rel=1e-6)
+
+
+def test_a_run_resumed_in_a_later_epoch_sees_the_same_samples(tmp_path: Path) -> None:
+    """325 samples: 5 batches of 64 an epoch."""
+    whole, rest = Seen(), Seen()
+    keep = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=-1)
+    options = {"max_steps": 12, "val_check_interval": None, "limit_val_batches": 0}
+    fit = trainer(tmp_path, whole, keep, **options)
+    fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(global_batch_size=64))
+    for step in (5, 7):
+        (path,) = (tmp_path / "checkpoints").glob(f"*step={step}.ckpt")
+        rest = Seen()
+        resumed = trainer(tmp_path, rest, **options)
+        resumed.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(global_batch_size=64), ckpt_path=path)
+        assert len(rest.batches) == 12 - step
+        assert all(torch.equal(a, b) for a, b in zip(rest.batches, whole.batches[step:], strict=True))
+
+
+def test_f26_a_checkpoint_without_the_position_is_refused(trained: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = torch.load(trained["folder"] / "checkpoints" / "epoch=0-step=10.ckpt", weights_only=False)
+    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    with pytest.raises(DataError, match="holds no position in the data"):
+        trainer(tmp_path).fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=tmp_path / "other.ckpt")
+
+
+# The optimizer
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_large", "sgd"])
+def test_the_optimizer_files_work(name: str) -> None:
+    config = yaml.safe_load((conf_folder() / "optimizer" / f"{name}.yaml").read_text())
+    check_optimizer(config)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer(config, {"weight": parameter}, frozenset())
+    parameter.sum().backward()
+    optimizer.step()
+    assert bool((parameter < 1).all())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_optimizer_of_deepspeed_is_adamw() -> None:
+    """It is compiled first, which takes minutes."""
+    ours, theirs = nn.Parameter(torch.linspace(-0.02, 0.02, 101)), nn.Parameter(torch.linspace(-0.02, 0.02, 101))
+    optimizer = make_optimizer({**OPTIMIZER, "name": "cpu_adamw"}, {"weight": ours}, frozenset())
+    expected = make_optimizer(OPTIMIZER, {"weight": theirs}, frozenset())
+    assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
+    for step in range(20):
+        for parameter in (ours, theirs):
+            parameter.grad = torch.sin(torch.arange(101.0) * (step + 1))
+        optimizer.step()
+        expected.step()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_decay_groups_of_a_tied_model() -> None:
+    config = {**MODEL["config"], "model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4}  # type: ignore[dict-item]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(config))
+    names = undecayed_names(model, ["norm", "bias", "embedding"])
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= names
+    assert "model.layers.1.self_attn.q_proj.bias" in names
+    assert "model.layers.1.self_attn.q_proj.weight" not in names
+    assert undecayed_names(model, ["bias"]) == {name for name in names if name.endswith("bias")}
+
+
+def test_weight_decay_touches_its_group_only() -> None:
+    parameters = {"a.weight": nn.Parameter(torch.ones(2, 2)), "norm.weight": nn.Parameter(torch.ones(2))}
+    optimizer = make_optimizer(OPTIMIZER, parameters, frozenset({"norm.weight"}))
+    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.1), (1, 0.0)]
+    assert optimizer.param_groups[1]["params"][0] is parameters["norm.weight"]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    without = make_optimizer({**OPTIMIZER, "weight_decay": 0.0}, parameters, frozenset({"norm.weight"}))
+    assert len(without.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]),
+    ],
+)
+def test_learning_rate_schedules(name: str, expected: list[float]) -> None:
+    factor = lr_factor({"name": name, "warmup_steps": 2, "min_lr_ratio": 0.1}, 10)
+    assert [factor(step) for step in (0, 1, 2, 6, 10, 99)] == pytest.approx(expected)
+
+
+def test_the_decay_may_end_before_the_run() -> None:
+    factor = lr_factor({"name": "linear", "decay_steps": 5}, 100)
+    assert [factor(step) for step in (0, 1, 5, 50)] == pytest.approx([1.0, 0.8, 0.0, 0.0])
+    assert lr_factor({"name": "constant"}, math.inf)(1000) == 1.0
+    with pytest.raises(ConfigError, match="Set trainer.max_steps or"):
+        lr_factor({"name": "cosine"}, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": -1e-3}, "optimizer.lr is -0.001; it must be a number of more than 0"),
+        ({"lr": math.nan}, "optimizer.lr is nan"),
+        ({"lr": "fast"}, "optimizer.lr is 'fast'"),
+        ({"lr": None}, "optimizer.lr is None"),
+        ({"betas": [0.9, 1.0]}, "each of optimizer.betas is 1.0"),
+        ({"betas": [0.9]}, "optimizer.betas has 1 numbers"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1"),
+        ({"no_decay": ["norms"]}, "no_decay names 'norms'.* Did you mean \"norm\""),
+        ({"name": "adam"}, "optimizer.name is 'adam'; it must be adamw, cpu_adamw or sgd"),
+        ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is of adamw; cpu_adamw always is one kernel"),
+        ({"wieght_decay": 0.1}, "no option 'wieght_decay'.* Did you mean \"weight_decay\""),
+        ({"momentum": 0.9}, "no option 'momentum'"),
+        ({"scheduler": {"name": "cosin"}}, "optimizer.scheduler.name is 'cosin'"),
+        ({"scheduler": {"name": "cosine", "warmup_steps": -1}}, "warmup_steps is -1"),
+        ({"scheduler": {"name": "cosine", "min_lr_ratio": 2}}, "min_lr_ratio is 2; it must be a number of from 0 to 1"),
+        ({"scheduler": {"name": "cosine", "decay_steps": 0}}, "decay_steps is 0"),
+        ({"scheduler": {"name": "cosine", "steps": 5}}, "no option 'steps'"),
+    ],
+    ids=str,
+)
+def test_f21_optimizer_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CausalLM(MODEL, {**OPTIMIZER, **changes})
+
+
+# Callbacks
+
+
+def test_metrics_have_one_row_a_step(trained: dict[str, Any]) -> None:
+    with (trained["folder"] / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [int(row["step"]) for row in rows] == list(range(1, 21))
+    assert [float(row["loss"]) for row in rows] == pytest.approx(trained["seen"].losses, rel=1e-6)
+    assert [float(row["lr"]) for row in rows[:5]] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+    assert {row["tokens"] for row in rows} == {"64"}
+    for row in rows:
+        assert float(row["tokens_per_second"]) * float(row["step_seconds"]) == pytest.approx(64, rel=1e-2)
+    assert [row["val_loss"] for row in rows[:-1]] == [""] * 19
+    assert float(rows[-1]["val_loss"]) == pytest.approx(float(trained["fit"].callback_metrics["val_loss"]))
+
+
+def test_metrics_of_a_resumed_run_go_on(trained: dict[str, Any], tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.csv"
+    text = (trained["folder"] / "metrics.csv").read_text()
+    metrics.write_text(text + "21,3.0,,0.0")
+    path = trained["folder"] / "checkpoints" / "epoch=0-step=10.ckpt"
+    resumed = trainer(tmp_path, MetricsCSV(metrics), max_steps=15, val_check_interval=15)
+    resumed.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=path)
+    lines = metrics.read_text().splitlines()
+    assert lines[:11] == text.splitlines()[:11]
+    assert [line.split(",")[0] for line in lines[1:]] == [str(step) for step in range(1, 16)]
+
+
+class Tells(CausalLM):
+    """Remembers what its steps return, which Lightning divides where gradients accumulate."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL, OPTIMIZER)
+        self.told: list[float] = []
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        loss = super().training_step(batch, *args)
+        self.told.append(float(loss.detach()))
+        return loss
+
+
+def test_several_batches_of_a_step_are_one_row(tmp_path: Path) -> None:
+    module, out, table = Tells(), io.StringIO(), io.StringIO()
+    callbacks = MetricsCSV(tmp_path / "metrics.csv"), ProgressBar(every=1, stream=out), Summary("smallest", stream=table)
+    fit = trainer(tmp_path, *callbacks, max_steps=3, val_check_interval=6, accumulate_grad_batches=2)
+    fit.fit(module, datamodule=alphabet())
+    rows = rows_until(tmp_path / "metrics.csv", 9)
+    assert [row["step"] for row in rows] == ["1", "2", "3"] and len(module.told) == 6
+    assert [float(row["loss"]) for row in rows] == pytest.approx([sum(module.told[at : at + 2]) / 2 for at in (0, 2, 4)])
+    assert [row["tokens"] for row in rows] == ["128"] * 3 and [row["tokens_seen"] for row in rows] == ["128", "256", "384"]
+    assert float(rows[0]["lr"]) == pytest.approx(OPTIMIZER["lr"] / 4) and rows[2]["val_loss"] and not rows[1]["val_loss"]
+    assert [line.split(" |")[0] for line in out.getvalue().splitlines() if "tokens/s" in line] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert re.search(r"^steps +3$", table.getvalue(), re.MULTILINE) and re.search(r"^tokens +384$", table.getvalue(), re.MULTILINE)
+
+
+class Uneven(Callback):
+    """Gives the strategy what ours has after batches of a step with 30 and 90 target tokens."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        last = {"loss": 2.0, "grad_norm": None, "tokens": 30.0} if index % 2 == 0 else {"loss": 1.0, "grad_norm": 0.25, "tokens": 90.0}
+        trainer.strategy.last_step = type("StepResult", (), last)()
+
+
+def test_batches_of_a_step_weigh_as_many_tokens_as_they_have(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, Uneven(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0, accumulate_grad_batches=2)
+    fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
+    rows = rows_until(tmp_path / "metrics.csv", 9)
+    assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.25", "0.25", "120")] * 2
+
+
+def test_rows_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    cells = ["2.0", "", "1e-3"] + [""] * (len(COLUMNS) - 4)
+    path.write_text("\n".join([",".join(COLUMNS), ",".join(["1", *cells]), "2,1.9,,1e-"]))
+    assert [row["step"] for row in rows_until(path, 9)] == ["1"]
+    assert rows_until(tmp_path / "nowhere.csv", 9) == []
+
+
+class FromStrategy(Callback):
+    """Gives the strategy what ours has."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.last_step = type("StepResult", (), {"loss": 1.5, "grad_norm": 0.25, "tokens": 60.0})()
+
+
+def test_metrics_come_from_the_strategy_when_it_has_them(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, FromStrategy(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0)
+    fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
+    rows = rows_until(tmp_path / "metrics.csv", 9)
+    assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.5", "0.25", "60")] * 2
+
+
+def test_progress_is_a_line_every_few_steps_where_there_is_no_terminal(trained: dict[str, Any]) -> None:
+    lines = trained["out"].splitlines()
+    steps = [line.split(" |")[0] for line in lines if "tokens/s" in line]
+    assert steps == ["step  1/20", "step  5/20", "step 10/20", "step 15/20", "step 20/20"]
+    assert lines[-1].startswith("step 20: validation loss ")
+    assert "\r" not in trained["out"]
+
+
+def test_a_terminal_has_one_line_that_is_rewritten(tmp_path: Path) -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    fit = trainer(tmp_path, ProgressBar(stream=out), max_steps=4, val_check_interval=4)
+    fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
+    first, last = out.getvalue().splitlines()[-2:]
+    assert out.getvalue().count("\r") == 4
+    assert "step 4/4" in first
+    assert last.startswith("step 4: validation loss ")
+
+
+def test_a_progress_line() -> None:
+    steps = [StepNumbers(9, 3.0, 1.0, 1e-3, 1000, 0.5), StepNumbers(10, 2.5, 1.0, 1e-3, 1000, 1.5)]
+    assert progress_line(steps, 130) == "step  10/130 | loss 2.5000 | 1,000 tokens/s | 1.000 s/step | 2:00 left"
+    assert progress_line(steps, None) == "step 10 | loss 2.5000 | 1,000 tokens/s | 1.000 s/step"
+    assert (format_seconds(42.4), format_seconds(11250)) == ("0:42", "3:07:30")
+
+
+def test_the_summary(trained: dict[str, Any]) -> None:
+    rows = dict(
+        line.split("  ", 1) for line in trained["table"].replace("  bigram", "bigram").splitlines() if "  " in line
+    )
+    rows = {key.strip(): value.strip() for key, value in rows.items()}
+    assert rows["model"] == f"smallest, {trained['module'].parameter_count:,} parameters"
+    assert rows["steps"] == "20"
+    assert rows["tokens"] == "1,280"
+    assert rows["validation loss"].startswith(f"{float(trained['fit'].callback_metrics['val_loss']):.4f} nats/byte")
+    assert rows["bigram entropy"].startswith("0.0000 nats/byte")
+    assert rows["checkpoint"].endswith("step=20.ckpt")
