@@ -70,7 +70,8 @@ def main() -> None:
 Written by `python tests/zero_table.py` ({versions}, {platform.machine()}, {os.cpu_count()} cores, gloo).
 
 This page shows how exactly each ZeRO mode reproduces training on one process, under every schedule. The model is a Qwen2, trained for 20
-steps with AdamW at 3e-4 and gradient clipping, in float32. The reference is a plain PyTorch loop over the same micro-batches on one process.
+steps with AdamW at 3e-4 and gradient clipping, in float32. The reference is a plain PyTorch loop over the same micro-batches on one
+process.
 
 Each entry has the largest errors of a step's loss (relative), of its gradient norm (relative), and of a final weight (absolute). The limits
 are 1e-5, 1e-5 and 5e-5; an entry above them is bold. Without a pipeline all schedules are the same.
