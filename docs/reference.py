@@ -1,10 +1,10 @@
-"""Writes what docs/*.md say of configuration keys and recipes, from where they are defined.
+"""Generate the tables of configuration keys and recipes in docs/*.md from their definitions.
 
     python docs/reference.py
 
-rewrites each part of a page that stands between `<!-- generated: NAME -->` and `<!-- end -->`. Types are those of the structured
-configurations (`lightning_3d.config.RunConfig` and what is in it, the options of launchers) and of the data modules, defaults are those
-of the files in `conf/`, and meanings are the comments beside the keys there, or the `Attributes:` of a dataclass.
+rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Types come from the structured configurations
+(`lightning_3d.config.RunConfig` and what it contains, the options of launchers) and from the data modules. Defaults come from the files
+in `conf/`. Meanings are the comments next to the keys there, or the `Attributes:` of a dataclass.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def table(rows: list[Row]) -> str:
     """A Markdown table of keys. Each must have a meaning."""
     for key, _, _, meaning in rows:
         if not meaning:
-            raise SystemExit(f"{key} is explained nowhere: write a comment beside it in conf/, or an entry of Attributes in its dataclass.")
+            raise SystemExit(f"{key} has no description: write a comment next to it in conf/, or an entry under Attributes in its dataclass.")
     lines = [" | ".join((f"`{key}`", kind, default, escaped(meaning))) for key, kind, default, meaning in rows]
     return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *(f"| {line} |" for line in lines)])
 
