@@ -154,7 +154,7 @@ def table(rows: list[Row]) -> str:
     """A Markdown table of keys. Each must have a meaning."""
     for key, _, _, meaning in rows:
         if not meaning:
-            raise SystemExit(f"{key} has no description: write a comment next to it in conf/, or an entry under Attributes in its dataclass.")
+            raise SystemExit(f"{key} has no description: write a comment next to it in conf/, or an Attributes entry in its dataclass.")
     lines = [" | ".join((f"`{key}`", kind, default, escaped(meaning))) for key, kind, default, meaning in rows]
     return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *(f"| {line} |" for line in lines)])
 
