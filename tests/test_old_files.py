@@ -8,7 +8,9 @@ The code of today resumes, exports or shows each, and computes the numbers that 
 import csv
 import inspect
 import json
+import pkgutil
 import re
+import sys
 import tarfile
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -20,6 +22,7 @@ import torch
 import yaml
 from command_line import REPOSITORY, Result, run_commands
 from ranks import run_ranks
+from starts import in_fresh_process
 
 OLD = REPOSITORY / "tests" / "old_files" / "2ac7856"
 NUMBERS = json.loads((OLD / "numbers.json").read_text())
@@ -231,8 +234,32 @@ def test_public_name(name: str) -> None:
     if old["kind"] == "error":
         assert issubclass(value, Exception)
         return
-    assert ("class" if inspect.isclass(value) else "function") == old["kind"]
+    assert kind(value) == old["kind"]
     assert set(old["parameters"]) <= set(inspect.signature(value).parameters)
+
+
+def kind(value: Any) -> str:
+    """Name the kind of a public name's value: "class", "function" or, by mistake, "module"."""
+    return "class" if inspect.isclass(value) else type(value).__name__
+
+
+def kinds_after_all_imports() -> dict[str, str]:
+    """Import all modules of a freshly imported package, then name the kind of each public name. For a process of its own."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "lightning_3d"]:
+        del sys.modules[name]
+    package = import_module("lightning_3d")
+    for module in pkgutil.walk_packages(package.__path__, "lightning_3d."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    names = {f"lightning_3d.{name}" for name in package.__all__} | {name for name in NUMBERS["public"] if name.startswith("lightning_3d.")}
+    return {name: kind(located(name)) for name in sorted(names)}
+
+
+def test_importing_modules_changes_no_public_name() -> None:
+    """A module with the name of a public function replaces it in the package as soon as the module is imported."""
+    found = in_fresh_process(kinds_after_all_imports)
+    assert found == {name: kind(located(name)) for name in found}
+    assert set(found.values()) == {"class", "function"}
 
 
 def located(name: str) -> Any:
