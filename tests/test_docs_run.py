@@ -18,8 +18,8 @@ def starts_here(command: Command) -> bool:
     return command.words[0] not in ("make", "pip") and not command.words[1].startswith(("tools/", "benchmarks/"))
 
 
-RUNNABLE = [block for block in ALL if block.language == "bash" and "needs" not in block.notes]
-COMMANDS = [command for block in RUNNABLE for command in commands(block) if starts_here(command) or train_arguments(command.words) is not None]
+RUNNABLE = [command for block in ALL if block.language == "bash" and "needs" not in block.notes for command in commands(block)]
+COMMANDS = [command for command in RUNNABLE if train_arguments(command.words) is not None or starts_here(command)]
 SCRIPTS = [block for block in ALL if block.language == "python" and "__main__" in block.text]
 LIGHTNING_3D = [sys.executable, "-m", "lightning_3d"]
 
