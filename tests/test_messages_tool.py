@@ -48,6 +48,9 @@ def check(size: int, name: str, sizes: list[int]) -> None:
         raise Missing(_too_large(size) + f" Of {len(sizes)} sizes, this is the largest.")
     if size == 3:
         refuse("Three is not a power of two.")
+    where = "in this block"
+    if size == 4:
+        raise SizeError(f"{name} {where}")
     raise ValueError("one" if size else f"none of {sizes[0]} is left")
 
 
@@ -100,6 +103,7 @@ def test_every_message_is_listed_once_with_its_kind(root: Path) -> None:
             ("error", "Missing", "{…} Of {…} sizes, this is the largest."),
             ("error", "Missing", "{size} is more than eight."),
             ("error", "SizeError", "Three is not a power of two."),
+            ("error", "SizeError", "in this block"),
             ("error", "ValueError", "one"),
             ("error", "ValueError", "none of {…} is left"),
             ("help", "ArgumentParser", "Check sizes."),

@@ -22,7 +22,7 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class Message:
     @property
     def words(self) -> str:
         """The text without the names in braces, which no user sees."""
-        return re.sub(r"\{[\w.\[\]]*\}", _UNKNOWN, self.text)
+        return re.sub(r"\{[\w.()]*\}", _UNKNOWN, self.text)
 
     @property
     def longest(self) -> int:
@@ -107,7 +107,7 @@ def _part(part: ast.expr) -> str:
 def _value(node: ast.expr) -> str:
     """A short name is shown, everything else is {…}."""
     name = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
-    return f"{{{name}}}" if len(name) <= 24 and re.fullmatch(r"[\w.]+", name) else _UNKNOWN
+    return f"{{{name}}}" if len(name) <= 30 and re.fullmatch(r"[\w.]+|type\(\w+\)\.__name__", name) else _UNKNOWN
 
 
 def _called(node: ast.Call) -> str:
@@ -115,15 +115,17 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
 
 
-def is_sentence(text: str) -> bool:
-    """Whether a string has the look of prose: at least three words, and a capital, a blank or a period where one would be."""
+def is_phrase(text: str, least: int = 2) -> bool:
+    """Whether a string has so many words, and does not look like code."""
     plain = re.sub(r"<[^<>]*>|\{[^{}]*\}", " ", text)
     words = re.findall(r"(?<![\w./_=-])[A-Za-z][a-z']*(?![\w/_=(-]|\.\w)", plain)
-    code = _CODE.search(plain)
-    if len(words) < 3 or code:
-        return False
+    return len(words) >= least and _CODE.search(plain) is None
+
+
+def is_sentence(text: str) -> bool:
+    """Whether a string has the look of prose: at least three words, and a capital, a blank or a period where one would be."""
     ends = text.rstrip().endswith((".", "!", "?", ":"))
-    return ends or text[0].isupper() or text[0] == " " or len(words) >= 5
+    return is_phrase(text, 3 if ends or text[:1].isupper() or text[:1] == " " else 5)
 
 
 @dataclass
@@ -163,7 +165,7 @@ class _Sinks(ast.NodeVisitor):
             self._take_printed(node, kind, name)
         elif name in self.showing:
             for argument in _arguments(node):
-                _take_sentences(self.source, argument, *self.showing[name])
+                _take_strings(self.source, argument, *self.showing[name])
         self.generic_visit(node)
 
     def _take_printed(self, node: ast.Call, kind: str, name: str) -> None:
@@ -247,19 +249,19 @@ def _take_named(source: _Source, named: dict[str, tuple[str, str]]) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in named:
             for inner in ast.walk(node):
                 if isinstance(inner, (ast.Return, ast.Yield)) and inner.value is not None:
-                    _take_sentences(source, inner.value, *named[node.name])
+                    _take_strings(source, inner.value, *named[node.name], is_phrase)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
                 kind = "help" if isinstance(target, ast.Name) and _HELP_NAME.search(name) else None
                 if kind or name in named:
-                    _take_sentences(source, node.value, *((kind, "") if kind else named[name]))
+                    _take_strings(source, node.value, *((kind, "") if kind else named[name]), is_phrase)
 
 
-def _take_sentences(source: _Source, node: ast.expr, kind: str, how: str) -> None:
+def _take_strings(source: _Source, node: ast.AST, kind: str, how: str, wanted: Callable[[str], bool] = is_sentence) -> None:
     for inner in ast.walk(node):
-        if id(inner) not in source.taken and (text := rendered(inner)) is not None and is_sentence(text):
+        if id(inner) not in source.taken and (text := rendered(inner)) is not None and wanted(text):
             _add(source, inner, kind, how, text)
             _mark(source, inner)
 
@@ -324,7 +326,7 @@ def messages_of_python(files: dict[str, str]) -> list[Message]:
         sources.append(source)
     for source in sources:
         _take_named(source, named | source.named)
-        _take_sentences(source, source.tree, "text", "")  # type: ignore[arg-type]
+        _take_strings(source, source.tree, "text", "")
     return sorted(message for source in sources for message in source.found)
 
 
