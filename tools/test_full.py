@@ -292,8 +292,9 @@ def run_shard(root: Path, shard: Shard, results: Results, arguments: Sequence[st
     for test in results.unfinished(shard):
         results.forget([test])  # it was interrupted
     while pending := [test for test in shard.tests if test not in (done := results.read())]:
-        count = f"{len(shard.tests)} test{'s' * (len(shard.tests) != 1)}" + (f", {len(shard.tests) - len(pending)} of them done before" if done else "")
-        print(f"shard {shard.name}: {count}", flush=True)
+        count = f"{len(shard.tests)} test{'s' * (len(shard.tests) != 1)}"
+        before = f", {len(shard.tests) - len(pending)} of them done before" if done else ""
+        print(f"shard {shard.name}: {count}{before}", flush=True)
         files = dict.fromkeys(test.partition("::")[0] for test in pending)
         code = _pytest(root, [*arguments, *files], pending, results.file(shard))
         if code in (0, 1, 5):
