@@ -149,6 +149,12 @@ def peak_on_rank(length: int) -> int:
     return live.peak
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_equally_many_scores(size: int) -> None:
+    """Causal attention: the token at position p has p + 1 scores."""
+    assert len({int((positions(32, size, rank) + 1).sum()) for rank in range(size)}) == 1
+
+
 @pytest.mark.full
 def test_memory_grows_as_sequence_over_cp() -> None:
     """As many tokens a rank, as much memory, whatever the sequence; twice as many, twice as much."""

@@ -1,0 +1,384 @@
+"""The faults that `tools/planted_faults.py` plants: mistakes that a tired engineer or a bad merge makes, most of them silent.
+
+Each replaces one short piece of code. `old` stands exactly once below `place`, whatever the white space, so that a file may be reformatted,
+renamed or split. `python tools/planted_faults.py --check` says which faults no longer fit the code; a default test runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake, and the tests that should find it.
+
+    Attributes:
+        name: area and mistake, joined by hyphens.
+        what: what is wrong, and what a user would get.
+        place: file or folder, relative to `lightning_3d/`.
+        old: code that is replaced. new: code that replaces it, in the indentation of the first line of `old`.
+        tests: default tests that are likely to find it, cheapest first: node ids or files, relative to `tests/`.
+        full: tests marked `full` that are tried when no default test finds it.
+    """
+
+    name: str
+    what: str
+    place: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    full: tuple[str, ...] = ()
+
+
+_TP_PARITY = "parallel/tensor/test_tensor_parallel.py::test_loss_logits_and_every_gradient_equal_one_process"
+_ZERO_0 = "parallel/zero/test_zero.py::test_stage_0_in_double_precision"
+_ZERO_SHARDED = "parallel/zero/test_zero.py::test_sharded_in_single_precision"
+_PIPELINE = "parallel/pipeline/test_pipeline.py::test_gradients_equal_one_process"
+_RING = "parallel/context/test_ring_attention.py::test_values_and_gradients_are_those_of_full_attention"
+
+TENSOR = (
+    Fault(
+        "tp-forward-not-summed",
+        "The all-reduce after a row-parallel layer is missing: every rank goes on with its part of the sum.",
+        "parallel/tensor/collectives.py",
+        "all_reduce_flat(x, group) ctx.mark_dirty(x)",
+        "ctx.mark_dirty(x)",
+        ("parallel/tensor/test_tensor_parallel_collectives.py", _TP_PARITY),
+    ),
+    Fault(
+        "tp-backward-not-summed",
+        "The all-reduce of the input's gradient of column-parallel layers is missing: what lies before them gets a part of its gradient.",
+        "parallel/tensor/collectives.py",
+        "all_reduce_flat(gradient, ctx.group)",
+        "pass",
+        (_TP_PARITY,),
+    ),
+    Fault(
+        "tp-packed-parts-swapped",
+        "The second part of a packed matrix (up of gate and up) is cut from where the first part lies.",
+        "parallel/tensor",
+        "pieces.append((start + offset, length))",
+        "pieces.append((offset, length))",
+        (
+            "models/test_plans.py::test_shards_tile_every_parameter_exactly",
+            "parallel/tensor/test_tensor_parallel.py::test_packed_styles_cut_each_part_by_itself",
+        ),
+    ),
+    Fault(
+        "tp-vocabulary-loss-not-summed",
+        "The sums of exponentials of a vocabulary-parallel loss are not reduced: each rank normalizes over its own columns.",
+        "parallel/tensor/cross_entropy.py",
+        "all_reduce_flat(sums, group)",
+        "pass",
+        ("parallel/tensor/test_vocab_parallel.py",),
+    ),
+    Fault(
+        "sp-input-gradient-not-summed",
+        "Sequence parallelism deals the gradient of a gathered input without summing it over the ranks.",
+        "parallel/tensor/sequence_parallel.py",
+        "return scatter_tokens(gradient, ctx.context.group), None",
+        "return part_of_tokens(gradient, ctx.context.group), None",
+        ("parallel/tensor/test_sequence_parallel.py::test_loss_logits_and_every_gradient_equal_one_process",),
+    ),
+    Fault(
+        "tp-replicated-gradients-not-summed",
+        "Gradients that each tensor-parallel rank knows in part (norms) are not summed: copies drift apart.",
+        "parallel/zero",
+        "in self._partial.get(wave, ())",
+        "in self._partial.get(wave + 1, ())",
+        (_ZERO_0,),
+    ),
+    Fault(
+        "tp-adapter-gradients-not-summed",
+        "The matrix of a LoRA adapter that every rank holds whole is not marked as having a partial gradient.",
+        "parallel/tensor/rewrite.py",
+        "return replicated(name, shape, tp_size, grad_sum=True)",
+        "return replicated(name, shape, tp_size)",
+        ("parallel/tensor/test_lora.py::test_adapters_in_a_bare_model", "parallel/tensor/test_lora.py::test_layouts"),
+    ),
+)
+
+PIPELINE = (
+    Fault(
+        "pp-tied-copies-not-summed",
+        "An embedding that is tied to the output head on another stage is trained by the gradient of one of its two uses.",
+        "parallel/zero",
+        "self._partial.reduce_tied(self._sums)",
+        "pass",
+        (_ZERO_0,),
+    ),
+    Fault(
+        "pp-warm-up-off-by-one",
+        "1F1B starts one forward too many on each rank: right numbers, one more micro-batch in memory.",
+        "layout/orders.py",
+        "pp - 1 - rank, micro_batches",
+        "pp - rank, micro_batches",
+        ("layout/test_planner_orders.py",),
+    ),
+    Fault(
+        "pp-wrong-first-micro-batch",
+        "The first stage runs micro-batch 1 in the place of micro-batch 0 when it finds out the shape of the hidden states.",
+        "parallel/pipeline/engine.py",
+        "None, step, micro_batch=0",
+        "None, step, micro_batch=1",
+        (_PIPELINE,),
+    ),
+    Fault(
+        "pp-last-gradient-lost",
+        "The gradients of a stage are reduced before its last micro-batch has added to them.",
+        "parallel/pipeline/engine.py",
+        "last=self._to_come[chunk.stage] == 0",
+        "last=self._to_come[chunk.stage] == 1",
+        ("strategy/test_short_batches.py", "strategy/test_accumulation.py", "strategy/test_parity.py"),
+    ),
+    Fault(
+        "pp-recompute-with-other-dropout",
+        "Before a backward the random state of its micro-batch is not set: recomputed blocks draw the dropout of another one.",
+        "parallel/pipeline/engine.py",
+        "step.enter(action.micro_batch)",
+        "pass",
+        ("parallel/blocks/test_blocks.py::test_the_same_dropout_is_drawn_again", "parallel/blocks/test_recompute.py"),
+    ),
+)
+
+CONTEXT_AND_EXPERTS = (
+    Fault(
+        "cp-parts-not-weighted",
+        "Ring attention adds the result of the next keys without the weight of their log-sum-exp.",
+        "parallel/context/kernels.py",
+        "add_(out * (lse - level).exp_().unsqueeze(-1))",
+        "add_(out)",
+        (_RING,),
+    ),
+    Fault(
+        "cp-zigzag-uneven",
+        "The late chunks of a sequence are dealt in rising order: right numbers, but the last rank does the most work.",
+        "parallel/context/zigzag.py",
+        "(2 * size - 1 - rank) * chunk, rank * chunk",
+        "(size + rank) * chunk, rank * chunk",
+        ("parallel/context/test_ring_attention.py::test_ranks_compute_equally_many_scores",),
+    ),
+    Fault(
+        "cp-ulysses-axes-swapped",
+        "Ulysses deals every cp-th head to a rank, and puts them back as if it had dealt neighbours.",
+        "parallel/context/collectives.py",
+        "x.view(batch, context.size, heads // context.size, part, width).permute(1, 3, 0, 2, 4)",
+        "x.view(batch, heads // context.size, context.size, part, width).permute(2, 3, 0, 1, 4)",
+        (_RING,),
+    ),
+    Fault(
+        "ep-results-in-another-order",
+        "What experts return is put back by the order in which tokens were sent, not by its inverse.",
+        "parallel/expert/dispatch.py",
+        "returned[place]",
+        "returned[order]",
+        ("parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",),
+    ),
+    Fault(
+        "ep-balancing-loss-of-every-layer",
+        "The loss of the routers is summed over layers, where it is the mean over layers.",
+        "parallel/expert/routers.py",
+        "factor = weight / len(self.names)",
+        "factor = weight",
+        ("parallel/expert/test_routers.py",),
+    ),
+)
+
+ZERO = (
+    Fault(
+        "zero-last-buckets-lost",
+        "Buckets of gradients that are still on their way when a step ends are not added.",
+        "parallel/zero/overlapped_reduction.py",
+        "while self._pending: self._receive() rest",
+        "rest",
+        (_ZERO_SHARDED,),
+    ),
+    Fault(
+        "zero-stale-parameters",
+        "Stage 3 gathers the parameters of before the first step: the optimizer trains another copy.",
+        "parallel/zero",
+        "unit.pieces[slot.parameter] = piece",
+        "pass",
+        (_ZERO_SHARDED,),
+    ),
+    Fault(
+        "zero-partition-of-another-group",
+        "A rank takes its part of the gradients at the offset of the first parameter group, whichever group it is.",
+        "parallel/zero/flat_partition.py",
+        "flat[self.base + self._start : self.base + self._stop]",
+        "flat[self._start : self._stop]",
+        (_ZERO_SHARDED,),
+    ),
+    Fault(
+        "norm-of-one-stage",
+        "The gradient norm is not summed over pipeline stages, so that each stage clips by another number.",
+        "parallel/zero",
+        'group("tp", "cp", "pp") if',
+        'group("tp", "cp") if',
+        (_ZERO_0,),
+    ),
+)
+
+STEP = (
+    Fault(
+        "step-divided-by-its-last-batch",
+        "With gradient accumulation the gradients are divided by the tokens of the last batch, not of all batches of the step.",
+        "strategy/step",
+        "(self._accumulated if place else 0.0)",
+        "0.0",
+        ("strategy/test_accumulation.py", "strategy/test_short_batches.py"),
+    ),
+    Fault(
+        "step-weighted-by-rows",
+        "Micro-batches weigh as many rows as they have, whatever the number of their target tokens.",
+        "strategy/step/loss_weights.py",
+        "self._weights.count_tokens(tokens)",
+        "pass",
+        ("strategy/test_short_batches.py",),
+    ),
+    Fault(
+        "step-fillers-count",
+        "Copies of a micro-batch that only fill up the schedule of a short batch are trained on.",
+        "strategy/step/runner.py",
+        "weight = torch.zeros_like(weight)",
+        "pass",
+        ("strategy/test_short_batches.py",),
+    ),
+    Fault(
+        "step-skip-looks-at-one",
+        "A step is taken when either its loss or its gradient norm is finite, not only when both are.",
+        "strategy/nonfinite.py",
+        "isfinite(norm) and (",
+        "isfinite(norm) or (",
+        ("strategy/test_nonfinite.py",),
+    ),
+    Fault(
+        "seed-dropout-not-synchronized",
+        "Tensor-parallel ranks draw different dropout for what they hold alike: their copies drift apart.",
+        "parallel/random_streams.py",
+        "if self.deals_sequence and index >= 0 else _ALL_RANKS",
+        "if index >= 0 else _ALL_RANKS",
+        ("parallel/test_dropout.py",),
+    ),
+    Fault(
+        "seed-of-weights-differs-between-processes",
+        "Initial weights are drawn from Python's hash of their names, which is another number in every interpreter.",
+        "weights",
+        'int.from_bytes(blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")',
+        'hash(f"{seed}:{name}") % 2**64',
+        ("weights/test_initialization.py::test_seeds_are_the_same_on_every_machine",),
+    ),
+    Fault(
+        "data-resumed-at-another-sample",
+        "A resumed epoch leaves out as many samples on each data-parallel rank as all of them have read together.",
+        "training/data/base.py",
+        "used // self.num_replicas if",
+        "used if",
+        ("training/test_data.py::test_a_resumed_epoch_goes_on_where_it_was",),
+    ),
+)
+
+CHECKPOINTS = (
+    Fault(
+        "checkpoint-optimizer-state-lost",
+        "A resumed run begins with the moments of the optimizer at zero.",
+        "checkpoint/state.py",
+        "folder.read_into(targets)",
+        "pass",
+        ("checkpoint/test_checkpoint.py::test_resuming_on_the_same_layout_is_exact", "checkpoint/test_checkpoint_resume.py"),
+    ),
+    Fault(
+        "checkpoint-random-state-lost",
+        "A resumed run does not put torch's random number generator where it was.",
+        "checkpoint/rng_state.py",
+        'torch.set_rng_state(_tensor(state["torch"]))',
+        "pass",
+        ("checkpoint/test_checkpoint_resume.py",),
+    ),
+    Fault(
+        "checkpoint-columns-of-the-first-rank",
+        "A rank that holds some columns of a matrix reads the first columns of it.",
+        "checkpoint/reading.py",
+        "block.narrow(dim, at[dim], target.shape[dim])",
+        "block.narrow(dim, 0, target.shape[dim])",
+        ("checkpoint/test_checkpoint_matrix.py", "checkpoint/test_checkpoint.py"),
+    ),
+    Fault(
+        "checkpoint-hash-not-compared",
+        "Damaged files of the right size are loaded.",
+        "checkpoint/hashes.py",
+        "if found.sha256 != files[name].sha256:",
+        "if found.bytes != files[name].bytes:",
+        ("checkpoint/test_checkpoint_damage.py::test_f30_one_flipped_bit_is_found",),
+    ),
+    Fault(
+        "checkpoint-removed-before-it-is-replaced",
+        "A checkpoint that is saved again is removed before the new one has its name: a kill in between leaves none.",
+        "checkpoint/folder.py",
+        "elif not _exchange(folder, path): path.rename(aside(path, REPLACED)) folder.rename(path)",
+        "else: _delete(path); folder.rename(path)",
+        ("checkpoint/test_checkpoint_damage.py::test_f27_a_kill_leaves_the_newest_complete_checkpoint",),
+    ),
+)
+
+AROUND_TRAINING = (
+    Fault(
+        "self-check-without-gradients",
+        "The self-check compares outputs only: a plan that forgets a partial gradient trains in silence.",
+        "strategy/self_check/check.py",
+        "for found in (outputs, gradients)",
+        "for found in (outputs,)",
+        ("strategy/test_self_check.py::test_a_mistake_is_one_message", "strategy/test_self_check.py"),
+    ),
+    Fault(
+        "planner-optimizer-not-sharded",
+        "The planner counts the optimizer state of ZeRO stage 1 as if every rank held all of it.",
+        "planner/memory.py",
+        "job.zero >= 1",
+        "job.zero >= 2",
+        ("planner/test_planner.py::test_memory_of_zero_is_the_published_one",),
+    ),
+    Fault(
+        "refusal-with-exit-code-1",
+        "A mistake of the user ends a command as a failure of the program does.",
+        "cli/exit_codes.py",
+        "return error.exit_code",
+        "return 1",
+        ("cli/test_plan_command.py", "config/test_refusals.py"),
+    ),
+    Fault(
+        "lock-shared",
+        "Two runs may write checkpoints into one folder.",
+        "storage/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        ("checkpoint/test_checkpoint_damage.py::test_f37_two_runs_cannot_write_to_one_folder",),
+    ),
+    Fault(
+        "sweep-keeps-failed-jobs",
+        "A sweep that is started again takes jobs that have failed for finished ones.",
+        "runs/sweep/folder.py",
+        "status.status != FINISHED",
+        "status.status == RUNNING",
+        ("runs/test_sweep.py::test_finished_jobs_are_not_run_again",),
+    ),
+    Fault(
+        "failure-of-a-peer-not-recognized",
+        "A rank that lost a peer reports that as the cause, and hides the error of the rank that failed.",
+        "ranks/failure.py",
+        "seen = seen.__cause__ or seen.__context__",
+        "seen = None",
+        ("ranks/test_failures.py::test_lost_peers_are_recognized_through_what_they_caused",),
+    ),
+    Fault(
+        "report-bubble-of-the-last-rank",
+        "The idle share of a pipeline counts from when its last rank began to work.",
+        "tracing/trace.py",
+        "min(each.first for each in batch)",
+        "max(each.first for each in batch)",
+        ("tracing/test_tracing.py::test_bubble_of_two_stages_by_hand",),
+    ),
+)
+
+FAULTS = (*TENSOR, *PIPELINE, *CONTEXT_AND_EXPERTS, *ZERO, *STEP, *CHECKPOINTS, *AROUND_TRAINING)
