@@ -194,13 +194,13 @@ def files_of(root: Path) -> list[str]:
     return sorted(name for name in os.fsdecode(listed).split("\0") if name and (root / name).is_file())
 
 
-def version(root: Path) -> str:
-    """A hash of code, configuration and tests: results count as long as it is the same."""
-    digest = hashlib.sha256()
+def versions(faults: Sequence[Fault], root: Path) -> dict[str, str]:
+    """By name of a fault: a hash of the fault, the code, its configuration and the tests. A result counts as long as it is the same."""
+    code = hashlib.sha256()
     for name in files_of(root):
-        if name.endswith((".py", ".toml", ".yaml", ".json")):
-            digest.update(name.encode() + b"\0" + (root / name).read_bytes())
-    return digest.hexdigest()[:12]
+        if name.endswith((".py", ".toml", ".yaml", ".json")) and not name.startswith(("tools/", "docs/", "benchmarks/")):
+            code.update(name.encode() + b"\0" + (root / name).read_bytes())
+    return {fault.name: hashlib.sha256(repr(fault).encode() + code.digest()).hexdigest()[:12] for fault in faults}
 
 
 # Tests. In the process that runs them, this module is a plugin of pytest.
@@ -339,11 +339,11 @@ class Planter:
         everything: also run all tests where the named ones find nothing. limit: seconds for the named tests of a fault.
     """
 
-    def __init__(self, copy: Copy, version: str, *, limit: float, everything: bool) -> None:
-        self._copy, self._version, self._limit, self._everything = copy, version, limit, everything
+    def __init__(self, copy: Copy, *, limit: float, everything: bool) -> None:
+        self._copy, self._limit, self._everything = copy, limit, everything
         self._passes: dict[str, bool] = {}
 
-    def plant(self, fault: Fault) -> Result:
+    def plant(self, fault: Fault, version: str) -> Result:
         begin, doubt = time.monotonic(), ""
         for by, words, limit in self._attempts(fault):
             try:
@@ -353,11 +353,11 @@ class Planter:
                     continue
                 if self._passes_without(failure.test):
                     seconds = round(time.monotonic() - begin, 1)
-                    return Result(fault.name, self._version, by, failure.test, failure.message, failure.hang, seconds)
+                    return Result(fault.name, version, by, failure.test, failure.message, failure.hang, seconds)
                 doubt = f"{failure.test} fails without the fault too"
             except Refused as error:
                 doubt = str(error)
-        return Result(fault.name, self._version, "", message=doubt, seconds=round(time.monotonic() - begin, 1))
+        return Result(fault.name, version, "", message=doubt, seconds=round(time.monotonic() - begin, 1))
 
     def _attempts(self, fault: Fault) -> Iterator[tuple[str, list[str], float]]:
         yield NAMED, [f"{TESTS}/{test}" for test in fault.tests], self._limit
@@ -414,18 +414,18 @@ def chosen(faults: Sequence[Fault], only: Sequence[str], shard: str) -> list[Fau
 def _plant_all(options: argparse.Namespace, faults: Sequence[Fault], root: Path) -> int:
     for problem in problems(faults, root):
         raise Refused(f"{problem}. Repair the list; --check shows all that is wrong with it")
-    now, file = version(root), options.results or root / RESULTS
-    known = {line["fault"]: Result(**line) for line in _lines(file) if line.get("version") == now}
+    now, file = versions(faults, root), options.results or root / RESULTS
+    known = {line["fault"]: Result(**line) for line in _lines(file) if line.get("version") == now.get(line["fault"])}
     wanted = chosen(faults, options.only, options.shard)
     todo = [fault for fault in wanted if not (options.resume and fault.name in known)]
     interrupted = False
     try:
         with Copy(root) as copy:
             copy.require_imported()
-            planter = Planter(copy, now, limit=options.limit, everything=options.everything)
+            planter = Planter(copy, limit=options.limit, everything=options.everything)
             for number, fault in enumerate(todo, 1):
                 print(f"[{number}/{len(todo)}] {fault.name}: ", end="", flush=True)
-                result = known[fault.name] = planter.plant(fault)
+                result = known[fault.name] = planter.plant(fault, now[fault.name])
                 with file.open("a", encoding="utf-8") as results:
                     results.write(json.dumps(asdict(result)) + "\n")
                 print(result.describe(), flush=True)

@@ -89,7 +89,10 @@ def test_replicated_streams_do_not_depend_on_the_rank() -> None:
         state.enter_region("q")
         torch.rand(tp_rank + 3)
         state.leave_region("o")
-        return torch.rand(5)
+        outside = torch.rand(5)
+        torch.rand(tp_rank + 3)
+        state.layer(2)
+        return torch.cat([outside, torch.rand(5)])
 
     assert torch.equal(after(0), after(1))
 

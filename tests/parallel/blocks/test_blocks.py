@@ -196,8 +196,9 @@ def dropped_run(**strategy: Any) -> Part:
     ids=_name,
 )
 def test_the_same_dropout_is_drawn_again(options: dict[str, Any]) -> None:
-    plain = run_ranks(dropped_run, 2, layout="tp2", micro_batch_size=4)
-    again = run_ranks(dropped_run, 2, layout="tp2", micro_batch_size=4, **options)
+    """With several micro-batches on their way through a pipeline, by tensor-parallel ranks that draw their own."""
+    plain = run_ranks(dropped_run, 4, layout="tp2_pp2", micro_batch_size=4)
+    again = run_ranks(dropped_run, 4, layout="tp2_pp2", micro_batch_size=4, **options)
     for part, other in zip(plain, again, strict=True):
         assert part.losses == pytest.approx(other.losses, rel=1e-6)
         assert part.grad_norms == pytest.approx(other.grad_norms, rel=1e-5)
