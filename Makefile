@@ -1,5 +1,5 @@
 # make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
-# make test       lint, types and tests
+# make test       lint, types and tests, on two cores; WORKERS=1 runs them one after the other
 # make test-full  the long sweeps
 # make docs       the documentation, into site/
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
@@ -20,7 +21,7 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m full $(ARGS)
