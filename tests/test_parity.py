@@ -12,6 +12,7 @@ import sys
 import zlib
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import models
 import parity
@@ -74,7 +75,11 @@ def ordered(cells: list[Cell]) -> list[Cell]:
     return sorted(cells, key=lambda cell: (models.MODELS.index(cell.model), cell.dtype, cell.layers, cell.world_size))
 
 
-@pytest.mark.parametrize("cell", [*ordered(in_turn() + SPLIT), *(pytest.param(cell, marks=pytest.mark.full) for cell in ordered(LARGE))], ids=lambda cell: cell.name)
+def small_and_large() -> list[Any]:
+    return [*ordered(in_turn() + SPLIT), *(pytest.param(cell, marks=pytest.mark.full) for cell in ordered(LARGE))]
+
+
+@pytest.mark.parametrize("cell", small_and_large(), ids=lambda cell: cell.name)
 def test_pairs(cell: Cell) -> None:
     parity.check(cell)
 
