@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.zero.backend import DATA_AXES
+from lightning_3d.parallel.zero.trained import DATA_AXES
 
 
 class Holder(nn.Module):

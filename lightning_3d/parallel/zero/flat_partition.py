@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_3d.compat.deepspeed import DeepSpeedGroup
 from lightning_3d.compat.torch import storage_key
-from lightning_3d.parallel.zero.backend import follow_writes, with_writes
-from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, Slot
+from lightning_3d.parallel.zero.gradient_buffers import Slot
+from lightning_3d.parallel.zero.master_weights import follow_writes, with_writes
 from lightning_3d.parallel.zero.overlapped_reduction import Share
+from lightning_3d.parallel.zero.trained import Trained
 
 
 class Partition:
@@ -111,6 +113,29 @@ class Partition:
         return {**per_element, "master": master.data}
 
 
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A piece of a parameter that this rank steps.
+
+    Attributes:
+        partition: the optimizer group that it is in.
+        slot: its place in this rank's part of the group.
+        entry: the parameter.
+        first: element of the flattened parameter that the piece begins with.
+    """
+
+    partition: Partition
+    slot: Slot
+    entry: Trained
+    first: int
+
+    @property
+    def gradient(self) -> Tensor:
+        """View of the reduced gradient, flattened."""
+        assert self.partition.gradient is not None
+        return self.partition.gradient[self.slot.start : self.slot.stop]
+
+
 def slots_of(partitions: Iterable[Partition]) -> list[Slot]:
     """All parameters of some partitions, one buffer behind the other."""
     return [
@@ -118,17 +143,6 @@ def slots_of(partitions: Iterable[Partition]) -> list[Slot]:
         for partition in partitions
         for slot in partition.slots
     ]
-
-
-def add_owned(partition: Partition, layout: FlatGradients, flat: Tensor) -> None:
-    """Add this rank's part of gradients that lie in a buffer with another order."""
-    places = {id(slot.parameter): slot for slot in layout.slots}
-    assert partition.gradient is not None
-    for owned in partition.owned_slots:
-        source = places.get(id(owned.parameter))
-        if source is not None:
-            first = source.start + partition.start_in_parameter(owned)
-            partition.gradient[owned.start : owned.stop] += flat[first : first + owned.stop - owned.start]
 
 
 def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:

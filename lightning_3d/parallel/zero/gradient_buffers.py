@@ -72,6 +72,12 @@ class GradientSums:
                 yield gradient
 
 
+def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
+    """Multiply in place."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), scale)
+
+
 @dataclass(frozen=True)
 class Slot:
     """A parameter's place in a flat buffer: elements `start` to `stop`."""
@@ -118,7 +124,7 @@ class FlatGradients:
         alone: parameters that are reduced in a collective of their own. How a collective associates its sum depends on
             an element's place in it and on its length; copies on two ranks stay bit-equal only when these are the same.
         waves: by id of a parameter, when in a step its gradient is complete: 0, 1, ...; 0 for those that are not named.
-        cuts: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
+        scattered: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
 
     Attributes:
         nowhere: parameters that no rank had a gradient for in the latest reduction.
@@ -132,7 +138,7 @@ class FlatGradients:
         bucket_bytes: int | None,
         alone: Iterable[nn.Parameter] = (),
         waves: Mapping[int, int] | None = None,
-        cuts: Sequence[tuple[int, int]] | None = None,
+        scattered: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self._slots = list(slots)
         self._alone = {id(parameter) for parameter in alone}
@@ -142,9 +148,9 @@ class FlatGradients:
         self._dtype, self._device = sum_dtype(first), first.device
         self._total = numel + len(self._slots)
         self.nowhere: list[nn.Parameter] = []
-        messages = self._buckets(bucket_bytes) if cuts is None else self._parts(cuts)
+        messages = self._buckets(bucket_bytes) if scattered is None else self._parts(scattered)
         self._messages = sorted(messages, key=lambda message: (message.wave, message.start))
-        self._cuts = cuts
+        self._scattered = scattered
         self._gaps = self._find_gaps()
         self.forget()
 
@@ -191,9 +197,9 @@ class FlatGradients:
         last.stop = self._total
         return buckets
 
-    def _parts(self, cuts: Sequence[tuple[int, int]]) -> list[_Message]:
+    def _parts(self, scattered: Sequence[tuple[int, int]]) -> list[_Message]:
         messages = [self._counts()]
-        for start, stop in cuts:
+        for start, stop in scattered:
             members = [index for index, slot in enumerate(self._slots) if start <= slot.start < stop]
             wave = max((self._waves[index] for index in members), default=0)
             messages.append(_Message(start, stop, members, wave, scatters=True))
@@ -262,16 +268,16 @@ class FlatGradients:
     def reduce_scatter(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> list[Tensor]:
         """Take the gradients away and leave each rank its part of `scale` times their sum over `group`.
 
-        One reduce-scatter for each of the cuts; a small all-reduce of the counts; one all-reduce for each parameter that is reduced
+        One reduce-scatter for each part in `scattered`; a small all-reduce of the counts; one all-reduce for each parameter that is reduced
         alone.
 
         Returns:
-            The part of this rank of each cut, contiguous and of equal size on all ranks.
+            This rank's share of each part, contiguous and of equal size on all ranks.
         """
         flat, absent = self._finish(sums, group, scale)
-        assert self._cuts is not None
-        parts = [self._received[start] for start, _ in self._cuts]
-        for (start, _), part in zip(self._cuts, parts, strict=True):
+        assert self._scattered is not None
+        parts = [self._received[start] for start, _ in self._scattered]
+        for (start, _), part in zip(self._scattered, parts, strict=True):
             own = start + dist.get_rank(group) * part.numel()
             for slot, copy in self._apart:
                 first, last = max(slot.start, own), min(slot.stop, own + part.numel())

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.deepspeed import DeepSpeedGroup
 from lightning_3d.compat.torch import all_gather_by_name
-from lightning_3d.parallel.zero.deepspeed_backend import DeepSpeedBackend
-from lightning_3d.parallel.zero.sharded_backend import ShardedBackend
 
 ALIGNMENT = 2
 """Elements of each rank's part of a flat buffer are a multiple of this (`nccl_start_alignment_factor` of DeepSpeed 0.19)."""
@@ -125,15 +123,3 @@ class ShapeOnly:
     @staticmethod
     def release_deepspeed(engine: ShapeOnlyEngine) -> None:
         engine.groups = []
-
-
-class ShapeOnlyDeepSpeedBackend(DeepSpeedBackend):
-    """ZeRO 1 and 2 on shapes."""
-
-    library = ShapeOnly
-
-
-class ShapeOnlyShardedBackend(ShardedBackend):
-    """ZeRO 3 on shapes."""
-
-    library = ShapeOnly
