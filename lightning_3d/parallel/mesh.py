@@ -161,7 +161,7 @@ class Mesh:
         try:
             return self._by_ranks[wanted]
         except KeyError:
-            raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: create it.") from None
+            raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: call Mesh.create first.") from None
 
     def warm_up(self) -> None:
         """Use every group and every pair of pipeline neighbours once, in the same order on all ranks.

@@ -96,7 +96,7 @@ class ShardSpec:
     def cut(self, full: Tensor) -> Tensor:
         """Copy this rank's shard, of shape `local_shape`, out of the full tensor of shape `global_shape`."""
         if tuple(full.shape) != self.global_shape:
-            raise ValueError(f"{self.name} has shape {tuple(full.shape)}, its specification says {self.global_shape}.")
+            raise ValueError(f"{self.name} has shape {tuple(full.shape)}, but its specification has {self.global_shape}.")
         local = full.new_empty(self.local_shape)
         for box in self.boxes:
             local[box.local_slices()] = full[box.global_slices()]

@@ -51,7 +51,7 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
     if not blocks:
         raise ConfigError(
             "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute, offload_activations and compile have"
-            " nothing to work on. Leave them out, or put its layers into an nn.ModuleList."
+            " nothing to apply to. Remove these options, or put the model's layers into an nn.ModuleList."
         )
     of_attention = options.recompute == "selective" and options.recompute_keep is None
     keeps = operators(options.recompute_keep) if options.recompute_keep is not None else frozenset()
@@ -71,7 +71,7 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
     if of_attention and not found:
         raise ConfigError(
             "recompute=selective found no attention in the blocks of the model (no submodule with attn or attention in its name). Use"
-            " recompute=full, or name in recompute_keep the operators whose results are to be kept."
+            " recompute=full, or list in recompute_keep the operators whose results are kept."
         )
 
 
@@ -80,8 +80,8 @@ def _require_no_statistics(block: nn.Module) -> None:
     for name, module in block.named_modules():
         if getattr(module, "track_running_stats", False):
             raise ConfigError(
-                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block has"
-                " two. Leave recompute out, or use a norm without running statistics."
+                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block"
+                " runs its forward twice. Remove recompute, or use a norm without running statistics."
             )
 
 
@@ -146,7 +146,7 @@ def _is_cache(value: Any) -> bool:
         return False
     if value.get_seq_length() > 0:
         raise ConfigError(
-            "The model was called with a key-value cache that holds something (a prefix?), which recomputed or compiled blocks cannot"
-            " train with. Leave recompute, offload_activations and compile out."
+            "The model was called with a key-value cache that is not empty (a prefix?), with which recomputed or compiled blocks cannot"
+            " train. Remove recompute, offload_activations and compile."
         )
     return True

@@ -80,13 +80,13 @@ def attention(
     name = type(module).__name__
     if not isinstance(attention_mask, Mask) or query.shape[2] * attention_mask.context.size != attention_mask.length:
         raise PlanError(
-            f"{name} was called with a mask that is not the one of the shared sequence. Context parallelism (cp) needs a model that makes"
+            f"{name} was called with a mask other than that of the shared sequence. Context parallelism (cp) needs a model that makes"
             " its masks with Transformers' create_causal_mask, and a step that calls the model itself, not a part of it."
         )
     if position_bias is not None:
-        raise PlanError(f"{name} adds biases to its scores, which context parallelism (cp) does not know. Use cp 1.")
+        raise PlanError(f"{name} adds biases to its attention scores, which context parallelism does not support. Use cp=1.")
     if dropout > 0:
-        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not have. Set it to 0.")
+        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not support. Set it to 0.")
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
@@ -121,8 +121,8 @@ def make_mask(
     call = _running.get()
     if call is None:
         raise PlanError(
-            "A part of the model was called without the rest. With context parallelism (cp) a step calls the model itself, which cuts the"
-            " sequence."
+            "A part of the model was called without the rest. With context parallelism (cp) a step must call the model itself, which"
+            " shards the sequence."
         )
     if q_length is None:
         assert cache_position is not None
@@ -160,6 +160,6 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
     if torch.equal(found, apart) or torch.equal(found, causal(queries, keys)):
         return torch.equal(found, apart)
     raise PlanError(
-        "A layer of the model has a mask that is neither causal nor causal with a window, which is all that context parallelism (cp) has."
+        "A layer of the model has a mask other than causal or causal with a window, the only ones that context parallelism (cp) supports."
         " Use cp 1."
     )

@@ -25,13 +25,13 @@ def require_replaceable(module: nn.Module, blocks: list[nn.Module]) -> None:
     choose = getattr(module, "set_attn_implementation", None)
     if choose is None or config is None:
         raise PlanError(
-            f"Context parallelism (cp) replaces the attention of Transformers models, and {name} is none. Use cp 1, or write the model's"
+            f"Context parallelism (cp) replaces the attention of Transformers models, and {name} is not one. Use cp=1, or write the model's"
             " attention with Transformers' AttentionInterface."
         )
     check_fields(name, lambda key: getattr(config, key, None))
     reason = _what_else(module, config, blocks)
     if reason:
-        raise PlanError(f"Context parallelism (cp) cannot cut {name}: {reason}. Use cp 1.")
+        raise PlanError(f"Context parallelism (cp) cannot shard the sequences of {name}: {reason}. Use cp=1.")
     _replace(module, name, choose)
 
 
@@ -41,7 +41,7 @@ def _replace(module: nn.Module, name: str, choose: Any) -> None:
     if any(getattr(found, "_attn_implementation", NAME) != NAME for found in inside.values()):
         raise PlanError(
             f"Context parallelism (cp) cannot replace the attention of {name}, which does not use Transformers' attention interface"
-            " (AttentionInterface). Use cp 1."
+            " (AttentionInterface). Use cp=1."
         )
 
 
@@ -50,9 +50,9 @@ def _what_else(module: nn.Module, config: Any, blocks: list[nn.Module]) -> str:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" not in parameters or all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return "its forward takes no position_ids, or no further arguments for its loss function (**kwargs)"
+        return "its forward takes no position_ids, or no **kwargs for its loss function"
     if text is not config or getattr(config, "is_encoder_decoder", False):
-        return "it has inputs beside one sequence of tokens"
+        return "it has inputs other than one sequence of tokens"
     if not _is_language_model(module):
         return "its head is not one of a causal language model"
     for block in blocks:

@@ -21,8 +21,8 @@ def chunk_length(length: int, size: int) -> int:
     chunks = 2 * size
     if length % chunks or length == 0:
         raise DataError(
-            f"Context parallelism cuts a sequence into 2 * cp = {chunks} equal chunks, but this batch has sequences of {length} tokens. Pad"
-            f" them to a multiple of {chunks}, for example {(length // chunks + 1) * chunks}."
+            f"Context parallelism splits a sequence into 2 * cp = {chunks} equal chunks, but this batch has sequences of {length} tokens."
+            f" Pad them to a multiple of {chunks}, for example {(length // chunks + 1) * chunks}."
         )
     return length // chunks
 

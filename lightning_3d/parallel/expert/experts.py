@@ -37,7 +37,7 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
     for name, _ in module.named_modules():
         cut = plan.cut_of(name)
         if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
-            raise PlanError(f"'{name}' is an expert without weights, which no rank can be sent tokens for (ep). Use ep=1.")
+            raise PlanError(f"'{name}' is an expert without weights, which expert parallelism (ep) cannot assign to a rank. Use ep=1.")
     for name, parameter in _dealt(module, plan):
         experts = parameter.shape[0]
         if experts % ep_size:
@@ -65,7 +65,7 @@ def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Shar
             continue
         experts = getattr(child, "num_experts", None)
         if not isinstance(experts, int):
-            raise PlanError(f"'{name}' does not say how many experts it has (num_experts), so they cannot be dealt over ranks.")
+            raise PlanError(f"'{name}' has no attribute num_experts, so its experts cannot be split over ranks.")
         specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
         child.num_experts = experts // context.size
 
@@ -84,8 +84,8 @@ def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
         narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % _ROW_BYTES for size in matrix.shape[1:])]
         if narrow and narrow[0].dtype != torch.float64:
             rank_zero_warn(
-                f"Experts with weights {list(narrow[0].shape)} on a rank multiply in a loop: grouped matrix products need rows of a"
-                f" multiple of {_ROW_BYTES} bytes. A smaller tp, or ep, leaves wider ones."
+                f"Experts with weights {list(narrow[0].shape)} on a rank run one by one: grouped matrix products need rows of a"
+                f" multiple of {_ROW_BYTES} bytes. Use a smaller tp, or ep, for wider rows."
             )
         if narrow or any(matrix.dtype == torch.float64 for matrix in matrices):
             config._experts_implementation = "eager"  # type: ignore[union-attr]

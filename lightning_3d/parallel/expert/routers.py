@@ -116,8 +116,8 @@ class Routers:
         if self.aux_loss:
             rank_zero_warn(
                 f"output_router_logits=True: the load-balancing loss is computed in each layer and averaged over them (moe_aux_loss="
-                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers multiplies sums over all layers, which is another"
-                " function. The loss that the model returns is the cross-entropy alone."
+                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers multiplies sums over all layers, which is a different"
+                " function. The loss that the model returns is only the cross-entropy."
             )
 
     def watch(self, module: nn.Module) -> None:
@@ -196,8 +196,8 @@ class Routers:
             if not self.options.asked_for and not self.aux_loss:
                 return output  # nothing is known of it, and nothing is wanted
             raise PlanError(
-                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it can have neither losses"
-                f" nor a capacity. Leave {listed([*self.options.asked_for] or ['output_router_logits'])} out."
+                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it supports neither losses"
+                f" nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
             )
         logits, weights, chosen = output
         experts = self.experts[layer]
@@ -303,12 +303,12 @@ def make_routers(
     found = find_routers(module, experts)
     if not found:
         if options.asked_for:
-            raise ConfigError(f"{options.asked_for[0]} is for a mixture of experts, but the model has no router. Leave it out.")
+            raise ConfigError(f"{options.asked_for[0]} needs a mixture of experts, but the model has no router. Remove it.")
         return None
     modules = dict(module.named_modules())
     if options.bias_update and not all(hasattr(modules[name], BIAS) for name in found):
         raise ConfigError(
-            f"moe_bias_update is for routers with a bias for the choice of experts ({BIAS}), as in DeepSeek-V3; {type(module).__name__}"
+            f"moe_bias_update needs routers with a bias for the choice of experts ({BIAS}), as in DeepSeek-V3; {type(module).__name__}"
             " has none. Use moe_aux_loss."
         )
     for name in found:

@@ -124,7 +124,7 @@ class CallOrder:
             return
         raise PlanError(
             f"'{name}' of {plan.model} runs {where}, but its parameters are on one pipeline stage. The plan's 'pp' part can name what runs"
-            f" before all blocks or after all blocks. {_ADVICE}"
+            f" before or after all blocks. {_ADVICE}"
         )
 
     def _refuse_order(self, what: str, before: Iterable[str], after: Iterable[str]) -> None:

@@ -29,8 +29,8 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(
-            f"'{self.absent_name}' lives on another pipeline stage, but the step used it before that stage was reached."
-            " Modules with parameters beside the pipelined model may be used only after it has returned."
+            f"'{self.absent_name}' is on another pipeline stage, but the step used it before that stage was reached."
+            " Modules with parameters outside the pipelined model may be used only after it has returned."
         )
 
     def extra_repr(self) -> str:

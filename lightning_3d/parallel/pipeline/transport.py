@@ -104,8 +104,8 @@ class Transport:
         if tuple(hidden.shape) != self._shape or hidden.dtype != self._dtype:
             raise PlanError(
                 f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}, but this step's first"
-                f" micro-batch had {self._shape} and {self._dtype}. Steps that are given batches of one shape must pass"
-                " hidden states of one shape: cut sequences in the data loader, not in the step."
+                f" micro-batch had {self._shape} and {self._dtype}. With batches of one shape every step must pass"
+                " hidden states of one shape: truncate sequences in the data loader, not in the step."
             )
 
     def send(self, message: Message, tensor: Tensor) -> None:

@@ -76,8 +76,8 @@ def _fitted(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> dict[str, 
             continue
         if styles is None:
             raise PlanError(
-                f"The plan cuts the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their parts do not add"
-                " up to the whole: the forward uses the tensors in another way than the plan says. Use tp=1, or ep where the model has a"
+                f"The plan shards the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their shards do not"
+                " add up to the whole: the forward uses the tensors in another way than the plan says. Use tp=1, or ep if the model has a"
                 " plan for it."
             )
         fitted |= {f"{parent}.{key}": replace(inside[key], style=style) for key, style in styles.items() if inside[key].style != style}

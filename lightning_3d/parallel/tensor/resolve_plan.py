@@ -65,7 +65,8 @@ def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
     for name in experts:
         if len(inspect.signature(module.get_submodule(name).forward).parameters) < 3:
             raise PlanError(
-                f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot cut them. Use tp 1."
+                f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot shard"
+                " them. Use tp=1."
             )
 
 
@@ -80,7 +81,7 @@ def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cu
     for name, size in rows.items():
         if len(rows) > 1 and size in (heads.queries, heads.keys):
             raise PlanError(
-                f"The plan cuts '{name}' by rows, which makes {size} numbers, one for each head, on every rank; but each rank has only a"
+                f"The plan shards '{name}' by rows, so every rank gets {size} numbers, one for each head; but each rank has only a"
                 f" part of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
             )
 
@@ -148,7 +149,7 @@ def _deal(
     rule = "a divisor or a multiple" if may_replicate else "a divisor"
     raise LayoutError(
         f"tp={tp_size} does not fit '{name}', which has {units} heads: tp must be {rule} of {units}."
-        f" The nearest that works is tp={nearest}."
+        f" The nearest tp that works is {nearest}."
     )
 
 
@@ -202,8 +203,8 @@ def _check_adapter(name: str, child: nn.Module, style: str) -> None:
     if what is None:
         return
     raise PlanError(
-        f"'{name}' is cut over the tensor-parallel ranks ('{style}') and is {what}. Cut layers take plain LoRA on nn.Linear: use that,"
-        " leave this layer out of target_modules and modules_to_save, or use tp=1 with pp and dp."
+        f"'{name}' is sharded over the tensor-parallel ranks ('{style}') and is {what}. Sharded layers support plain LoRA on nn.Linear:"
+        " use that, leave this layer out of target_modules and modules_to_save, or use tp=1 with pp and dp."
     )
 
 
@@ -256,17 +257,17 @@ def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut])
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
     """Styles are about one kind of layer each, and a subclass must reach its forward, where the collective goes."""
     if style == "moe_identity_expert" and next(child.parameters(), None) is not None:
-        raise PlanError(f"The plan takes '{name}' for an expert without weights ({style}), but it has parameters.")
+        raise PlanError(f"The plan declares '{name}' an expert without weights ({style}), but it has parameters.")
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear
     if not isinstance(child, wanted):
         raise PlanError(
-            f"The plan cuts '{name}' by '{style}', which is for nn.{wanted.__name__}, but it is a"
+            f"The plan shards '{name}' by '{style}', which is for nn.{wanted.__name__}, but it is a"
             f" {type(child).__name__}. Name the nn.{wanted.__name__} layers inside it."
         )
     if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.sparse or child.scale_grad_by_freq):
-        raise PlanError(f"'{name}' cannot be cut: max_norm, sparse and scale_grad_by_freq need the whole embedding.")
+        raise PlanError(f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole embedding.")
     for kind in type(child).__mro__[: type(child).__mro__.index(wanted)]:
         forward = vars(kind).get("forward")
         code = getattr(forward, "__code__", None)
@@ -274,8 +275,8 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
             code is None or "__class__" not in code.co_freevars or "forward" not in code.co_names
         ):
             raise PlanError(
-                f"The plan cuts '{name}', but {kind.__name__}.forward does not call super().forward, so nothing can be"
-                f" put under it. Let it call super().forward(...), or leave '{name}' out of the plan."
+                f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward, so its layer cannot be"
+                f" replaced. Let it call super().forward(...), or leave '{name}' out of the plan."
             )
 
 

@@ -74,8 +74,8 @@ def shard_specs(
             same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
             if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
                 adapter = any(word in f"{name} {canonical}" for word in ("base_layer", "original_module"))
-                advice = " An adapter on one of the two keeps that one whole: adapt both, or use tp=1." if adapter else ""
-                raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently.{advice}")
+                advice = " An adapter on only one of them keeps that one unsharded: adapt both, or use tp=1." if adapter else ""
+                raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan shards them differently.{advice}")
             specs[name] = specs[canonical].renamed(name, tied_to=canonical)
     return specs
 
@@ -219,7 +219,7 @@ def _sharded_kind(
             return RowParallelLinear, {**in_region, "in_features": local.length}
         case "rowwise_split_input":
             return SplitRowLinear, {**in_region, "tp_sizes": sizes}
-    raise PlanError(f"'{name}' cannot be cut by '{cut.style}'.")
+    raise PlanError(f"'{name}' cannot be sharded by '{cut.style}'.")
 
 
 def _rotary_size(module: nn.Module, name: str) -> int:
@@ -229,7 +229,7 @@ def _rotary_size(module: nn.Module, name: str) -> int:
         if isinstance(size := getattr(source, "qk_rope_head_dim", None), int):
             return size
     raise PlanError(
-        f"The plan cuts '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
+        f"The plan shards '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
     )
 
 

@@ -73,7 +73,7 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         PlanError: it is not known that the rest of a block treats every token by itself.
     """
     if not plan.layers:
-        raise PlanError("The plan names no blocks ('pp'), so nothing says where a sequence could be dealt out.")
+        raise PlanError("The plan names no blocks ('pp'), so it is unknown where a sequence could be split.")
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
     mixtures = {name.rpartition(".")[0]: _is_dealt(plan.cut_of(name)) for name in plan.experts if name in modules}
@@ -85,11 +85,12 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
             parents.setdefault(name.rpartition(".")[0], set()).add(cut.style)
     for parent, styles in parents.items():
         if parent.count(".") < plan.layers.count(".") + 2:
-            raise PlanError(f"Layers that are cut stand directly in the block '{parent}', not in an attention or an MLP of its own.")
+            raise PlanError(f"Sharded layers are directly in the block '{parent}', not in an attention or an MLP inside it.")
         if any(parent.startswith(f"{other}.") for other in parents):
-            raise PlanError(f"'{parent}' is cut, and stands inside another module that is.")
+            raise PlanError(f"'{parent}' is sharded, and so is a module around it.")
         if not styles & COLUMN_STYLES or not styles & ROW_STYLES:
-            raise PlanError(f"The cut of '{parent}' has no way in or no way out: its layers are {', '.join(sorted(styles))}.")
+            found = ", ".join(sorted(styles))
+            raise PlanError(f"The sharded '{parent}' lacks a column-parallel or a row-parallel layer: its layers are {found}.")
     blocks = module.get_submodule(plan.layers).named_children()
     wholes = {name for index, block in blocks for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)}
     closed = {parent for parent, styles in parents.items() if styles & COLUMN_STYLES <= {"colwise_gather_output"}}
@@ -124,7 +125,7 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Map
         if inner in mixtures or "attention" in type(child).__name__.lower():
             yield inner
             continue
-        raise PlanError(f"'{inner}' ({type(child).__name__}) is not cut, and it is not known whether it treats every token by itself.")
+        raise PlanError(f"'{inner}' ({type(child).__name__}) is not sharded, and it is unknown whether it treats every token separately.")
 
 
 def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:

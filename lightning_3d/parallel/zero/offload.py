@@ -27,7 +27,7 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
     if not offloaded:
         if name == CPU_ADAM:
             raise ConfigError(
-                f"{name} steps weights in host memory, where they are with zero_offload=optimizer and a zero_stage above 0. Set these,"
+                f"{name} steps weights in host memory, which needs zero_offload=optimizer and a zero_stage above 0. Set these,"
                 " or use torch.optim.AdamW."
             )
         return
@@ -38,7 +38,7 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
         )
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise ConfigError(
-            f"{name} with capturable=True counts its steps on the GPU, but zero_offload steps in host memory. Leave capturable out, or use"
+            f"{name} with capturable=True counts its steps on the GPU, but zero_offload steps in host memory. Remove capturable, or use"
             " zero_offload=none."
         )
 

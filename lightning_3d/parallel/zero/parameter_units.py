@@ -142,8 +142,8 @@ class Unit:
         for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
             if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
                 raise ConfigError(
-                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 it is not"
-                    " there then, and the values would be lost. Use zero_stage=2, or write before the fit begins."
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 its values"
+                    " are not in memory then, and the new ones would be lost. Use zero_stage=2, or write before the fit begins."
                 )
 
     def restore(self) -> None:
@@ -250,7 +250,7 @@ class ParameterUnits:
                 raise
             raise ConfigError(
                 "Something used a block's parameters outside of the block's forward, or computed a gradient through a block in another"
-                " order than its forward. zero_gather=micro_batch has freed them then. Use zero_gather=step."
+                " order than its forward. zero_gather=micro_batch has already freed them. Use zero_gather=step."
             ) from error
         finally:
             self._in_use = False
@@ -265,8 +265,8 @@ class ParameterUnits:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
         if extremes[0] != -extremes[1]:
             raise DataError(
-                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they gather"
-                " the parameters of each block together. Use zero_gather=step."
+                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they"
+                " gather the parameters of each block together. Use zero_gather=step."
             )
 
     def free(self) -> None:
@@ -289,7 +289,7 @@ class ParameterUnits:
             if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
                 raise ConfigError(
                     f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it"
-                    " or a module in it. zero_gather=micro_batch has freed them by then. Use zero_gather=step."
+                    " or a module in it. zero_gather=micro_batch has already freed them. Use zero_gather=step."
                 )
 
     def restore(self) -> None:
