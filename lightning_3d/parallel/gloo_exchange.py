@@ -22,12 +22,12 @@ SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than
 
 
 def fits(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether `all_gather` and `reduce_scatter` are for this tensor: on CPU, over ranks that speak gloo."""
+    """True if `all_gather` and `reduce_scatter` support this tensor: on CPU, over ranks that use gloo."""
     return x.device.type == "cpu" and get_backend(group) in ("gloo", FAKE_GLOO) and get_world_size(group) > 1
 
 
 def fits_whole(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether `all_reduce` is: over two ranks, or where the tensor is small."""
+    """True if `all_reduce` supports it: over two ranks, or if the tensor is small."""
     return fits(x, group) and (get_world_size(group) == 2 or x.nbytes * (get_world_size(group) - 1) <= SMALL)
 
 

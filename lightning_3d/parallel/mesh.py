@@ -35,7 +35,7 @@ _HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
 
 
 class Mesh:
-    """The process groups of one layout, and where this rank stands in them.
+    """Process groups of one layout and this rank's coordinates.
 
     The default process group must be initialized. Building a mesh is collective over the world and sends nothing yet;
     `warm_up` connects.
@@ -99,12 +99,12 @@ class Mesh:
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """Over the ranks that deal the experts of this stage among them, in the order of `expert_index`."""
+        """Group of the ranks that share the experts of this stage, in the order of `expert_index`."""
         return self.group_for(self._experts)
 
     @property
     def expert_index(self) -> int:
-        """Which of the ep parts of its stage's experts this rank has."""
+        """Index of this rank's part among the ep parts of its stage's experts."""
         return self._experts.index(self.rank)
 
     @property
@@ -213,7 +213,7 @@ class Mesh:
         return group
 
     def _new_over_pipelines(self, description: str, backend: str | None = None) -> dist.ProcessGroup:
-        """A group over the ranks of this pipeline, beside the one over the axis. All ranks make all of them."""
+        """Create a second group over the ranks of this pipeline. All ranks create all of them."""
         own = [self._new(ranks, description, backend) for ranks in self.layout.groups("pp")]
         return next(group for group in own if group is not None)
 
@@ -283,6 +283,6 @@ def _neighbours(pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a collective in this group must live."""
+    """Device that tensors of a collective in this group must be on."""
     on_host = dist.get_backend(group) in _HOST_BACKENDS or not torch.cuda.is_available()
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

@@ -63,8 +63,8 @@ class RandomState:
             self.layer(-1)
 
     def layer(self, index: int) -> None:
-        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks unless blocks deal
-        out the sequence.
+        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks unless blocks split
+        the sequence.
         """
         if self.enabled:
             self._set(f"layer {index}", self._tp_rank + 1 if self.deals_sequence and index >= 0 else _ALL_RANKS)
@@ -81,7 +81,7 @@ class RandomState:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Leave no trace: what draws after a step (a sampler's shuffle, equal on all ranks) goes on where it was."""
+        """Restore the random state afterwards, so that a sampler's shuffle, for example, stays equal on all ranks."""
         if not self.enabled:
             yield
             return
@@ -103,7 +103,7 @@ class RandomState:
 
 
 def may_use_dropout(module: nn.Module) -> bool:
-    """Whether a forward of `module` may draw random numbers.
+    """True if a forward of `module` may draw random numbers.
 
     Told by its dropout layers, by probabilities among its attributes and in a Transformers configuration, and by the
     names that the code of the user's own classes mentions.
@@ -154,7 +154,7 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
 
 @lru_cache(maxsize=65536)
 def _hash(name: str) -> int:
-    """The same number for a name in every process, which Python's hash is not."""
+    """Hash of a name that is the same in every process, unlike Python's."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

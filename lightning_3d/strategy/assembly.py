@@ -32,12 +32,12 @@ from lightning_3d.parallel.tensor import (
     SequenceRegions,
     TensorParallel,
     TokenParts,
-    deal_sequence,
     find_regions,
     fit_styles,
     gather_regions,
     resolve,
     rewrite,
+    shard_sequence,
 )
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
 from lightning_3d.strategy.parameter_specs import Owners, all_specs, by_stage, create_groups, local_specs
@@ -156,7 +156,7 @@ def take_part(
     routers = make_routers(module, plan.experts, options.experts, mesh, device, shards)
     process_blocks(find_blocks(module, plan), options.blocks)
     if regions is not None:
-        deal_sequence(module, regions, context)
+        shard_sequence(module, regions, context)
         random.deals_sequence = True
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
     local = local_specs(root, specs)

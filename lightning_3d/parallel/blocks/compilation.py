@@ -18,7 +18,9 @@ class Compilation:
     """The compilation of the blocks of one model.
 
     Args:
-        device: what they run on. schedule: of the pipeline. blocks: number of them in the model.
+        device: device that the blocks run on.
+        schedule: pipeline schedule.
+        blocks: number of blocks in the model.
 
     Raises:
         ConfigError: no C++ compiler (on the CPU) or no Triton (on CUDA).
@@ -38,11 +40,11 @@ class Compilation:
 
     @property
     def graph_breaks(self) -> dict[str, int]:
-        """Since this was made: how often a graph ended inside a block, by reason; counted in every function around it too."""
+        """Number of graph breaks inside blocks since this object was made, by reason; counted in every function around them too."""
         return dict(graph_breaks() - self._before)
 
     def warn(self) -> None:
-        """Tell about graph breaks, which cost speed."""
+        """Warn about graph breaks, which cost speed."""
         found = self.graph_breaks
         if found:
             reasons = "; ".join(f"{reason.strip().splitlines()[0]} ({count} times)" for reason, count in found.items())

@@ -33,7 +33,7 @@ class Recompute:
 
     @property
     def keeps(self) -> bool:
-        """Whether it is selective."""
+        """True if recomputation is selective."""
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -113,7 +113,7 @@ class _Process:
                 return self._run(forward, args, kwargs)
         within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
         if self._compiled is None:
-            self._compiled = torch.compile((lambda *given, **named: self._run(forward, given, named)) if within else forward)
+            self._compiled = torch.compile((lambda *args, **kwargs: self._run(forward, args, kwargs)) if within else forward)
         with saved:
             if self._recompute is None or within:
                 return self._compiled(*args, **kwargs)

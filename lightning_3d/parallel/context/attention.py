@@ -74,7 +74,7 @@ def attention(
     """Attention of Transformers' interface: (batch, heads, seq / cp, width) -> (batch, seq / cp, heads, width).
 
     Raises:
-        PlanError: the model makes masks of its own, adds biases, or was called past the module that cuts the sequence.
+        PlanError: the model makes masks of its own, adds biases, or was called without the module that shards the sequence.
         ConfigError: dropout.
     """
     name = type(module).__name__
@@ -137,7 +137,7 @@ def make_mask(
 
 
 def _separates_documents(call: Running, length: int, mask_function: Callable[..., Tensor], window: int | None, device: Any) -> bool | None:
-    """Whether layers keep packed documents apart, found by asking their mask about some pairs of this rank's tokens.
+    """True if layers keep packed documents apart: evaluates their mask on some pairs of this rank's tokens.
 
     This rank's tokens are two chunks of the sequence, the late one first, so that a mask that looks at positions takes them for two
     documents, and one that does not takes them for one. None: by chance that is the same here.

@@ -1,4 +1,4 @@
-"""Which models context parallelism can cut."""
+"""Checks of models for context parallelism."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _replace(module: nn.Module, name: str, choose: Any) -> None:
 
 
 def _what_else(module: nn.Module, config: Any, blocks: list[nn.Module]) -> str:
-    """What in a model looks at several tokens beside its attention; empty for nothing."""
+    """The part of a model, other than its attention, that mixes tokens; empty if there is none."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" not in parameters or all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -30,7 +30,7 @@ LARGEST_TILE = 1024
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of products.
+    """Computation of attention scores from products of queries and keys.
 
     Attributes:
         scale: they are multiplied by it. softcap: c in c * tanh(score / c), None for none.
@@ -42,7 +42,7 @@ class Scores:
 
 @dataclass
 class Result:
-    """What queries have got so far, (batch, heads, queries, width) and (batch, heads, queries); in the type of accumulation."""
+    """Result of the queries so far, (batch, heads, queries, width) and (batch, heads, queries); in the type of accumulation."""
 
     out: Tensor
     lse: Tensor
@@ -66,7 +66,7 @@ class Result:
 
 @dataclass
 class Gradients:
-    """Of queries, keys and values; in the type of accumulation."""
+    """Gradients of queries, keys and values; in the type of accumulation."""
 
     query: Tensor
     key: Tensor
@@ -79,7 +79,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The log of a sum of nothing as 0, so that differences are no NaN."""
+    """The log of a sum of nothing as 0, so that differences are not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -140,7 +140,7 @@ def attend_backward(
 def _parts(
     queries: Span, keys: Span, mask: Mask, query: Tensor, value: Tensor, scores: Scores
 ) -> Iterator[tuple[Span, Span, Cover]]:
-    """What of a block counts, in parts that are computed at once: tiles, and all that flash attention can compute."""
+    """The part of a block that counts, in parts that are computed at once: tiles, and all that flash attention can compute."""
     cover, size = mask.cover(queries, keys), _tile(query)
     if cover is Cover.NOTHING:
         return
@@ -153,7 +153,7 @@ def _parts(
 
 
 def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
-    """Whether flash attention can compute a part."""
+    """True if flash attention can compute a part."""
     fits = value.shape[-1] <= query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     whole = cover in (Cover.EVERYTHING, Cover.CAUSAL)
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None

@@ -18,7 +18,7 @@ from lightning_3d.parallel.context.zigzag import positions as zigzag
 from lightning_3d.parallel.specialize import specialize
 
 IGNORED = -100
-"""The label of tokens that are no targets, in Transformers."""
+"""The label of tokens that are not targets, in Transformers."""
 
 
 def share_sequences(module: nn.Module, blocks: list[nn.Module], context: ContextParallel) -> None:
@@ -34,7 +34,7 @@ def share_sequences(module: nn.Module, blocks: list[nn.Module], context: Context
 
 
 class SharedSequences:
-    """Mixin for the model: cuts what it is called with along the sequence, and returns outputs that look whole."""
+    """Mixin for the model: shards its inputs along the sequence, and returns outputs that report the full shape."""
 
     context_parallel: ContextParallel
     context_layers: dict[Any, bool]
@@ -56,7 +56,7 @@ class SharedSequences:
 
 
 class WholeSequenceLoss:
-    """In the place of a loss function of the user's own, which sees the logits and labels of the whole sequence."""
+    """Wrapper of a loss function of the user's own, which sees the logits and labels of the whole sequence."""
 
     def __init__(self, loss: Any, context: ContextParallel) -> None:
         self._loss, self._context = loss, context
@@ -131,7 +131,7 @@ def _cut(
 
 
 def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not go on. None: one in each row."""
+    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not continue. None: one in each row."""
     if position_ids is None:
         return None
     if position_ids.ndim != 2 or position_ids.shape[1] != length:

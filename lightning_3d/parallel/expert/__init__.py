@@ -1,4 +1,4 @@
-"""Mixtures of experts: experts dealt over the ranks of a stage, tokens sent to them, and what keeps their load balanced."""
+"""Mixtures of experts: experts sharded over the ranks of a stage, tokens sent to them, and losses that balance their load."""
 
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel, TokenCut
 from lightning_3d.parallel.expert.experts import choose_products, deal_experts, expert_specs

@@ -1,4 +1,4 @@
-"""Which experts a rank has: the table of its parts, and the change of the modules, in place."""
+"""Assignment of experts to ranks: the table of their shards, and the rewrite of the modules, in place."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _ROW_BYTES = 16
 
 
 def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: int, tp_index: int) -> dict[str, ShardSpec]:
-    """What the rank with index `ep_index` holds of every parameter that is dealt to expert-parallel ranks, by name in `module`.
+    """Shards of the rank with index `ep_index` of all parameters that are sharded over expert-parallel ranks, by name in `module`.
 
     Args:
         module: the whole module, on meta or not.
         plan: `ParallelPlan.for_experts`.
 
     Raises:
-        LayoutError: the experts cannot be dealt evenly. PlanError: they have adapters.
+        LayoutError: ep does not divide the number of experts.
+        PlanError: the experts have adapters.
     """
     specs: dict[str, ShardSpec] = {}
     if ep_size == 1:

@@ -1,4 +1,4 @@
-"""What a router's decisions cost, and which of them fit. Pure functions of tensors; n tokens, k experts for each, E experts in all."""
+"""Losses of a router's decisions and capacity of experts. Functions of tensors; n tokens, k experts for each, E experts in all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
-    """How many of the pairs in `chosen` (n, k) belong to each expert: (E,), float64."""
+    """Number of pairs in `chosen` (n, k) that belong to each expert: (E,), float64."""
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     flat = chosen.reshape(-1)
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int64)).to(torch.float64)
@@ -35,7 +35,7 @@ def z_loss(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
-    """What the router thinks of each expert, a distribution over them: softmax, or sigmoids divided by their sum (DeepSeek-V3)."""
+    """Scores of the experts, a distribution over them: softmax, or sigmoids divided by their sum (DeepSeek-V3)."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if not sigmoid:
         return wide.softmax(-1)
@@ -44,7 +44,7 @@ def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
 
 
 def fits(chosen: Tensor, experts: int, factor: float) -> Tensor:
-    """Which of the pairs in `chosen` (n, k) an expert has room for: (n, k), bool.
+    """Mask of the pairs in `chosen` (n, k) that an expert has room for: (n, k), bool.
 
     It takes ceil(factor * n * k / E): first choices of all tokens in their order, then second ones (GShard, arXiv:2006.16668,
     algorithm 1).

@@ -22,7 +22,7 @@ from lightning_3d.parallel.sequence_shards import SequenceShards
 from lightning_3d.parallel.specialize import specialize
 
 ROUTER_NAMES = ("gate", "router")
-"""What a router is called, beside the experts in their module. It returns (logits, weights, experts) of its tokens."""
+"""Names of a router, next to the experts in their module. It returns (logits, weights, experts) of its tokens."""
 
 BIAS = "e_score_correction_bias"
 """Buffer of a router with sigmoid scores, added to them for the choice alone."""
@@ -30,7 +30,7 @@ BIAS = "e_score_correction_bias"
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What the routers of the whole model did in one batch, the same on every rank.
+    """Statistics of the routers of the whole model in one batch, the same on every rank.
 
     Attributes:
         layers: names of the routers. aux_loss, z_loss: before their coefficients, the mean over layers and, by the weight of their
@@ -46,7 +46,7 @@ class RouterStatistics:
 
     @property
     def max_over_mean(self) -> tuple[float, ...]:
-        """Of each layer the tokens of the fullest expert, divided by the mean."""
+        """For each layer, the tokens of the fullest expert divided by the mean."""
         return tuple(max(counts) * len(counts) / max(sum(counts), 1) for counts in self.tokens)
 
 
@@ -61,7 +61,7 @@ class Routers:
         names: of all routers of the whole model, in order. experts: of each.
         mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
         device: of the tensors.
-        shards: how the tokens that routers see are dealt to tensor-parallel ranks; None where each of these sees all of them.
+        shards: split over tensor-parallel ranks of the tokens that routers see; None if each of these ranks sees all of them.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Routers:
         return self
 
     def _zeros(self) -> Tensor:
-        """Of each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
+        """For each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
         return torch.zeros(len(self.names), max(self.experts, default=0) + 4, dtype=torch.float64, device=self._device)
 
     def _may_drop(self) -> bool:
@@ -131,7 +131,7 @@ class Routers:
             specialize(router, WatchedRouter, routers=self, router_layer=layer)
             bias = getattr(router, BIAS, None)
             if isinstance(bias, Tensor) and bias.dtype in (torch.bfloat16, torch.float16):
-                setattr(router, BIAS, bias.float())  # its steps are smaller than what bf16 tells apart
+                setattr(router, BIAS, bias.float())  # its steps are too small for bf16
         for child in found.values():
             if isinstance(child, DispatchedExperts):
                 child.drops = self._may_drop
@@ -144,7 +144,7 @@ class Routers:
         self._sums.zero_()
 
     def enter(self, micro_batch: int) -> None:
-        """What runs next belongs to this micro-batch."""
+        """Called before the forward or backward of a micro-batch."""
         self._micro_batch = micro_batch
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
@@ -191,7 +191,7 @@ class Routers:
         self._loads = torch.zeros_like(self._loads)
 
     def routed(self, layer: int, output: Any, *, training: bool) -> Any:
-        """What a router returned, with its losses attached and without the pairs for which there is no room."""
+        """Attach the losses to a router's result and drop the pairs that experts have no room for."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
             if not self.options.asked_for and not self.aux_loss:
                 return output  # nothing is known of it, and nothing is wanted
@@ -231,7 +231,7 @@ class Routers:
         return rows.unflatten(0, (-1, shards.part))[:, : shards.real(self._mesh.index("tp"))].flatten(0, 1)
 
     def _with_padding(self, lost: Tensor, rows: int) -> Tensor:
-        """Which of all rows are `lost` (n, k): what fills up a part is."""
+        """Mark padding rows as `lost` (n, k), too."""
         if len(lost) == rows:
             return lost
         assert self._shards is not None
@@ -327,23 +327,23 @@ def _number(value: Tensor | None, like: Tensor) -> Tensor:
 
 
 def attend_calls(module: Any, routers: Routers) -> None:
-    """Let every call of the pipelined `module` tell `routers` the weight of its loss, and compute no loss of routers by itself.
+    """Make every call of the pipelined `module` pass the weight of its loss to `routers`, and compute no router loss by itself.
 
     The weight is that of `step.weighting`: the target tokens, where the model computes the loss. It is known before the first layer, on
     every stage.
     """
     names = list(inspect.signature(module.forward).parameters)
 
-    def tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    def set_weight(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if kwargs.get("output_router_logits"):
             routers.translate(module.config)
             kwargs = {**kwargs, "output_router_logits": False}
         count = getattr(getattr(module, "loss_function", None), "count_targets", None)
-        if count is not None and (given.get("labels") is not None or given.get("shift_labels") is not None):
-            routers.weigh(count(given.get("labels"), given.get("shift_labels")))
+        if count is not None and (arguments.get("labels") is not None or arguments.get("shift_labels") is not None):
+            routers.weigh(count(arguments.get("labels"), arguments.get("shift_labels")))
         return args, kwargs
 
-    module.register_forward_pre_hook(tell, with_kwargs=True)
+    module.register_forward_pre_hook(set_weight, with_kwargs=True)
     if getattr(getattr(module, "config", None), "output_router_logits", False):
         routers.translate(module.config)

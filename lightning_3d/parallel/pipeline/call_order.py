@@ -41,7 +41,7 @@ class CallOrder:
 
     Args:
         plan: what the order should be.
-        look: also look for NaN, which absent values are, in what blocks are given beside the received hidden states. That synchronizes
+        look: also look for NaN, which absent values are, in the inputs of blocks other than the received hidden states. That synchronizes
             with the device, so it is done in first forwards only.
     """
 
@@ -73,7 +73,7 @@ class CallOrder:
 
     @contextmanager
     def in_block(self, index: int) -> Iterator[None]:
-        """While block `index` runs."""
+        """Context in which block `index` runs."""
         self._inside = index
         try:
             yield
@@ -139,7 +139,7 @@ class CallOrder:
             self._clean = not has_nan(received)
 
     def look_at_inputs(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse absent values in what a block of this stage is given."""
+        """Refuse absent values in the inputs of a block of this stage."""
         self.look_at_hidden(hidden, f"'{self._plan.layers}.{index}'")
         if not self.looks or not self._clean:
             return
@@ -161,13 +161,13 @@ class CallOrder:
             )
 
     def leave_block(self, hidden: Any) -> None:
-        """What a block of this stage returned."""
+        """Note whether a block of this stage returned NaN."""
         if self.looks and self._clean:
             self._clean = not has_nan(hidden)
 
 
 def has_nan(value: Any) -> bool:
-    """Whether plain tensors in nested tuples, lists and dicts hold NaN. Others (fake ones, stand-ins) are not looked at."""
+    """True if plain tensors in nested tuples, lists and dicts hold NaN. Others (fake ones, subclasses) are not checked."""
     if isinstance(value, (tuple, list)):
         return any(has_nan(item) for item in value)
     if isinstance(value, dict):

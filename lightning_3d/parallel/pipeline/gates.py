@@ -1,4 +1,4 @@
-"""What stands in a partitioned model where another stage's modules were, and the gates around this rank's own.
+"""Stubs in place of the modules of other pipeline stages, and gates around this rank's own.
 
 Module lists keep their full length and every name stays the user's, so a model that looks at `layer_idx`, at per-layer attention
 kinds or at `config` sees what it would see on one process.
@@ -38,7 +38,7 @@ class Absent(nn.Module):
 
 
 class AbsentInput(Absent):
-    """In the place of a module that runs before the blocks (an embedding): NaN of the shape of the hidden states.
+    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states.
 
     Until the received hidden states enter nothing may be computed from it that counts.
     """
@@ -54,7 +54,7 @@ class AbsentInput(Absent):
 
 
 class AbsentOutput(Absent):
-    """In the place of a module that runs after the blocks."""
+    """Replaces a module that runs after the blocks."""
 
     def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
         super().__init__(name, original)
@@ -67,7 +67,7 @@ class AbsentOutput(Absent):
 
 
 class AbsentLayer(Absent):
-    """In the place of a block that another rank owns."""
+    """Replaces a block that another rank owns."""
 
     def __init__(self, name: str, original: nn.Module, index: int, state: PipelineState) -> None:
         super().__init__(name, original)
@@ -110,7 +110,7 @@ class GatedOutput:
 
 
 class GatedLayer:
-    """Mixin for an owned block: it runs while its own chunk is active and stands aside, like a stub, for the others."""
+    """Mixin for an owned block: it runs while its own chunk is active and acts as a stub for the others."""
 
     pipeline_state: PipelineState
     pipeline_index: int
@@ -136,7 +136,7 @@ class GatedLayer:
 
 
 def runs_now(block: nn.Module) -> bool:
-    """Whether a call of `block` at this moment runs it: gated ones stand aside while another chunk is active."""
+    """True if a call of `block` at this moment runs it: gated blocks act as stubs while another chunk is active."""
     if not isinstance(block, GatedLayer):
         return True
     state = block.pipeline_state

@@ -10,7 +10,7 @@ from lightning_3d.layout import orders
 
 
 class Kind(Enum):
-    """What an action computes. The letters are those of the zero-bubble paper (arXiv:2401.10241) and of torch."""
+    """The computation of an action. The letters are those of the zero-bubble paper (arXiv:2401.10241) and of torch."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -1,4 +1,4 @@
-"""Which blocks belong to which stage, and the removal of everything that this rank does not own."""
+"""Assignment of blocks to stages, and removal of everything that this rank does not own."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def _used(module: nn.Module, parameter: nn.Parameter) -> float:
 def keep_owned(
     root: nn.Module, module_name: str, plan: ParallelPlan, assignment: StageAssignment, pp_rank: int, state: PipelineState
 ) -> tuple[Chunk, ...]:
-    """Replace what other ranks own by stubs and put gates around the rest, in place.
+    """Replace modules of other ranks by stubs and put gates around the rest, in place.
 
     Args:
-        root: the user's LightningModule. Its modules with parameters beside the pipelined one stay on the last stage only.
+        root: the user's LightningModule. Its modules with parameters outside the pipelined one stay on the last stage only.
         module_name: name of the pipelined module inside `root`.
 
     Returns:
@@ -135,7 +135,7 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
 
 
 def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
-    """What has parameters before and after the blocks. What has none computes the same on every rank, wherever it is called."""
+    """Put gates around modules with parameters before and after the blocks. Modules without compute the same on every rank."""
     owns_first = any(chunk.is_first for chunk in chunks)
     owns_last = any(chunk.is_last for chunk in chunks)
     for names, owned, gate, absent in (

@@ -1,4 +1,4 @@
-"""The four ways between a tensor that all tensor-parallel ranks hold alike and one of which each holds a part.
+"""The four collectives between a tensor that all tensor-parallel ranks hold alike and one of which each holds a part.
 
                      forward          backward
     copy_to_region     nothing          all-reduce      replicated -> the input of column-parallel layers

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut by vocabulary, without ever putting a full row together."""
+"""Cross-entropy of logits that are sharded by vocabulary, without ever gathering a full row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of a mixture that are cut over tensor-parallel ranks, each one of them, and the cut of tokens for those that are not."""
+"""Experts that are each sharded over tensor-parallel ranks, and the split of tokens for those that are not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SilentIdentity:
 
 
 class TokenParts:
-    """The tokens of a replicated tensor dealt to the tensor-parallel ranks, and put together again: for experts that are held whole,
+    """Split of the tokens of a replicated tensor over the tensor-parallel ranks, and their gather: for experts that are held whole,
     so that no token is sent to them twice."""
 
     def __init__(self, context: TensorParallel) -> None:

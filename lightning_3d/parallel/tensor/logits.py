@@ -1,4 +1,4 @@
-"""Logits that are cut by vocabulary, but look whole."""
+"""Logits that are sharded by vocabulary but report the full shape."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
 
 
 def _is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation treats all entries alike, and no trained number needs the gradient of all of them."""
+    """True if the operation treats all entries alike, and no trained number needs the gradient of all of them."""
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values):
         return False

@@ -1,12 +1,12 @@
 """Megatron's sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv:2205.05198, section 4.2.2): between its cut layers a block works on a part of the sequence.
+arXiv:2205.05198, section 4.2.2): between its sharded layers a block works on a part of the sequence.
 
-    before the first block    this rank's part of the hidden states is cut out       backward: all-gather
+    before the first block    this rank keeps its slice of the hidden states         backward: all-gather
     into an attention, MLP    the parts of all ranks are gathered                    backward: reduce-scatter
     out of it                 its row-parallel layer ends in a reduce-scatter        backward: all-gather
-    behind the last block     hidden states are gathered                             backward: cut
+    behind the last block     hidden states are gathered                             backward: slice
 
-Whatever stands in a block and is not cut (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
+Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
 each rank; these are summed once a step. Outside of blocks everything sees whole sequences: positions, masks, embeddings, the output head.
 """
 
@@ -30,20 +30,20 @@ from lightning_3d.parallel.tensor.collectives import gather_tokens, part_of_toke
 from lightning_3d.parallel.tensor.group import TensorParallel
 
 _BY_TOKEN = (nn.Linear, nn.Dropout, nn.Embedding)
-"""Layers beside the norms that treat every token by itself."""
+"""Layers other than norms that treat every token separately."""
 
 
 @dataclass(frozen=True)
 class SequenceRegions:
-    """Where the blocks of a model leave the parts of the sequence.
+    """Modules in which the blocks of a model work on more than this rank's part of the sequence.
 
     Attributes:
         layers: name of the list of blocks.
         parents: names of the modules that work on the whole sequence, attentions and MLPs.
         closed: those of them between whose layers tensors are whole on every rank (gather pairs).
         ends: names of the row-parallel layers.
-        wholes: names of attentions that are not cut and of mixtures whose experts are: their input is gathered, and what follows is
-            their affair. A mixture whose experts are dealt to expert-parallel ranks works on this rank's tokens.
+        wholes: names of attentions that are not sharded and of mixtures whose experts are: their input is gathered, and the rest is
+            theirs. A mixture whose experts are sharded over expert-parallel ranks works on this rank's tokens.
     """
 
     layers: str
@@ -53,7 +53,7 @@ class SequenceRegions:
     wholes: frozenset[str]
 
     def has_partial_gradient(self, name: str) -> bool:
-        """Whether each rank sees a part of the gradient of the replicated parameter called `name`."""
+        """True if each rank sees a part of the gradient of the replicated parameter called `name`."""
         inside = name.startswith(f"{self.layers}.")
         whole = _within(name, self.wholes) or (_within(name, self.closed) and not _within(name, self.ends))
         return inside and not whole
@@ -76,8 +76,8 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         raise PlanError("The plan names no blocks ('pp'), so it is unknown where a sequence could be split.")
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
-    mixtures = {name.rpartition(".")[0]: _is_dealt(plan.cut_of(name)) for name in plan.experts if name in modules}
-    whole = [name for name, dealt in mixtures.items() if not dealt]
+    mixtures = {name.rpartition(".")[0]: _is_expert_parallel(plan.cut_of(name)) for name in plan.experts if name in modules}
+    whole = [name for name, expert_parallel in mixtures.items() if not expert_parallel]
     layers = [name for name in cuts if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, whole)]
     for name in layers:
         cut = cuts[name]
@@ -98,15 +98,15 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
     return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes))
 
 
-def _is_dealt(cut: Cut | None) -> bool:
+def _is_expert_parallel(cut: Cut | None) -> bool:
     return cut is not None and cut.style == "ep_dispatch_experts"
 
 
 def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Mapping[str, bool]) -> Iterator[str]:
-    """Attentions that are no regions, and mixtures of experts that are not dealt.
+    """Attentions that are not regions, and mixtures without expert parallelism.
 
     Args:
-        mixtures: name -> whether its experts are dealt to ranks that send each other tokens.
+        mixtures: name -> True if its experts are sharded over ranks that send each other tokens.
 
     Raises:
         PlanError: another module with parameters that may mix tokens.
@@ -135,8 +135,8 @@ def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorP
             specialize(module.get_submodule(name), kind, tp_context=context)
 
 
-def deal_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Let the first block of `module`, whole, cut the sequence and the last one gather it, in place."""
+def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
+    """Make the first block of `module`, whole, split the sequence and the last one gather it, in place."""
     specialize(module, SequenceModel)
     blocks = list(module.get_submodule(regions.layers).named_children())
     for name, block in blocks:
@@ -172,7 +172,7 @@ class SequenceBlock:
     is gathered. All blocks have it, so that they stay of one kind, of which a compiler makes one graph.
 
     A model may give each block more that has a row for every token, such as Gemma 4's embeddings of single layers. Where the block itself
-    reads it, beside its part of the hidden states, it gets the same part; what it hands on to its attention (positions, masks) stays
+    reads it, in addition to its part of the hidden states, it gets the same part; what it passes to its attention (positions, masks) stays
     whole.
     """
 
@@ -184,12 +184,12 @@ class SequenceBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.tp_is_first:
-            args, kwargs = self._deal(args, kwargs)
+            args, kwargs = self._slice(args, kwargs)
         args, kwargs = self._deal_others(args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._collect(output) if self.tp_is_last else output
 
-    def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _slice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, place = _hidden_states(args, kwargs)
         if hidden.ndim < 3:
             raise PlanError(
@@ -218,7 +218,7 @@ class SequenceBlock:
 
 
 class GatheredRegion:
-    """Mixin for a module whose layers are cut, an attention or an MLP: it gets the whole sequence.
+    """Mixin for a module whose layers are sharded, an attention or an MLP: it gets the whole sequence.
 
     Some mixtures of experts call one, a shared expert, with the rows of a batch one after the other: (batch * part, hidden).
     """
@@ -241,7 +241,7 @@ class GatheredRegion:
 
 
 class WholeRegion:
-    """Mixin for an attention that is not cut, or a mixture whose experts are: every rank gives it all tokens, and goes on with its part."""
+    """Mixin for an unsharded attention, or experts sharded over tp: gathers all tokens, runs, keeps this rank's slice."""
 
     tp_context: TensorParallel
 
@@ -254,14 +254,14 @@ class WholeRegion:
 
 
 def _may_gather_again() -> bool:
-    """Whether layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiler
+    """True if layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiler
     decides by itself.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recomputed()
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
-    """The hidden states among the arguments of a block or a module in it, and where they stand."""
+    """The hidden states among the arguments of a block or a module in it, and their position."""
     places: list[tuple[int | str, Any]] = [("hidden_states", kwargs.get("hidden_states")), *enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -381,7 +381,7 @@ class _Deal(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """What all ranks have, from the parts; all of them compute the same gradient of it."""
+    """Gather the parts of all ranks, all of which compute the same gradient of the result."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, context: TensorParallel) -> Tensor:

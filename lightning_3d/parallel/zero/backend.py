@@ -26,7 +26,7 @@ from lightning_3d.parallel.zero.trained import Trained, TrainedParameters, check
 
 @dataclass(frozen=True)
 class _Training:
-    """What exists from `prepare` to `teardown`.
+    """Objects that exist from `prepare` to `teardown`.
 
     Attributes:
         reducer: sums gradients.

@@ -1,4 +1,4 @@
-"""What each ZeRO stage is made of: the reductions of its gradients and what steps its parameters.
+"""The parts of each ZeRO stage: reductions of its gradients and the stepper of its parameters.
 
 | stage | parameters | optimizer | gradients |
 |---|---|---|---|
@@ -129,7 +129,7 @@ class Composition:
         at_once = self.zero.reduce == MICRO_BATCH and self.zero.gather == STEP
         stages = trained.stages
         if not at_once:  # parameters outside the blocks are sent last
-            outside = {id(parameter) for parameter in store.units.beside}
+            outside = {id(parameter) for parameter in store.units.outside_blocks}
             stages = [sorted(stage, key=lambda parameter: id(parameter) not in outside) for stage in stages]
         eager = self._eager(trained, stages, slots, store.shares(slots, trained.group), at_once=at_once) if slots else None
         pieces = {id(piece.entry.parameter): piece for piece in stepper.owned if not piece.entry.spec.expert}
@@ -193,7 +193,7 @@ class Composition:
         )
 
     def _scatters(self, trained: TrainedParameters) -> bool:
-        """Whether gradients go only to their owners.
+        """True if gradients are sent only to their owners.
 
         Buffers that differ between tensor-parallel ranks would be split differently on them, and copies would not stay bit-equal.
         """

@@ -25,11 +25,11 @@ class Partition:
         base: where the group begins in the flat buffer of all gradients.
         optimizer: has the state of `group.master`.
         device: of gradients. Master weights, and the parameters of `group` too, may be in host memory.
-        experts: the parameters are parts of experts, dealt to the ranks that have the same ones; `base` counts among those.
+        experts: the parameters are parts of experts, sharded over the ranks that have the same ones; `base` counts among those.
 
     Attributes:
-        slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted
-            from its start.
+        slots: each parameter's place in the group.
+        owned_slots: the pieces of parameters in this rank's part, counted from its start.
         gradient: reduced gradient of the part, float32, between reduction and step.
     """
 
@@ -56,7 +56,7 @@ class Partition:
         return self._start + self.group.owned.numel()
 
     def shares(self, ranks: Iterable[int]) -> list[Share]:
-        """What each rank owns of the flat buffer of all gradients."""
+        """Share of each rank in the flat buffer of all gradients."""
         size = self.group.owned.numel()
         return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
 
@@ -71,7 +71,7 @@ class Partition:
 
     @torch.no_grad()
     def follow_writes(self, slot: Slot) -> None:
-        """Take over what something else than the optimizer wrote into one piece."""
+        """Copy into the master weights what something other than the optimizer wrote into one piece."""
         follow_writes(self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop])
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Partition:
             piece.copy_(before[name]) if name in before else piece.zero_()
 
     def start_in_parameter(self, owned: Slot) -> int:
-        """Which element of the flattened parameter an owned piece begins with."""
+        """Index of the first element of an owned piece in the flattened parameter."""
         [whole] = [slot for slot in self.slots if slot.parameter is owned.parameter]
         return owned.start + self._start - whole.start
 
@@ -146,7 +146,7 @@ def slots_of(partitions: Iterable[Partition]) -> list[Slot]:
 
 
 def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
-    """Where a parameter lies in the buffer that it is a view of."""
+    """Slot of a parameter in the buffer that it is a view of."""
     if storage_key(parameter) != storage_key(flat):
         raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
     start = int(parameter.storage_offset() - flat.storage_offset())

@@ -1,4 +1,4 @@
-"""Which optimizers step weights that lie in host memory, where ZeRO-Offload has them (arXiv:2101.06840)."""
+"""Checks of optimizers that step weights in host memory, where ZeRO-Offload keeps them (arXiv:2101.06840)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import ConfigError
 
 CPU_ADAM = "DeepSpeedCPUAdam"
-"""Steps nothing but weights in host memory."""
+"""Can step only weights in host memory."""
 
 GPU_ONLY = ("apex", "bitsandbytes", "transformer_engine")
 """Packages whose optimizers are GPU kernels."""
@@ -44,9 +44,9 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
 
 
 def rounds_by_place(optimizer: Optimizer) -> bool:
-    """Whether on a CPU the update of an element depends on its place in the tensor.
+    """True if on a CPU the update of an element depends on its place in the tensor.
 
-    Kernels for the whole update compute the last elements of a tensor, too few for a vector instruction, with other roundings than all
+    Kernels for the whole update compute the last elements of a tensor, too few for a vector instruction, rounding them differently from the
     others (DeepSpeed 0.19, torch 2.13: 6e-8 after 30 steps). Copies that several ranks step, tied ones for example, would drift apart.
     """
     return type(optimizer).__name__ == CPU_ADAM or any(group.get("fused") for group in optimizer.param_groups)

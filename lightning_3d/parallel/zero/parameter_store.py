@@ -1,4 +1,4 @@
-"""Where the values of parameters are kept: whole on every data-parallel rank, or sharded over them (`sharded_parameters`)."""
+"""Stores of the values of parameters: whole on every data-parallel rank, or sharded over them (`sharded_parameters`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """What the optimizer of this rank trains of a parameter.
+    """Tensor of a parameter that the optimizer of this rank trains.
 
     Attributes:
         entry: the parameter.
@@ -51,7 +51,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def tensors_to_train(self, trained: TrainedParameters) -> list[TrainedTensor]:
-        """What this rank's optimizer trains. Called once, by `DataParallelBackend.prepare`."""
+        """Tensors that this rank's optimizer trains. Called once, by `DataParallelBackend.prepare`."""
 
     @abstractmethod
     def before_gradients_are_taken(self) -> None:
@@ -63,7 +63,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def held(self) -> list[Tensor]:
-        """What is kept of parameters apart from the module's own."""
+        """Tensors that are kept of parameters apart from the module's own."""
 
 
 class WholeParameters(ParameterStore):

@@ -32,7 +32,7 @@ class Reduction(ABC):
         """Complete the sums and multiply them by `scale`. Returns the parameters that no rank had a gradient for."""
 
     def takes_at_once(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of a parameter is taken away in every micro-batch; `local` has what this rank keeps of the sum."""
+        """True if the gradient of a parameter is taken in every micro-batch; `local` then has this rank's part of the sum."""
         return False
 
     def local(self, parameter: nn.Parameter) -> Tensor | None:
@@ -79,7 +79,7 @@ class AllReduced(_Buffered):
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
         self._flat.all_reduce(self._sums, self._group, scale)
-        return self._flat.nowhere
+        return self._flat.absent
 
 
 class ReducedToPartitions(_Buffered):
@@ -113,7 +113,7 @@ class ReducedToPartitions(_Buffered):
                 parts = [part.clone() for part in parts]
         for partition, part in zip(self._partitions, parts, strict=True):
             partition.gradient = part
-        return self._flat.nowhere
+        return self._flat.absent
 
 
 class AddedToPieces(_Buffered):
@@ -131,7 +131,7 @@ class AddedToPieces(_Buffered):
             if place is not None:
                 target, first = piece.gradient, place.start + piece.first
                 target += flat[first : first + target.numel()]
-        return self._flat.nowhere
+        return self._flat.absent
 
 
 class Overlapped(Reduction):

@@ -118,7 +118,7 @@ class ShardedParameters(ParameterStore):
         return [slot.parameter for unit in self.units.all for slot in unit.slots if id(slot.parameter) in chosen]
 
     def shares(self, slots: Sequence[Slot], group: dist.ProcessGroup) -> list[Share]:
-        """Which rank of `group` keeps which elements of a buffer in which parameters have these slots."""
+        """Elements that each rank of `group` keeps of a buffer in which parameters have these slots."""
         places = {id(slot.parameter): slot for slot in slots}
         return [
             Share(rank, places[id(slot.parameter)].start + first, places[id(slot.parameter)].start + last)

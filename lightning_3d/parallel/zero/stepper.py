@@ -20,7 +20,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def follow_writes(self) -> None:
-        """At the start of a step: take over what a callback that clips weights, for example, wrote into parameters."""
+        """Copy what a callback (one that clips weights, for example) wrote into parameters into the master weights, before a step."""
 
     def take_gradients(self) -> None:  # noqa: B027 - only separate master weights have gradients of their own
         """After the reduction: give the optimizer's tensors their gradients."""

@@ -86,7 +86,7 @@ class TrainedParameters:
         return {key: self.last_wave if key in tied else waves.get(key, self.last_wave) for key in ids}
 
     def is_uneven(self, entry: Trained) -> bool:
-        """Whether the size of a parameter differs between tensor-parallel ranks."""
+        """True if the size of a parameter differs between tensor-parallel ranks."""
         return entry.spec.is_uneven(self.mesh.size("tp"))
 
     @property
@@ -95,7 +95,7 @@ class TrainedParameters:
 
     @property
     def order_matters(self) -> bool:
-        """Whether a sum over the data-parallel ranks depends on its order: above two ranks."""
+        """True if a sum over the data-parallel ranks depends on its order: above two ranks."""
         return self.mesh.size("dp") * self.mesh.size("cp") > 2
 
     def reduced_alone(self) -> list[nn.Parameter]:
@@ -108,7 +108,7 @@ class TrainedParameters:
         return [e.parameter for e in self.entries if len(e.spec.pp_replicas) > 1 or self.is_uneven(e)]
 
     def counts(self, entry: Trained) -> bool:
-        """Whether this rank adds the gradient of a parameter to the global norm, where every data-parallel rank has all of it."""
+        """True if this rank adds a parameter's gradient, which every data-parallel rank has all of, to the global norm."""
         mesh = self.mesh
         if entry.spec.expert:
             return mesh.rank == mesh.expert_data_ranks[0]
