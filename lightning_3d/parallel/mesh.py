@@ -48,7 +48,9 @@ class Mesh:
         LayoutError: the world has another number of ranks than the layout.
 
     Attributes:
-        layout: the layout. rank: global rank. coordinates: index of this rank along each axis.
+        layout: the layout.
+        rank: global rank.
+        coordinates: index of this rank along each axis.
     """
 
     def __init__(self, layout: Layout, *, timeout: timedelta | None = None) -> None:
@@ -231,7 +233,9 @@ class StageMesh:
     A model that is put together over it runs all `stages` of a pipeline one after the other on every rank, to try a plan.
 
     Args:
-        mesh: of the run. stage: the one that `index("pp")` names, out of `stages`.
+        mesh: the run's mesh.
+        stage: stage that `index("pp")` returns.
+        stages: number of stages.
     """
 
     def __init__(self, mesh: Mesh, stage: int, stages: int) -> None:

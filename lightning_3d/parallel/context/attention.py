@@ -26,8 +26,11 @@ class Running:
     """The call of a model that is running.
 
     Attributes:
-        mask: of the whole sequence. positions: ids of this rank's tokens, (batch or 1, seq / cp).
-        rows: of the batch. layers: kinds of layers met so far, see `make_mask`. attentions: how often an attention was computed.
+        mask: mask of the whole sequence.
+        positions: ids of this rank's tokens, (batch or 1, seq / cp).
+        rows: rows of the batch.
+        layers: kinds of layers seen so far, see `make_mask`.
+        attentions: number of attentions that were computed.
     """
 
     mask: Mask
@@ -111,8 +114,9 @@ def make_mask(
     """The mask of one kind of layers, in the place of a tensor.
 
     Args:
-        mask_function: (batch, head, query, key) -> whether the score counts, as the model would have it for this rank's tokens alone.
-        q_length: tokens of this rank. cache_position: their places, in versions of Transformers that give these (5.2).
+        mask_function: (batch, head, query, key) -> True if the score counts, as the model sees it for only this rank's tokens.
+        q_length: number of this rank's tokens.
+        cache_position: their places, in versions of Transformers that pass them (5.2).
         local_size: the window of these layers.
 
     Raises:

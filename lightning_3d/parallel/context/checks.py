@@ -18,7 +18,8 @@ def require_replaceable(module: nn.Module, blocks: list[nn.Module]) -> None:
     """Make the model call our attention, or refuse it by name.
 
     Raises:
-        PlanError: its attention cannot be replaced, or something else in it looks at several tokens. ConfigError: options of it.
+        PlanError: its attention cannot be replaced, or something else in it mixes tokens.
+        ConfigError: one of its options is not supported.
     """
     name = type(module).__name__
     config: Any = getattr(module, "config", None)

@@ -33,7 +33,8 @@ class Scores:
     """Computation of attention scores from products of queries and keys.
 
     Attributes:
-        scale: they are multiplied by it. softcap: c in c * tanh(score / c), None for none.
+        scale: factor of the scores.
+        softcap: c in c * tanh(score / c); None for none.
     """
 
     scale: float
@@ -118,8 +119,9 @@ def attend_backward(
     """Add to `gradients` what a block contributes.
 
     Args:
-        grad_out: of `result.out`, (batch, heads, queries, value width). delta: its product with that, (batch, heads, queries).
-        result: of the queries with all keys there are.
+        grad_out: gradient of `result.out`, (batch, heads, queries, value width).
+        delta: row-wise product of both, (batch, heads, queries).
+        result: result of the queries with all keys.
     """
     for rows, columns, cover in _parts(queries, keys, mask, query, value, scores):
         own, there = (2, rows.start - queries.start, rows.length), (2, columns.start - keys.start, columns.length)
@@ -127,7 +129,7 @@ def attend_backward(
         grad, seen_by = grad_out.narrow(*own), result.narrow(*own[1:])
         if _fused(query, value, cover, scores):
             wide_v, *made = (_as_wide(x, q) for x in (v, grad.to(query.dtype), seen_by.out))
-            grad, out, lse = (x.contiguous() for x in (*made, seen_by.lse))  # the kernel takes lse as it lies
+            grad, out, lse = (x.contiguous() for x in (*made, seen_by.lse))  # the kernel ignores strides
             found = flash_attention_backward(grad, q, k, wide_v, out, lse, causal=cover is Cover.CAUSAL, scale=scores.scale)
             found = (*found[:2], found[2][..., : v.shape[-1]])
         else:

@@ -38,7 +38,7 @@ class SharedSequences:
 
     context_parallel: ContextParallel
     context_layers: dict[Any, bool]
-    context_positions: Any  # the module that counts tokens otherwise than from 0, or None
+    context_positions: Any  # the module that does not count tokens from 0, or None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context_parallel

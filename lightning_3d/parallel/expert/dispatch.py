@@ -34,8 +34,9 @@ class ExpertParallel:
     """The ranks that share the experts of one stage.
 
     Attributes:
-        group: their process group. size: number of them. index: this rank's place in the group; it has the experts
-            index * experts / size and following.
+        group: their process group.
+        size: number of ranks.
+        index: this rank's place in the group; it has the experts index * experts / size and following.
         tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
         balanced: each rank is taken to send and to get as many tokens as any other, whatever routers say (dry runs, which do not know).
     """

@@ -22,8 +22,9 @@ def balancing_loss(scores: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
     for an even load. Of a layer and a micro-batch.
 
     Args:
-        scores: (n, E), each row of sum 1. Where the tokens lie on several ranks, those here: the sum over the ranks is the loss.
-        counts: `tokens_per_expert` of all tokens of the micro-batch. rows: number of these, at least 1.
+        scores: (n, E), each row of sum 1. If the tokens are on several ranks, only those of this rank: the sum over the ranks is the loss.
+        counts: `tokens_per_expert` of all tokens of the micro-batch.
+        rows: number of these tokens, at least 1.
     """
     shares = (counts / rows).to(scores.dtype)
     return len(counts) * (shares * scores.sum(0) / rows.to(scores.dtype)).sum()
@@ -75,6 +76,7 @@ def attach(carrier: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
     """`carrier`; when its gradient is computed, `weight * loss` is differentiated too, wherever the rest of the loss is computed.
 
     Args:
-        loss, weight: of shape ().
+        loss: value of shape ().
+        weight: factor of shape ().
     """
     return _Attached.apply(carrier, loss, weight.detach().to(loss.dtype))

@@ -35,7 +35,8 @@ class RouterStatistics:
     Attributes:
         layers: names of the routers. aux_loss, z_loss: before their coefficients, the mean over layers and, by the weight of their
             loss, over micro-batches.
-        tokens: of each layer the pairs (token, choice) of each expert. dropped: of each layer the fraction of them without room.
+        tokens: for each layer, the number of pairs (token, choice) of each expert.
+        dropped: for each layer, the fraction of pairs that experts had no room for.
     """
 
     layers: tuple[str, ...]
@@ -58,7 +59,8 @@ class Routers:
 
     Args:
         options: coefficients.
-        names: of all routers of the whole model, in order. experts: of each.
+        names: names of all routers of the whole model, in order.
+        experts: number of experts of each.
         mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
         device: of the tensors.
         shards: split over tensor-parallel ranks of the tokens that routers see; None if each of these ranks sees all of them.
@@ -194,7 +196,7 @@ class Routers:
         """Attach the losses to a router's result and drop the pairs that experts have no room for."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
             if not self.options.asked_for and not self.aux_loss:
-                return output  # nothing is known of it, and nothing is wanted
+                return output  # its output is unknown, and no option needs it
             raise PlanError(
                 f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it supports neither losses"
                 f" nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
@@ -242,7 +244,7 @@ class Routers:
     def _losses(self, layer: int, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the two losses of a micro-batch: one all-reduce of experts + 1 numbers where others have tokens of it."""
         if not (self.aux_loss or self.options.z_loss):
-            logits = logits.detach()  # they are only shown
+            logits = logits.detach()  # they are only returned to the user
         totals = torch.cat([counts, counts.new_full((1,), len(logits))])
         if (group := self.tokens_lie_on) is not None:
             dist.all_reduce(totals, group=group)

@@ -25,8 +25,10 @@ class PlanOrder:
 
     Attributes:
         model: class of the pipelined module.
-        before, after: names of the modules around the blocks.
-        layers: name of their list. blocks: their number.
+        before: names of the modules before the blocks.
+        after: names of the modules after the blocks.
+        layers: name of the list of blocks.
+        blocks: number of blocks.
     """
 
     model: str

@@ -222,7 +222,7 @@ class PipelineEngine:
                 f"Stage {chunk.stage} received hidden states of shape {tuple(expected.shape)} and type {expected.dtype}, but"
                 f" produced {tuple(hidden.shape)} and {hidden.dtype}. All stage boundaries must carry the same shape and type."
             )
-        # stage_backward_input detaches outputs in place, which a view does not allow.
+        # stage_backward_input detaches outputs in place, which fails on a view.
         return hidden.clone() if hidden._is_view() else hidden
 
     def _backward(self, chunk: Chunk, micro_batch: int, transport: Transport | None, *, split: bool) -> None:

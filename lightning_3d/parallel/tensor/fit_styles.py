@@ -27,10 +27,10 @@ from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisibl
 from lightning_3d.parallel.tensor.resolve_plan import cut_dimension, resolve, share
 
 _TOKENS = 5
-_EXPERTS = 2  # all of them would not fit
-_LARGE = 2**24  # elements of the tensors of one expert, which are made small then, or are one expert's
+_EXPERTS = 2  # experts that run; all of them would not fit in memory
+_LARGE = 2**24  # elements of one expert's tensors above which a copy with small widths runs
 _HIDDEN = 12  # small width of tokens
-_TOLERANCE = 1e-3  # relative to the whole; another function is off by about 1
+_TOLERANCE = 1e-3  # relative to the whole; a different function is off by about 1
 _COLUMNS = ("packed_colwise", "colwise")
 _GATHERED = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 _KNOWN: dict[tuple[Any, ...], dict[str, str] | None] = {}
@@ -132,7 +132,7 @@ class _Probe:
             for inputs in several:
                 try:
                     whole = self.run(self.module, values, inputs, 0)
-                except Exception:  # not called like that, or nothing that can be run alone
+                except Exception:  # it has other arguments, or cannot run alone
                     continue
                 if isinstance(whole, Tensor) and bool(whole.isfinite().all()) and bool(whole.any()):
                     return values, inputs, whole
@@ -262,7 +262,7 @@ def _clone(module: nn.Module) -> Any:
     clone = copy.copy(module)
     clone.__dict__ = dict(vars(module))
     clone._buffers = {key: None if value is None else torch.zeros(value.shape, dtype=value.dtype) for key, value in module._buffers.items()}
-    large = {key for key, child in module._modules.items() if isinstance(base_layer(child), nn.Linear)}  # put in by who runs it
+    large = {key for key, child in module._modules.items() if isinstance(base_layer(child), nn.Linear)}  # the caller replaces these
     clone._modules = {key: child if key in large else copy.deepcopy(child) for key, child in module._modules.items()}
     if hasattr(clone, "config"):
         config: Any = copy.copy(clone.config)

@@ -170,7 +170,7 @@ class VocabParallelEmbedding(nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - self.tp_start
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        # An id that no rank holds is looked up, and raises as it does in an embedding that is not cut.
+        # An id that no rank holds is looked up, and raises as it does in an unsharded embedding.
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         return reduce_from_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp_context.group, owned=True)
 

@@ -29,7 +29,7 @@ class ColumnParallelLora:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inside = self.tp_region.enter(x, self.tp_name)
         random = self.tp_region.context.random
-        if random is not None:  # the dropout of the adapters sees what all ranks have
+        if random is not None:  # the input of the adapters' dropout is the same on all ranks
             random.leave_region(f"{self.tp_layer}.lora_dropout")
         output = super().forward(inside, *args, **kwargs)  # type: ignore[misc]
         if random is not None and self.tp_name is not None:

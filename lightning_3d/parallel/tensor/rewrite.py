@@ -45,8 +45,8 @@ def shard_specs(
         regions: where sequence parallelism gathers; None without it.
 
     Raises:
-        PlanError: the plan does not fit the modules, or shards tied parameters differently. LayoutError: heads, rows or
-            vocabulary do not fit tp.
+        PlanError: the plan does not fit the modules, or shards tied parameters differently.
+        LayoutError: heads, rows or vocabulary do not fit tp.
     """
     if tp_size > 1 and set(plan.tp) <= {plan.embedding, plan.head}:
         raise PlanError(

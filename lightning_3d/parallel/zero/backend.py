@@ -183,7 +183,7 @@ class DataParallelBackend:
                 )
         if begins:
             self._norm, self._reduced, self._absent = None, False, []
-            training.reducer.clear()  # before master weights are looked at, so that gradients and copies are never held together
+            training.reducer.clear()  # first, so that gradients are never held together with copies of master weights
             training.stepper.follow_writes()
             training.reducer.begin()
         training.reducer.overlaps = ends and overlap
@@ -203,7 +203,7 @@ class DataParallelBackend:
         """
         self._store.before_gradients_are_taken()
         self._training.reducer.after_backward(parameters, stage=stage, last=last)
-        self._store.after_backward()  # parameters are freed only now: reducing needs their gradients
+        self._store.after_backward()  # free blocks only when their gradients have been taken
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """This rank's sum of a parameter's gradients before `reduce`; None if nothing has arrived.

@@ -150,7 +150,7 @@ class DeepSpeedStepper(Stepper):
 
     def follow_writes(self) -> None:
         if self._zero.stage == 3:
-            return  # between batches parameters are not there, and `Unit.require_untouched` refuses writes
+            return  # between batches parameters have no values, and `Unit.require_untouched` refuses writes
         for piece in self.owned:
             piece.partition.follow_writes(piece.slot)
 

@@ -33,7 +33,7 @@ class _Bucket:
 
     slots: list[Slot]
     missing: set[int] = field(default_factory=set)
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: who keeps what
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: the part that each rank keeps
     own: list[tuple[int, int, int]] = field(default_factory=list)  # index of a share of this rank, start, stop
 
     @property

@@ -104,7 +104,7 @@ class Unit:
             self._work = (all_gather_flat(self._flat, part, self.group), part)
             return
         for parameter, piece in self.pieces.items():
-            if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed's
+            if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed keeps it
                 self.pieces[parameter] = self._uploads.page_locked(piece)
         part = torch.empty(self.part_numel, dtype=self._flat.dtype, device=self._flat.device)
         with self._uploads.running():

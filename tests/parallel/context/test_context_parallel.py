@@ -419,7 +419,7 @@ def refuse_own_attention() -> str:
 
 def test_a_model_whose_attention_cannot_be_replaced() -> None:
     for message in run_ranks(refuse_own_attention, 2):
-        assert "cannot replace the attention of LlamaForCausalLM" in message and message.endswith("Use cp 1.")
+        assert "cannot replace the attention of LlamaForCausalLM" in message and message.endswith("Use cp=1.")
 
 
 def train_on_different_rows() -> None:

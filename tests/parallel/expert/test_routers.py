@@ -70,7 +70,7 @@ def train_other(layout: str = "dp1", **strategy: Any) -> list[float]:
 
 def test_routers_that_return_something_else() -> None:
     assert torch.tensor(run_ranks(train_other, 1)[0]).isfinite().all()
-    with pytest.raises(PlanError, match="does not return .* Leave moe_aux_loss out"):
+    with pytest.raises(PlanError, match="does not return .* Remove moe_aux_loss"):
         run_ranks(train_other, 1, moe_aux_loss=0.1)
     with pytest.raises(PlanError, match="are not called with .* Use tp=1"):
         run_ranks(train_other, 2, layout="tp2")
