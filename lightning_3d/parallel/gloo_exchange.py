@@ -49,20 +49,20 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) ->
 
 
 def all_gather(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> Work:
-    """Start to collect the parts of all ranks in `whole`. Returns the work to wait for."""
+    """Start to gather the parts of all ranks in `whole`. Returns the work to wait for."""
     copies = part.view(1, -1).expand(get_world_size(group), -1).contiguous()
     return _Sent(all_to_all_single(whole.view(copies.shape), copies, group=group, async_op=True), copies)  # type: ignore[return-value]
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> Work:
-    """Start to add up `whole` and to leave each rank its part. Returns the work to wait for."""
+    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for."""
     received = torch.empty_like(whole).view(get_world_size(group), -1)
     work = all_to_all_single(received, whole.view(received.shape), group=group, async_op=True)
     return _Sum(work, received, part)  # type: ignore[return-value]
 
 
 class _Sent:
-    """Work that keeps alive what it sends."""
+    """Work that keeps its tensors alive while they are sent."""
 
     def __init__(self, work: Work, sent: Tensor) -> None:
         self._work, self._sent = work, sent

@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def pipeline_up(self) -> dist.ProcessGroup:
-        """Over the ranks of the pipeline, for messages to a higher pipeline rank.
+        """Group over the ranks of the pipeline, for messages to a higher pipeline rank.
 
         Not the one for messages to a lower rank on NCCL, where the operations of one communicator wait for each other.
         """
@@ -91,12 +91,12 @@ class Mesh:
 
     @property
     def pipeline_down(self) -> dist.ProcessGroup:
-        """Over the ranks of the pipeline, for messages to a lower pipeline rank."""
+        """Group over the ranks of the pipeline, for messages to a lower pipeline rank."""
         return self._apart.get("down") or self.group("pp")
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """Over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
+        """Group over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
         return self._apart.get("control") or self.group("pp")
 
     @property
@@ -111,7 +111,7 @@ class Mesh:
 
     @property
     def expert_data_group(self) -> dist.ProcessGroup:
-        """Over the ranks of this stage that have the same experts."""
+        """Group of the ranks of this stage that have the same experts."""
         return self.group_for(self._expert_data)
 
     @property

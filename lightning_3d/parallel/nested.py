@@ -1,4 +1,4 @@
-"""Walks through the nested containers in which batches and the outputs of modules come."""
+"""Walks through nested containers of tensors, such as batches and outputs of modules."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class SequenceShards:
 
     @property
     def part(self) -> int:
-        """Tokens on each rank; where ranks do not divide the sequence, the last ones hold some that are padding."""
+        """Tokens on each rank; if ranks do not divide the sequence, the last ones hold some padding."""
         return -(-self.length // self.ranks)
 
     def real(self, rank: int) -> int:

@@ -22,7 +22,7 @@ from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import share_sequences
-from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, deal_experts, make_routers
+from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.random_streams import RandomState
@@ -180,7 +180,7 @@ def _cut_layers(
     """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
     if mesh.layout.ep > 1:
         tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
-        deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
+        shard_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)
 

@@ -1,4 +1,4 @@
-"""`torch.compile` of blocks: whether the machine can, and what came of it."""
+"""`torch.compile` of blocks: check of the machine, and warnings about graph breaks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MINIMUM_BYTES = 64 * 2**10
 
 
 class SavedOnHost(saved_tensors_hooks):
-    """Within it, autograd saves tensors as copies in host memory, pinned on CUDA; the backward brings them back.
+    """Context in which autograd saves tensors as copies in host memory, pinned on CUDA; the backward copies them back.
 
     Copies to the host overlap with computation, on a stream of their own; the device memory is free for others once the copy is
     done. Parameters and views of them stay: they are there anyway.

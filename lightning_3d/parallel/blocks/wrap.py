@@ -1,4 +1,4 @@
-"""Puts recomputation, offload and compilation around the forward of blocks."""
+"""Recomputation, offload and compilation around the forward of blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
 
 
 def _called(modules: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters in a list of modules that have a forward of their own; lists in it are looked into."""
+    """The modules with parameters in a list of modules that have a forward of their own; nested lists are searched."""
     for module in modules.children():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(module)
@@ -38,7 +38,7 @@ def _called(modules: nn.Module) -> Iterator[nn.Module]:
 
 
 def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
-    """Make the forward of each block what the options ask for, in place. Names, hooks and parameters stay.
+    """Apply the options to the forward of each block, in place. Names, hooks and parameters stay.
 
     Args:
         blocks: of the whole model.
@@ -86,7 +86,7 @@ def _require_no_statistics(block: nn.Module) -> None:
 
 
 class ProcessedBlock:
-    """Mixin between a block's own forward and the gate of the pipeline: runs the forward as `block_process` says."""
+    """Mixin between a block's own forward and the gate of the pipeline: runs the forward through `block_process`."""
 
     block_process: _Process
 
@@ -98,7 +98,7 @@ class ProcessedBlock:
 
 
 class _Process:
-    """Runs a forward compiled, recomputed, and with what it saves on the host."""
+    """Runner of a forward that is compiled, recomputed, and offloads its saved tensors, as the options ask."""
 
     def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False) -> None:
         self._recompute = recompute
@@ -130,7 +130,7 @@ class _Process:
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Training needs no key-value cache of Transformers, which a second forward would fill twice.
+    """Remove the key-value cache of Transformers, which training does not need and a second forward would fill twice.
 
     Raises:
         ConfigError: it holds something.

@@ -1,4 +1,4 @@
-"""The attention and the mask that Transformers models call by the name `NAME`."""
+"""The attention and the mask function that Transformers models find under the name `NAME`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _running: ContextVar[Running | None] = ContextVar("running", default=None)
 
 @contextmanager
 def running(call: Running) -> Iterator[Running]:
-    """Make masks, which are made once a forward, those of this call. Blocks get them as arguments, in a recomputation too."""
+    """Context of one call of a model: masks that are made in it belong to it. Blocks get them as arguments, in a recomputation too."""
     token = _running.set(call)
     try:
         yield call
@@ -54,7 +54,7 @@ def running(call: Running) -> Iterator[Running]:
 
 
 def register() -> None:
-    """Tell Transformers."""
+    """Register the attention and the mask function with Transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -111,7 +111,7 @@ def make_mask(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Mask:
-    """The mask of one kind of layers, in the place of a tensor.
+    """Make the mask of one kind of layers, which replaces a tensor.
 
     Args:
         mask_function: (batch, head, query, key) -> True if the score counts, as the model sees it for only this rank's tokens.

@@ -55,7 +55,7 @@ class Ring:
         self._previous = ranks[(context.rank - 1) % context.size]
 
     def pass_on(self, tensor: Tensor, tag: int = 0) -> Passing:
-        """Start to send a contiguous tensor, which must not change until it has gone, and to receive one of the same shape."""
+        """Start to send a contiguous tensor, which must not change until it is sent, and to receive one of the same shape."""
         received = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [
@@ -67,7 +67,7 @@ class Ring:
 
 
 class Passing:
-    """A message on its way."""
+    """A message in flight."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works

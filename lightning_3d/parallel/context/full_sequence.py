@@ -14,7 +14,7 @@ from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, who
 
 
 class WholeSequence(Tensor):
-    """This rank's tokens of a tensor (batch, seq, ...), in the shape of all of them.
+    """This rank's tokens of a tensor that reports the full shape (batch, seq, ...).
 
     Reading sizes and types communicates nothing. Everything else sees all tokens in their order: they are gathered over the
     context-parallel group by one all-gather, with gradients, at the first such use and kept. It must happen on all of its ranks alike.

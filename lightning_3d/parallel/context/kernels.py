@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, as a part of the attention to many: with the log of the sum of exponentials.
+"""Attention of some queries to some keys, with the log-sum-exp needed to combine it with attention to other keys.
 
 Two parts of the keys give (out, lse) each; together they are the mean of the outs, weighted by exp(lse) (online softmax; Milakov and
 Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135). With the lse of all keys, the backward of a part needs
@@ -58,7 +58,7 @@ class Result:
         return Result(self.out.narrow(2, start, length), self.lse.narrow(2, start, length))
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Take in the result of other keys."""
+        """Add the result of other keys."""
         total = torch.logaddexp(self.lse, lse)
         level = finite(total)
         self.out.mul_((self.lse - level).exp_().unsqueeze(-1)).add_(out * (lse - level).exp_().unsqueeze(-1))
@@ -75,19 +75,19 @@ class Gradients:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which blocks are added up."""
+    """The type in which blocks are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The log of a sum of nothing as 0, so that differences are not NaN."""
+    """Replace the log of an empty sum by 0, so that differences are not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def attend(
     result: Result, query: Tensor, key: Tensor, value: Tensor, queries: Span, keys: Span, mask: Mask, scores: Scores
 ) -> None:
-    """Add to `result` what `query`, at the positions `queries`, gets from `key` and `value`, at `keys`.
+    """Add the attention of `query`, at positions `queries`, to `key` and `value`, at positions `keys`, to `result`.
 
     Args:
         query: (batch, heads, queries, width). key, value: (batch, key heads, keys, width), which divide the heads.
@@ -116,7 +116,7 @@ def attend_backward(
     mask: Mask,
     scores: Scores,
 ) -> None:
-    """Add to `gradients` what a block contributes.
+    """Add the contribution of a block to `gradients`.
 
     Args:
         grad_out: gradient of `result.out`, (batch, heads, queries, value width).
@@ -162,7 +162,7 @@ def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
 
 
 def _as_wide(x: Tensor, query: Tensor) -> Tensor:
-    """Values, or results, filled up with zeros where keys are wider (multi-head latent attention): flash attention has one width."""
+    """Pad values, or results, with zeros if keys are wider (multi-head latent attention): flash attention has one width."""
     missing = query.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 

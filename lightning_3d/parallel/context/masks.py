@@ -41,7 +41,7 @@ class Span:
         return self.stop - 1
 
     def halves(self, size: int) -> tuple[Span, ...]:
-        """The span in two pieces, or whole where it is not longer than `size`."""
+        """Split the span in two, unless it is at most `size` long."""
         if self.length <= size:
             return (self,)
         half = self.length // 2
@@ -49,12 +49,12 @@ class Span:
 
 
 class NotATensor(PlanError, AttributeError):
-    """An attribute of tensors that a mask is asked for; whoever only looks whether it is there (`hasattr`) finds that it is not."""
+    """Access to an attribute of tensors that a mask does not have; an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal attention in the whole sequence, as one kind of layer of a model has it. What blocks get as `attention_mask`.
+    """Causal attention in the whole sequence, for one kind of layers of a model. Blocks get it as `attention_mask`.
 
     Attributes:
         context: the ranks that share the sequence.
@@ -92,7 +92,7 @@ class Mask:
         return self._covers[queries, keys]
 
     def _find_cover(self, queries: Span, keys: Span) -> Cover:
-        """Told from the corners of the block."""
+        """Compute the cover from the corners of the block."""
         if keys.start > queries.last or (self.window is not None and queries.start - keys.last >= self.window):
             return Cover.NOTHING
         if self._documents_between(queries, keys) == 0 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].any()):

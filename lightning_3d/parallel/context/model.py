@@ -1,4 +1,4 @@
-"""A model whose forward sees a part of each sequence, and whose caller sees all of it."""
+"""Wrapper of a model whose forward sees a part of each sequence and whose caller sees all of it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
 def _cut(
     arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, bool], own_positions: Tensor | None
 ) -> tuple[Running, dict[str, Any]]:
-    """This rank's part of the arguments, and what its attention must know of the rest.
+    """This rank's part of the arguments, and the information about the others that its attention needs.
 
     Args:
         own_positions: (batch, seq), where the model does not count tokens from 0.
@@ -158,7 +158,7 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
-    """Arguments that are about tokens of other ranks."""
+    """Refuse arguments that concern tokens of other ranks."""
     for name in ("past_key_values", "use_cache", "output_attentions"):
         if arguments.get(name):
             raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not support. Leave it out.")

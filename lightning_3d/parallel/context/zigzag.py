@@ -13,7 +13,7 @@ from lightning_3d.errors import DataError
 
 
 def chunk_length(length: int, size: int) -> int:
-    """Tokens of one of the 2 * size chunks of a sequence.
+    """Number of tokens in each of the 2 * size chunks of a sequence.
 
     Raises:
         DataError: the sequence cannot be split into as many equal ones.

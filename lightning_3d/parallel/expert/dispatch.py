@@ -1,4 +1,4 @@
-"""Tokens to the ranks that have their experts, and back.
+"""Dispatch of tokens to the ranks that have their experts, and back.
 
 Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of the hidden states in each direction
 of a layer. Before the first one the ranks exchange how many tokens they send, in an all-to-all of as many numbers as there are
@@ -53,7 +53,7 @@ class ExpertParallel:
 
 
 class DispatchedExperts:
-    """Mixin for a module of experts of which each rank holds some: it runs them, by the module's own forward, on the tokens of all ranks.
+    """Mixin for a module of experts, some on each rank: runs them, by the module's own forward, on the tokens of all ranks.
 
     Called with tokens (n, hidden), the experts of each (n, k), counted over all ranks, and their weights (n, k); n may differ between
     ranks and may be 0. All ranks of the group call it equally often.
@@ -149,7 +149,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Unused(torch.autograd.Function):
-    """No tokens through experts: the backward passes by here on every rank, and the experts' gradients are zeros, as in one process,
+    """Stands for experts without tokens: the backward reaches it on every rank, and the experts' gradients are zeros, as in one process,
     where all experts are one tensor."""
 
     @staticmethod

@@ -39,7 +39,7 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
         cut = plan.cut_of(name)
         if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
             raise PlanError(f"'{name}' is an expert without weights, which expert parallelism (ep) cannot assign to a rank. Use ep=1.")
-    for name, parameter in _dealt(module, plan):
+    for name, parameter in _expert_parameters(module, plan):
         experts = parameter.shape[0]
         if experts % ep_size:
             raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'.")
@@ -49,13 +49,13 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
     return specs
 
 
-def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, ShardSpec], context: ExpertParallel) -> None:
-    """Leave this rank's experts in `module` and let the modules that hold them send tokens to each other. No communication.
+def shard_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, ShardSpec], context: ExpertParallel) -> None:
+    """Keep only this rank's experts in `module`, in modules that exchange tokens between ranks. No communication.
 
     Args:
         specs: of the parameters that are here.
     """
-    for name, parameter in list(_dealt(module, plan)):
+    for name, parameter in list(_expert_parameters(module, plan)):
         owner, _, last = name.rpartition(".")
         part = nn.Parameter(specs[name].cut(parameter.detach()), requires_grad=parameter.requires_grad)
         vars(part).update(vars(parameter))
@@ -73,7 +73,7 @@ def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Shar
 
 def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
     """Let experts multiply in a loop where grouped matrix products, the default of Transformers, cannot: in float64, and where a row of
-    this rank's weights is no multiple of 16 bytes. In place; after layers were cut.
+    this rank's weights is not a multiple of 16 bytes. In place; call it after sharding the layers.
     """
     found = dict(module.named_modules())
     for name in plan.experts:
@@ -92,7 +92,7 @@ def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
             config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
-def _dealt(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
+def _expert_parameters(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters whose first dimension is the experts."""
     for name, parameter in module.named_parameters():
         cut = plan.cut_of(name)

@@ -1,4 +1,4 @@
-"""The routers of a model: their losses where they are, their bias, and what they did in a step."""
+"""The routers of a model: their losses, their bias, and their statistics of a step."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ class Routers:
         return self.options.capacity_factor is not None
 
     @property
-    def tokens_lie_on(self) -> dist.ProcessGroup | None:
-        """The ranks over which the tokens of one micro-batch lie; None for one rank."""
+    def token_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that share the tokens of one micro-batch; None for one rank."""
         axes = [axis for axis in ("cp", "tp") if self._mesh.size(axis) > 1 and (axis == "cp" or self._shards is not None)]
         return self._mesh.group(*axes) if axes else None
 
     def use(self, options: ExpertOptions) -> None:
-        """Go on with other coefficients. What the model's own configuration asked for stays where `options` leave it open."""
+        """Use other coefficients from now on. Those that `options` leave open stay as in the model's own configuration."""
         self.options = options
         self.aux_loss = self.aux_loss if options.aux_loss is None else options.aux_loss
 
@@ -150,18 +150,18 @@ class Routers:
         self._micro_batch = micro_batch
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
-        """The running micro-batch has so many rows, which are the weight of its loss until `weigh` knows better. A filler has none."""
+        """Set the number of rows of the running micro-batch, the weight of its loss unless `weigh` sets it. A filler has none."""
         self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
         if filler:
             self._fillers.add(self._micro_batch)
 
     def weigh(self, weight: Tensor) -> None:
-        """The weight of the running micro-batch's loss."""
+        """Set the weight of the running micro-batch's loss."""
         if self._micro_batch not in self._fillers:
             self._weights[self._micro_batch] = weight.to(self._device, torch.float64)
 
     def finish(self, weight: float) -> RouterStatistics:
-        """Sum up over all ranks what happened since `begin`.
+        """Sum the statistics since `begin` over all ranks.
 
         Args:
             weight: of the loss, over all micro-batches and data-parallel ranks.
@@ -189,7 +189,7 @@ class Routers:
             getattr(router, BIAS).add_(step.to(getattr(router, BIAS).dtype))
 
     def forget_loads(self) -> None:
-        """After an optimizer step that was skipped: its tokens move no bias."""
+        """Forget the loads of an optimizer step that was skipped: its tokens do not change any bias."""
         self._loads = torch.zeros_like(self._loads)
 
     def routed(self, layer: int, output: Any, *, training: bool) -> Any:
@@ -226,7 +226,7 @@ class Routers:
         return logits, weights, chosen
 
     def _real(self, rows: Tensor) -> Tensor:
-        """The rows of tokens, without those that fill up a part of a sequence that tensor-parallel ranks do not divide."""
+        """The rows of tokens, without the padding of a sequence that tensor-parallel ranks do not divide."""
         shards = self._shards
         if shards is None or shards.length % shards.ranks == 0:
             return rows
@@ -246,7 +246,7 @@ class Routers:
         if not (self.aux_loss or self.options.z_loss):
             logits = logits.detach()  # they are only returned to the user
         totals = torch.cat([counts, counts.new_full((1,), len(logits))])
-        if (group := self.tokens_lie_on) is not None:
+        if (group := self.token_group) is not None:
             dist.all_reduce(totals, group=group)
         rows = totals[-1].clamp(min=1)
         scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))

@@ -1,4 +1,4 @@
-"""Follows the calls of a plan's modules within one forward of a stage, and refuses what a pipeline would compute wrongly.
+"""Check of the order in which a stage's forward calls the modules of a plan, which refuses what a pipeline would compute wrongly.
 
 What runs before the blocks is on the first stage only, what runs after them on the last, and every block on one. A module that is called at
 another place than the plan's "pp" part gives it would find nothing there.
@@ -59,7 +59,7 @@ class CallOrder:
     # The order of calls
 
     def enter_block(self, index: int) -> None:
-        """Block `index` is called, on whatever stage it is."""
+        """Called before block `index`, on any stage."""
         if index == self._next:
             self._next += 1
             return
@@ -83,7 +83,7 @@ class CallOrder:
             self._inside = None
 
     def call_before(self, name: str) -> None:
-        """A module is called that the plan names before the blocks."""
+        """Called before a module that the plan names before the blocks."""
         if self._next == 0:
             self._preceded.append(name)
             return
@@ -94,7 +94,7 @@ class CallOrder:
         self._refuse_order(f"'{name}' runs after the blocks, but the plan names it before them. Name it after '{plan.layers}'", rest, after)
 
     def call_after(self, name: str) -> None:
-        """A module is called that the plan names after the blocks."""
+        """Called before a module that the plan names after the blocks."""
         plan = self._plan
         if self._next == plan.blocks and self._inside is None:
             self._followed.append(name)
@@ -108,7 +108,7 @@ class CallOrder:
         )
 
     def finish(self) -> None:
-        """The model has returned, on the last stage."""
+        """Called when the model has returned, on the last stage."""
         plan = self._plan
         if self._next < plan.blocks:
             raise PlanError(
@@ -136,7 +136,7 @@ class CallOrder:
     # Absent values
 
     def receive(self, received: Tensor | None) -> None:
-        """The hidden states from the stage before; NaN that is in them already comes from training."""
+        """Called with the hidden states from the stage before; NaN that is already in them comes from training."""
         if self.looks:
             self._clean = not has_nan(received)
 

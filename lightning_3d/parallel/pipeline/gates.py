@@ -16,7 +16,7 @@ from lightning_3d.parallel.pipeline.state import PipelineState, Sides, StageBoun
 
 
 class Absent(nn.Module):
-    """A module without parameters in the place of `original`, called `name`, which lives on another stage.
+    """A module without parameters that replaces `original`, called `name`, which is on another stage.
 
     It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
     """
@@ -144,7 +144,7 @@ def runs_now(block: nn.Module) -> bool:
 
 
 class CountedModel:
-    """Mixin for the pipelined module: refuses a second call in one step, and one that leaves blocks out."""
+    """Mixin for the pipelined module: refuses a second call in one step, and a call that skips blocks."""
 
     pipeline_state: PipelineState
 
@@ -160,7 +160,7 @@ class CountedModel:
 
 
 def _nothing(state: PipelineState) -> Tensor:
-    """NaN, so that whatever is computed from a value that is not here cannot pass for a result."""
+    """NaN, so that nothing that is computed from an absent value can pass for a result."""
     state.require_chunk()
     assert state.received is not None, "only the first stage has nothing received, and it owns its inputs"
     shape = list(state.received.shape)
@@ -176,7 +176,7 @@ def _sides(output: Any) -> Sides | None:
 
 
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A block outside the active chunk: hand over what was received, pass on, or end the step."""
+    """Run a stub outside the active chunk: return the received hidden states or the input, or end the step."""
     chunk = state.require_chunk()
     hidden = hidden_states_of(args, kwargs)
     if index >= chunk.layers.stop:

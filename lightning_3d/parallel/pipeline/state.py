@@ -57,7 +57,7 @@ Sides = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
 
 class PipelineState:
-    """Shared by the engine and by the gates inside the model.
+    """State that the engine shares with the gates inside the model.
 
     Attributes:
         chunk: the chunk that is running, None outside a step.

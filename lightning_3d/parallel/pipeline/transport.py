@@ -112,7 +112,7 @@ class Transport:
             )
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept alive until it has gone."""
+        """Start sending; the tensor is kept alive until it is sent."""
         receiver = self._rank_of_stage[message.stage]
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
@@ -135,7 +135,7 @@ class Transport:
         return tensor
 
     def _release(self, message: Message) -> None:
-        """Wait until a message has gone, if it was not known before, and keep it no longer."""
+        """Wait until a message is sent, if necessary, and free it."""
         work, _ = self._sent.pop(message, (None, None))
         if work is not None:
             work.wait()
@@ -149,6 +149,6 @@ class Transport:
         inbox.posted[inbox.expected.popleft()] = (buffer, work)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has gone."""
+        """Wait until all messages are sent."""
         for message in list(self._sent):
             self._release(message)

@@ -1,4 +1,4 @@
-"""A check of what a plan says about replicated parameters, after the first backward."""
+"""Check of the parameters that a plan replicates, after the first backward."""
 
 from __future__ import annotations
 

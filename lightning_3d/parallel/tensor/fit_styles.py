@@ -42,7 +42,7 @@ Trial = tuple[Values, list[tuple[Tensor, ...]]]
 
 
 def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelPlan:
-    """`plan` with the styles of experts and MLPs as their forwards need them.
+    """Return `plan` with the styles of experts and MLPs that their forwards need.
 
     A declared style stays where the parts add up, and where a module cannot be run on its own. An MLP for which no sharding adds up gets a
     gather pair, between whose layers every rank sees the whole.
@@ -273,6 +273,6 @@ def _clone(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def _call(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The forward of its class: hooks are the model's."""
+    """Call the forward of its class, without hooks, which belong to the model."""
     output: Tensor = type(module).forward(module, *inputs)
     return output

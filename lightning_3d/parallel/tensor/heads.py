@@ -65,7 +65,7 @@ def belongs_to_transformers(module: nn.Module) -> bool:
 
 
 def local_attributes(parent: nn.Module, heads: Heads, tp_size: int) -> dict[str, int]:
-    """Attributes of an attention module that count heads by their names -> what they are on a rank, which sees its own heads only.
+    """Attributes of an attention module that count heads, by their names -> their values on a rank, which has only its own heads.
 
     Names are known in Transformers. In other modules they are a first guess, which `self_check.local_sizes` tries.
     """
@@ -105,7 +105,7 @@ def _is_about_keys(name: str) -> bool:
 
 
 def _query_heads(parent: nn.Module, parent_name: str) -> int | None:
-    """The configuration's number for a module that is called an attention, else the module's own."""
+    """Number of query heads: the configuration's for a module that is called an attention, else the module's own."""
     is_attention = "attention" in type(parent).__name__.lower() or "att" in parent_name.rpartition(".")[2].lower()
     declared = getattr(getattr(parent, "config", None), "num_attention_heads", None)
     if is_attention and isinstance(declared, int):

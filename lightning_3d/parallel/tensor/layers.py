@@ -45,7 +45,7 @@ class Region:
         return copied
 
     def enter(self, x: Tensor, name: str | None = None) -> Tensor:
-        """`x` for column-parallel layers.
+        """Prepare `x` for column-parallel layers.
 
         `name` is that of the dropout stream of what follows, None where nothing follows in parts.
         """
@@ -63,7 +63,7 @@ class Region:
         return inside
 
     def leave(self, partial: Tensor, name: str) -> Tensor:
-        """Sum the parts of a row-parallel layer's output, and go back to the dropout stream from before."""
+        """Sum the parts of a row-parallel layer's output, and return to the earlier dropout stream."""
         self._forget()
         total = scatter_sum(partial, self.context) if self.gathered else reduce_from_region(partial, self.context.group, owned=True)
         if self.context.random is not None:
@@ -107,7 +107,7 @@ class GatheredColumnLinear(ColumnParallelLinear):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when someone reads them."""
+    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when they are read."""
 
     tp_sizes: tuple[int, ...]
 

@@ -18,7 +18,7 @@ from lightning_3d.parallel.tensor.group import TensorParallel
 
 
 class VocabParallelLogits(Tensor):
-    """This rank's columns of the logits, in the shape of all of them.
+    """This rank's columns of logits that report the full shape.
 
     Reading sizes and types communicates nothing. Operations that treat every entry alike (casting, scaling, a soft cap,
     detach), that leave the last dimension alone (`logits[:, :-1]`, `view(-1, vocabulary)`) and the cross-entropy of
@@ -95,7 +95,7 @@ class VocabParallelLogits(Tensor):
 
 
 def _changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Told by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
+    """Recognized by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
     name = getattr(func, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
     return is_method or name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None

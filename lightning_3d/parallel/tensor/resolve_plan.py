@@ -59,7 +59,7 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool 
 
 
 def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Refuse experts that are given tokens alone (Llama 4): of these nothing says which expert gets which. And those with adapters."""
+    """Refuse experts that get only tokens (Llama 4), where it is unknown which expert gets which, and experts with adapters."""
     experts = [name for name, cut in cuts.items() if cut.style == "moe_tp_experts"]
     refuse_adapted_experts(module, experts, "tp")
     for name in experts:
@@ -255,7 +255,7 @@ def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut])
 
 
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
-    """Styles are about one kind of layer each, and a subclass must reach its forward, where the collective goes."""
+    """Refuse styles on other kinds of layers, and subclasses that do not call its forward, where the collective goes."""
     if style == "moe_identity_expert" and next(child.parameters(), None) is not None:
         raise PlanError(f"The plan declares '{name}' an expert without weights ({style}), but it has parameters.")
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:

@@ -1,5 +1,4 @@
-"""A whole model -> its tensor-parallel shard: first the table of what each rank holds, then the change of the modules,
-in place.
+"""Rewrite of a whole model into its tensor-parallel shard: first the table of shards, then the modules, in place.
 """
 
 from __future__ import annotations

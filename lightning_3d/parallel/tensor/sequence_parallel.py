@@ -64,7 +64,7 @@ def _within(name: str, modules: Iterable[str]) -> bool:
 
 
 def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut]) -> SequenceRegions:
-    """The regions of the blocks of `module`, whole and on meta or not.
+    """Find the regions of the blocks of `module`, whole, on meta or not.
 
     Args:
         cuts: as `resolve` returns them.
@@ -129,7 +129,7 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Map
 
 
 def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Let the regions of `module`, whole, gather the sequence, in place. Names, hooks and parameters stay."""
+    """Make the regions of `module`, whole, gather the sequence, in place. Names, hooks and parameters stay."""
     for names, kind in ((regions.parents, GatheredRegion), (regions.wholes, WholeRegion)):
         for name in names:
             specialize(module.get_submodule(name), kind, tp_context=context)
@@ -147,18 +147,18 @@ def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorP
             tp_is_first=block is blocks[0][1],
             tp_is_last=block is blocks[-1][1],
             tp_arguments=tuple(inspect.signature(block.forward).parameters),
-            tp_handed_on=_handed_on(module, regions, f"{regions.layers}.{name}."),
+            tp_names_inside=_names_inside(module, regions, f"{regions.layers}.{name}."),
         )
 
 
-def _handed_on(module: nn.Module, regions: SequenceRegions, block: str) -> frozenset[str]:
-    """Names of arguments that the modules of a block which see whole sequences take: what it is called with by these names is for them."""
+def _names_inside(module: nn.Module, regions: SequenceRegions, block: str) -> frozenset[str]:
+    """Names of arguments of the modules in a block that see whole sequences: arguments of the block with these names are for them."""
     inside = [name for name in regions.parents | regions.wholes if name.startswith(block)]
     return frozenset(name for inner in inside for name in inspect.signature(module.get_submodule(inner).forward).parameters)
 
 
 class SequenceModel:
-    """Mixin for the model: refuses to hand out the hidden states between blocks, which are parts."""
+    """Mixin for the model: refuses to return the hidden states between blocks, which are parts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
@@ -180,7 +180,7 @@ class SequenceBlock:
     tp_is_first: bool
     tp_is_last: bool
     tp_arguments: tuple[str, ...]
-    tp_handed_on: frozenset[str]
+    tp_names_inside: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.tp_is_first:
@@ -197,7 +197,7 @@ class SequenceBlock:
                 f" {tuple(hidden.shape)}. Use sequence_parallel=False."
             )
         self.tp_context.sequence.length = hidden.shape[1]
-        return _put(_Deal.apply(hidden, self.tp_context), place, args, kwargs)
+        return _put(_Slice.apply(hidden, self.tp_context), place, args, kwargs)
 
     def _deal_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, first = _hidden_states(args, kwargs)
@@ -206,8 +206,8 @@ class SequenceBlock:
         places += [(name, name, value) for name, value in kwargs.items()]
         for place, name, value in places:
             by_token = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-            if by_token and value.shape[1] == self.tp_context.sequence.length and place != first and name not in self.tp_handed_on:
-                args, kwargs = _put(_Deal.apply(value, self.tp_context), place, args, kwargs)
+            if by_token and value.shape[1] == self.tp_context.sequence.length and place != first and name not in self.tp_names_inside:
+                args, kwargs = _put(_Slice.apply(value, self.tp_context), place, args, kwargs)
         return args, kwargs
 
     def _collect(self, output: Any) -> Any:
@@ -249,7 +249,7 @@ class WholeRegion:
         hidden, place = _hidden_states(args, kwargs)
         args, kwargs = _put(_Collect.apply(hidden, self.tp_context), place, args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        part = _Deal.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
+        part = _Slice.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
 
@@ -290,12 +290,12 @@ class Gathered:
         self._memory = _Again(context)
 
     def multiply(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear` of the whole, for which only this rank's part is kept."""
+        """`F.linear` of the whole input, of which only this rank's part is kept."""
         return _LinearOfPart.apply(self.whole, self._part, weight, bias, self._memory)
 
 
 class _Again:
-    """Gathers once for all layers of a region, and forgets after the last of them; a backward that runs again gathers again."""
+    """Gathers once for all layers of a region, and frees the result after the last of them; a backward that runs again gathers again."""
 
     def __init__(self, context: TensorParallel) -> None:
         self._context, self._length = context, context.sequence.length
@@ -317,7 +317,7 @@ class _Again:
 
 
 class _LinearOfPart(torch.autograd.Function):
-    """`F.linear` that keeps this rank's part of its input in the place of the whole."""
+    """`F.linear` that keeps this rank's part of its input instead of the whole."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, memory: _Again) -> Tensor:
@@ -367,8 +367,8 @@ class _Scatter(torch.autograd.Function):
         return gather_tokens(gradient, ctx.length, ctx.context.group), None
 
 
-class _Deal(torch.autograd.Function):
-    """This rank's part of what all ranks have."""
+class _Slice(torch.autograd.Function):
+    """Slice of a tensor that all ranks hold alike."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, context: TensorParallel) -> Tensor:
