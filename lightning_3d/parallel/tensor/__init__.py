@@ -2,13 +2,13 @@
 
 from lightning_3d.parallel.tensor.checks import check_replicated_gradients
 from lightning_3d.parallel.tensor.experts import TokenParts
-from lightning_3d.parallel.tensor.fit_styles import fit_styles
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.tensor.resolve_plan import resolve
 from lightning_3d.parallel.tensor.rewrite import rewrite, shard_specs
 from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, find_regions, gather_regions, shard_sequence
+from lightning_3d.parallel.tensor.style_trials import fit_styles
 
 __all__ = [
     "SequenceRegions",
