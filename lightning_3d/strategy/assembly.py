@@ -22,7 +22,7 @@ from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import share_sequences
-from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, deal_experts, make_routers
+from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.random_streams import RandomState
@@ -32,12 +32,12 @@ from lightning_3d.parallel.tensor import (
     SequenceRegions,
     TensorParallel,
     TokenParts,
-    deal_sequence,
     find_regions,
     fit_styles,
     gather_regions,
     resolve,
     rewrite,
+    shard_sequence,
 )
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
 from lightning_3d.strategy.parameter_specs import Owners, all_specs, by_stage, create_groups, local_specs
@@ -156,7 +156,7 @@ def take_part(
     routers = make_routers(module, plan.experts, options.experts, mesh, device, shards)
     process_blocks(find_blocks(module, plan), options.blocks)
     if regions is not None:
-        deal_sequence(module, regions, context)
+        shard_sequence(module, regions, context)
         random.deals_sequence = True
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
     local = local_specs(root, specs)
@@ -180,7 +180,7 @@ def _cut_layers(
     """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
     if mesh.layout.ep > 1:
         tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
-        deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
+        shard_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)
 

@@ -104,7 +104,7 @@ class StepTracer:
     def before_reduction(self, backend: DataParallelBackend) -> None:
         """When the gradients of the step are complete on this rank: most of them are there."""
         if self._watch is not None:
-            self._watch.note_gradients(backend.gradient_tensors())
+            self._watch.note_gradients(backend.held()["gradients"])
 
     def finish(self, backend: DataParallelBackend) -> StepTrace | None:
         """When the optimizer step is over: what came of it, on every rank the same but for the events, which rank 0 has. None where the
@@ -114,7 +114,7 @@ class StepTracer:
             return None
         self._tracing, watch, self._watch = False, self._watch, None
         parts = [value for shard in backend.weight_shards() for value in shard.values.values() if isinstance(value, Tensor)]
-        return self._collect(tuple(self.recorder.take()), watch.measure(parts, backend.optimizer_tensors()))
+        return self._collect(tuple(self.recorder.take()), watch.measure(parts, backend.held()["optimizer"]))
 
     def _collect(self, events: tuple[Event, ...], memory: Memory) -> StepTrace:
         rank = dist.get_rank()
