@@ -23,7 +23,6 @@ from lightning_3d.checkpoint import (
     ORDERS,
     CheckpointStore,
     LocalState,
-    Names,
     describe_optimizer,
     load_optimizer,
     load_weights,
@@ -40,26 +39,23 @@ from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.errors import ConfigError, NonFiniteError
-from lightning_3d.layout.layout import Layout
-from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.ranks.failure import ending_signal
-from lightning_3d.strategy.collective_hooks import TrainerCollectives
+from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.data_order import orders_in, resumed_orders
 from lightning_3d.strategy.lightning_callbacks import averages, restore_average, without_average
 from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, trained_weights
+from lightning_3d.strategy.not_ready import BUILT, require
+from lightning_3d.strategy.rank_hooks import RankHooks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TrainerCheckpoints(TrainerCollectives):
+class CheckpointHooks(RankHooks):
     """A strategy whose checkpoints are folders that every layout reads."""
 
-    layout: Layout | None
-    schedule: str
     _store: CheckpointStore
-    _backend: DataParallelBackend | None
-    _group_names: Names
+    _built: BuiltModel | None = None
     _resumed_from: tuple[Tensor | None, float | None] | None = None
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
@@ -67,16 +63,13 @@ class TrainerCheckpoints(TrainerCollectives):
     _check_space: bool = True
 
     @property
-    def specs(self) -> dict[str, Any]:
-        """Where every parameter of this rank lies in the whole model: `ShardSpec` by full parameter name."""
-        raise NotImplementedError
+    def built(self) -> BuiltModel:
+        """This rank's part of the model with everything that trains it. Raises RuntimeError before it is built."""
+        return require(self._built, "a model", BUILT)
 
     @property
     def zero_stage(self) -> int:
         """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
-        raise NotImplementedError
-
-    def _has_failed_alone(self) -> bool:
         raise NotImplementedError
 
     @property
@@ -91,8 +84,8 @@ class TrainerCheckpoints(TrainerCollectives):
         return self._store.outcome
 
     def _local_state(self) -> LocalState:
-        assert self.lightning_module is not None
-        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend, self.root_device)
+        built = self.built
+        return LocalState(self.user_module, built.parts.specs, self.mesh, built.backend, self.root_device)
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
         """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
@@ -113,7 +106,7 @@ class TrainerCheckpoints(TrainerCollectives):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Class and hyper parameters; every rank writes the tensors of its part itself."""
-        return describe_optimizer(optimizer, self._group_names)
+        return describe_optimizer(optimizer, self.built.group_names)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -123,32 +116,32 @@ class TrainerCheckpoints(TrainerCollectives):
             return
         if storage_options is not None:
             raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
-        assert self.layout is not None and self.lightning_module is not None
+        module = self.user_module
         about = {
-            "layout": self.layout.name,
+            "layout": self.mesh.layout.name,
             "schedule": self.schedule,
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
-            "transformers": describe_models(self.lightning_module),
+            "transformers": describe_models(module),
         }
-        trainer = self.lightning_module.trainer
+        trainer = module.trainer
         if not self._has_finite_weights(trainer, filepath):
             return
         checkpoint = without_average(trainer, checkpoint)
-        checkpoint = share_groups(checkpoint, self._require_mesh())
+        checkpoint = share_groups(checkpoint, self.mesh)
         checkpoint[BATCHES] = trainer.num_training_batches
         checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
         told_to_end = isinstance(sys.exception(), SIGTERMException)  # its exit code stays, whatever becomes of the save
         must = (trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING) and not told_to_end
         now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, must=must, now=now)
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
         """Whether the weights of a fit may be saved. Raises NonFiniteError where they are not finite; warns where the fit has failed."""
-        if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._backend is None:
+        if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._built is None:
             return True
         try:
-            require_finite_weights(trained_weights(trainer.lightning_module, self._backend), self.root_device, filepath)
+            require_finite_weights(trained_weights(trainer.lightning_module, self._built.backend), self.root_device, filepath)
         except NonFiniteError as error:
             if trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
@@ -175,21 +168,19 @@ class TrainerCheckpoints(TrainerCollectives):
         restore_average(self.lightning_module.trainer, checkpoint)
         self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
         self._resumed_orders = resumed_orders(orders, int(checkpoint.get("epoch", 0)))
-        return take_groups(checkpoint, self._group_names)
+        return take_groups(checkpoint, self.built.group_names)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load_weights(checkpoint, self._local_state(), strict=strict)
-        assert self.lightning_module is not None
-        if self.zero_stage < 3 and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
+        if self.zero_stage < 3 and averages(self.user_module.trainer) and isinstance(checkpoint, dict):
             checkpoint.update(local_states(checkpoint, self._local_state()))
-        if self.optimizers and self._backend is not None:
-            self._backend.refresh_master_weights()
+        if self.optimizers:
+            self.built.backend.refresh_master_weights()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._backend is not None
-        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self._backend)
+        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self.built.backend)
 
     @override
     def on_train_start(self) -> None:
@@ -201,7 +192,7 @@ class TrainerCheckpoints(TrainerCollectives):
         if resumed is not None:
             self._go_on_in_data(trainer, *resumed)
         if self._check_space:  # here, where callbacks know what an earlier fit has left there
-            require_space(trainer, self.lightning_module, self.specs, self._require_mesh(), self._backend)
+            require_space(trainer, self.lightning_module, self.built.parts.specs, self.mesh, self.built.backend)
 
     def _go_on_in_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
         """Continue the epoch of a checkpoint where it was."""
@@ -226,8 +217,7 @@ class TrainerCheckpoints(TrainerCollectives):
 
     def _tell_end(self, exception: BaseException) -> None:
         """Say at which step a fit stopped that ends early, what is saved, and how to resume it."""
-        assert self.lightning_module is not None
-        trainer, outcome = self.lightning_module.trainer, self._store.outcome
+        trainer, outcome = self.user_module.trainer, self._store.outcome
         if isinstance(exception, SIGTERMException):
             name_end(trainer, exception)
         number, missing, saved = ending_signal(exception), outcome.missing, outcome.saved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,15 @@ def _empty_lists_allowed() -> Iterator[None]:
         yield
     finally:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def require_one_optimizer(optimizers: Sequence[Any]) -> None:
+    """Refuse several optimizers, of which gradients and states would be reduced and sharded apart. Raises ConfigError."""
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; Lightning3DStrategy drives exactly one. Use"
+            " parameter groups of one optimizer instead."
+        )
 
 
 def require_trained(optimizer: Optimizer, device: torch.device) -> None:

@@ -86,7 +86,7 @@ class Left:
 
 def state_of(strategy: Any) -> dict[str, Tensor]:
     """Copies of this rank's weights and of what its optimizer keeps."""
-    shards = [*strategy._backend.weight_shards(), *strategy._backend.optimizer_shards()]
+    shards = [*strategy.built.backend.weight_shards(), *strategy.built.backend.optimizer_shards()]
     state = {f"{s.name} {key} {s.start}": torch.as_tensor(value).clone() for s in shards for key, value in s.values.items()}
     module = strategy.lightning_module
     whole = dict(module.named_buffers()) if strategy.zero.stage == 3 else module.state_dict()
