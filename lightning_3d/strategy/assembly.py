@@ -17,7 +17,7 @@ from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.layout.model_rules import check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
@@ -214,16 +214,14 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         found = (getattr(config, name, None) for name in names)
         return next((value for value in found if isinstance(value, int)), None)
 
-    check_model(
-        layout,
+    sizes = ModelSizes(
         heads=number("num_attention_heads"),
         kv_heads=number("num_key_value_heads"),
         layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
         experts=number(*EXPERT_COUNTS),
-        schedule=options.schedule,
-        cp_kind=options.cp_kind,
     )
+    check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind)
 
 
 def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None) -> SequenceRegions | None:
