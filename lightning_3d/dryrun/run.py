@@ -72,7 +72,7 @@ class DryStrategy(Lightning3DStrategy):
         self.report.stages = tuple(built.parts.parameters)
         built.runner.after_first_backward = None
         if not self.engine.owns_last:
-            built.runner.told = self.told.totals
+            built.runner.known_totals = self.told.totals
 
     @override
     def model_to_device(self) -> None:

@@ -25,6 +25,7 @@ from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
+from lightning_3d.strategy.step.totals import BatchTotals
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.trace import REDUCE, StepTrace
 
@@ -66,12 +67,12 @@ class StepRunner:
 
     Attributes:
         inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
-        totals: what all ranks learned about the last batch, see `_share`.
-        told: in a dry run these numbers where this rank does not compute them: no other rank does.
+        totals: of the last batch, over all ranks; None before the first.
+        known_totals: in a dry run the totals of every batch, on a rank that does not compute them: no other rank is there that does.
     """
 
-    totals: tuple[float, ...] = ()
-    told: tuple[float, ...] | None = None
+    totals: BatchTotals | None = None
+    known_totals: BatchTotals | None = None
 
     def __init__(
         self,
@@ -129,19 +130,19 @@ class StepRunner:
             if self.after_first_backward is not None:
                 self.after_first_backward()
                 self.after_first_backward = None
-            loss, weight, checksum, extras = self._share()
-            routers = self._routers.finish(weight) if self._routers is not None else None
-            self._accumulated = weight + (self._accumulated if place else 0.0)
+            totals = self._share()
+            routers = self._routers.finish(totals.weight) if self._routers is not None else None
+            self._accumulated = totals.weight + (self._accumulated if place else 0.0)
             if ends:
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
                     backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
-        self._log.replay(checksum)
+        self._log.replay(totals.checksum)
         outputs = self._merged(micro_batches) or {}
-        if extras:
+        if totals.extras:
             outputs = self._tell(outputs, whole=False)
-        outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
-        return StepResult(loss, weight, routers=routers), outputs
+        outputs["loss"] = torch.tensor(totals.mean_loss, device=self._device, dtype=torch.get_default_dtype())
+        return StepResult(totals.mean_loss, totals.weight, routers=routers), outputs
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
         """Forward only: `hook` is "validation", "test" or "predict".
@@ -156,8 +157,7 @@ class StepRunner:
                 len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
             )
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
-            _, _, checksum, _ = self._share()
-            self._log.replay(checksum)
+            self._log.replay(self._share().checksum)
         return self._tell(self._merged(micro_batches), whole=hook == "predict")
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
@@ -242,25 +242,20 @@ class StepRunner:
         """Whether what this rank added to the loss of the last batch is finite; True before the last stage. Local."""
         return not self._sums or bool(torch.stack(self._sums).isfinite().all())
 
-    def _share(self) -> tuple[float, float, int, bool]:
-        """(mean loss, total weight, checksum of the log keys, whether a step returned more than a loss) over all micro-batches and
-        data-parallel ranks: one all-reduce.
+    def _share(self) -> BatchTotals:
+        """Totals over all micro-batches and data-parallel ranks: one all-reduce over ("cp", "pp", "dp").
+
+        Raises:
+            ConfigError: ranks logged different names.
         """
-        totals = torch.zeros(6, dtype=torch.float64, device=self._device)
+        packed = BatchTotals.nothing(self._device)
         if self._engine.owns_last:
-            checksum = self._log.checksum()
-            if self._sums:
-                totals[:2] = torch.stack(self._sums).sum(0)
-            extras = float(any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1]))
-            totals[2:] = torch.tensor([checksum, checksum**2, 1.0, extras], dtype=torch.float64)
-        all_reduce_flat(totals, self._mesh.group("cp", "pp", "dp"))
-        self.totals = tuple(totals.tolist()) if self.told is None else self.told
-        loss, weight, checksum, squares, sources, extras = self.totals
-        if squares * sources != checksum**2:
-            raise ConfigError(
-                "The names given to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
-            )
-        return (loss / weight if weight > 0 else float("nan")), weight, round(checksum / sources), extras > 0
+            extras = any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1])
+            packed = BatchTotals.pack(self._sums, self._log.checksum(), extras=extras, device=self._device)
+        all_reduce_flat(packed, self._mesh.group("cp", "pp", "dp"))
+        self.totals = BatchTotals.unpack(packed) if self.known_totals is None else self.known_totals
+        self.totals.require_equal_keys()
+        return self.totals
 
     def _tell(self, outputs: Any, *, whole: bool) -> Any:
         if self._mesh.size("pp") == 1:
