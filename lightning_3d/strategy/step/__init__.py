@@ -1,4 +1,4 @@
-"""One step as the user wrote it, run over micro-batches: cutting the batch, weighting the loss, collecting what was logged."""
+"""Runs the user's step over micro-batches: splitting the batch, weighting the loss, collecting what was logged."""
 
 from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
 from lightning_3d.strategy.step.micro_batches import MicroBatches, cut_batch, repeated_rows
