@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about checkpoints. Each hook hands over to `checkpoint`."""
+"""Lightning's hooks about checkpoints. Each of them delegates to `checkpoint`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointHooks(RankHooks):
-    """A strategy whose checkpoints are folders that every layout reads."""
+    """A strategy whose checkpoints are folders that every layout can load."""
 
     _store: CheckpointStore
     _built: BuiltModel | None = None
@@ -75,7 +75,7 @@ class CheckpointHooks(RankHooks):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Parameters exist only after setup; they are filled in place."""
+        """True: parameters exist only after setup, and are filled in place."""
         return True
 
     @property
@@ -88,34 +88,36 @@ class CheckpointHooks(RankHooks):
         return LocalState(self.user_module, built.parts.specs, self.mesh, built.backend, self.root_device)
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
-        """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
+        """Lock the folders of this fit's checkpoint callbacks against other runs, and let callbacks see checkpoints still being written."""
         folders = [str(folder) for folder in (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks) if folder]
         for folder in folders:
             if "/file:/" in folder:
-                raise ConfigError(f"Lightning takes file://... for a relative path ({folder}). Write dirpath without file://.")
+                raise ConfigError(f"Lightning reads file://... as a relative path ({folder}). Write dirpath without file://.")
         self._store.hold(self.broadcast(folders))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
 
     def _exists(self, callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> bool:
-        """In the place of `ModelCheckpoint.file_exists`, by which it finds a name that is free."""
+        """Take the place of `ModelCheckpoint.file_exists`, with which the callback finds a free name."""
         self._store.wait()
         return type(callback).file_exists(callback, *args, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Class and hyper parameters; every rank writes the tensors of its part itself."""
+        """Describe the optimizer: class and hyperparameters. Every rank writes the tensors of its shard itself."""
         return describe_optimizer(optimizer, self.built.group_names)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Where the storage fails during a fit, training goes on and says so; the end of the fit decides (`on_train_end`)."""
+        """Save a checkpoint. Where the storage fails during a fit, training warns and continues; see `on_train_end`."""
         if self._has_failed_alone():
-            warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
+            warnings.warn("No checkpoint is written after a failure of this rank: the other ranks cannot take part.", stacklevel=2)
             return
         if storage_options is not None:
-            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
+            raise ConfigError(
+                "storage_options is not supported: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO."
+            )
         module = self.user_module
         about = {
             "layout": self.mesh.layout.name,
@@ -131,13 +133,17 @@ class CheckpointHooks(RankHooks):
         checkpoint = share_groups(checkpoint, self.mesh)
         checkpoint[BATCHES] = trainer.num_training_batches
         checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
-        told_to_end = isinstance(sys.exception(), SIGTERMException)  # its exit code stays, whatever becomes of the save
+        told_to_end = isinstance(sys.exception(), SIGTERMException)  # the exit code of SIGTERM stays, even where the save fails
         must = (trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING) and not told_to_end
         now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, must=must, now=now)
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
-        """Whether the weights of a fit may be saved. Raises NonFiniteError where they are not finite; warns where the fit has failed."""
+        """Whether the weights of a fit may be saved. Of a fit that has failed, weights that are not finite are skipped with a warning.
+
+        Raises:
+            NonFiniteError: the weights are not finite.
+        """
         if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._built is None:
             return True
         try:
@@ -151,7 +157,7 @@ class CheckpointHooks(RankHooks):
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:
-        """Saves in here are complete when they return: what follows may end the process."""
+        """Complete saves before they return: the process may end right after."""
         self._at_once = True
         try:
             yield
@@ -160,7 +166,7 @@ class CheckpointHooks(RankHooks):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
+        """Load Lightning's state; tensors are read later, by slices. `weights_only` has no effect: there are no pickles."""
         checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
         batches, orders = checkpoint.pop(BATCHES, None), checkpoint.pop(ORDERS, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
@@ -184,18 +190,18 @@ class CheckpointHooks(RankHooks):
 
     @override
     def on_train_start(self) -> None:
-        """After a resume: the data loader stands where it stood, and so do the random number generators."""
+        """Restore the position in the data and the random number generators, when a fit resumes a checkpoint."""
         resumed, self._resumed_from = self._resumed_from, None
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
         if resumed is not None:
-            self._go_on_in_data(trainer, *resumed)
-        if self._check_space:  # here, where callbacks know what an earlier fit has left there
+            self._resume_data(trainer, *resumed)
+        if self._check_space:  # here, because callbacks know by now what an earlier fit has left there
             require_space(trainer, self.lightning_module, self.built.parts.specs, self.mesh, self.built.backend)
 
-    def _go_on_in_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
-        """Continue the epoch of a checkpoint where it was."""
+    def _resume_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
+        """Continue the epoch of a checkpoint at its position."""
 
         def restore_generators() -> None:
             self._local_state().restore_generators(generators)
@@ -203,20 +209,20 @@ class CheckpointHooks(RankHooks):
                 order.restore_own()
 
         go_on_in_data(trainer, batches, restore_generators)
-        self._resumed_orders = iter(())  # loaders that are made again later begin an epoch
+        self._resumed_orders = iter(())  # loaders that are made again later begin a new epoch
 
     @override
     def on_train_end(self) -> None:
-        """The fit is not over before its last save is.
+        """Wait for the last save of the fit.
 
         Raises:
-            NotSaved: that save failed, and no checkpoint as new is whole.
+            NotSaved: that save failed, and no other complete checkpoint is as new.
         """
         self._store.wait()
         self._store.outcome.require_saved()
 
-    def _tell_end(self, exception: BaseException) -> None:
-        """Say at which step a fit stopped that ends early, what is saved, and how to resume it."""
+    def _report_end(self, exception: BaseException) -> None:
+        """Print at which step a fit stopped early, what is saved, and how to resume it."""
         trainer, outcome = self.user_module.trainer, self._store.outcome
         if isinstance(exception, SIGTERMException):
             name_end(trainer, exception)

@@ -1,7 +1,7 @@
 """Lightning3DStrategy: trains an unmodified LightningModule over tensor, pipeline and data-parallel ranks.
 
-Every hook is a few lines that delegate: `assembly` builds this rank's part of the model, `step` runs the user's step over
-micro-batches, `zero` owns gradients and optimizer.
+Every hook is a few lines that delegate: `build` makes a `BuiltModel` when `setup` begins, which runs the user's step over micro-batches
+(`step`) and owns gradients and optimizer (`zero`). `rank_hooks` and `checkpoint_hooks` have the hooks about ranks and checkpoints.
 """
 
 from __future__ import annotations
@@ -66,42 +66,49 @@ from lightning_3d.weights.initialize import initialize
 class Lightning3DStrategy(CheckpointHooks):
     """Tensor x pipeline x data x context x expert parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
 
-    The user's module stays as it is. Its model is a Transformers causal LM, or any module with a plan; its steps run once per
+    The user's module needs no change. Its model is a Transformers causal LM, or any module with a parallel plan; its steps run once per
     micro-batch and stage.
 
     Args:
         layout: name such as "tp2_pp2_dp2" or a `Layout`; None is data parallelism over all ranks. `lightning_3d.planned` chooses one.
-        micro_batch_size: rows of a micro-batch; None is the whole batch of a rank, cut only where the schedule needs more.
-        schedule: a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
+        micro_batch_size: rows of a micro-batch; None is the whole batch of a rank, split only where the schedule needs more.
+        schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
         vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
         zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state), 2 (gradients
             too) or 3 (parameters too).
-        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
-            what lies in host memory, see `ZeroOptions`.
-        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `context_parallel`.
-        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: of the model's blocks, see
-            `BlockOptions`.
-        fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
-        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
+        zero_reduce: when gradients are reduced, see `ZeroOptions`.
+        zero_gather: when sharded parameters are gathered, see `ZeroOptions`.
+        zero_reduce_scatter: whether a gradient goes only to the rank that steps with it, see `ZeroOptions`.
+        zero_offload: what is kept in host memory, see `ZeroOptions`.
+        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
+        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
+            the model's blocks, see `BlockOptions`.
+        fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
+        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
             saved, see `CheckpointStore`.
-        checkpoint_check_space: refuse a fit before its first step when the checkpoints of its callbacks do not fit on the local disk.
+        checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
+            local disk.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
-        self_check: with tp, pp, cp or ep above 1 the model as rewritten is compared with itself whole, before its first forward. "auto":
-            unless this combination of model, plan, layout and versions is known to be right; "always"; "never". See docs/your_model.md.
+        self_check: when to compare the rewritten model with the whole one before its first forward (with tp, pp, cp or ep above 1).
+            "auto": unless this combination of model, plan, layout and versions is known to be right; "always"; "never". See
+            docs/your_model.md.
         pipeline_module: name of the submodule that is parallelized, where several have a plan.
-        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be cut along dimension 0.
-        trace_every_n_steps: of steps whose number is a multiple of it `last_step.trace` tells what each rank did when, and what its
-            memory held; None: only of those that `trace_next_step` asks for.
+        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along dimension 0.
+        trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what each rank did when, and what it held in
+            memory. None: only steps requested with `trace_next_step()`.
         nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop" raises `NonFiniteError` on all ranks before
-            the optimizer steps, "skip" leaves the optimizer step out, "ignore" steps nevertheless.
-        seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
-        timeout: of collectives.
+            the optimizer steps, "skip" skips the optimizer step, "ignore" steps anyway.
+        seed: seed of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
+        timeout: timeout of collectives; None is 30 minutes.
+
+    Attributes:
+        last_step: the numbers of the latest optimizer step, the same on every rank; None before the first.
 
     Raises:
-        LayoutError, PlanError, ConfigError, DataError: with one message that says what is wrong and what works.
+        LayoutError, PlanError, ConfigError, DataError: one message that says what is wrong and what works.
     """
 
     def __init__(
@@ -369,7 +376,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self._ending = Ending.by(exception)
         if self._ending is Ending.TOGETHER:
             self._store.finish()  # before the message, which names the newest checkpoint
-        self._tell_end(exception)
+        self._report_end(exception)
         if self._failures is not None:
             self._failures.note(exception)
 
