@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Whole:
-    """What is known of the model only while it is whole.
+    """Facts about the model that only the whole one shows.
 
     Attributes:
         regions: where sequence parallelism gathers; None without it.

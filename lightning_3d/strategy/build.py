@@ -36,7 +36,7 @@ from lightning_3d.strategy.step.tracer import StepTracer
 
 @dataclass(frozen=True)
 class ModelSources:
-    """Where plan and values of a model come from, and how far both are trusted.
+    """The sources of a model's plan and values, and the check of both.
 
     Attributes:
         plan: the user's parallel plan, for a model that declares none.
@@ -71,7 +71,7 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a strategy has before its model is built.
+    """The parts of a strategy that exist before its model is built.
 
     Attributes:
         precision: Lightning's plugin.

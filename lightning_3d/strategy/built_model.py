@@ -62,7 +62,7 @@ class BuiltModel:
         self.begin_fit()
 
     def is_of(self, module: pl.LightningModule) -> bool:
-        """Whether `module` is the one that was built, and its partition is still there."""
+        """Return whether `module` is the one that was built, and its partition is still there."""
         earlier = Partition.of(module)
         return earlier is not None and earlier.parts is self.parts
 
@@ -142,10 +142,10 @@ class BuiltModel:
         self.backend.discard()
         self.parts.after_skipped_step()
 
-    def clip(self, limit: float, *, by_value: bool) -> None:
-        """Clip the reduced gradients by the norm over all ranks, or by value."""
+    def clip(self, limit: float, algorithm: str) -> None:
+        """Clip the reduced gradients by their norm over all ranks ("norm"), or each element ("value")."""
         with self.tracer.optimizer():
-            self.backend.clip(**{"value" if by_value else "max_norm": limit})
+            self.backend.clip(**{"value" if algorithm == "value" else "max_norm": limit})
 
     def close(self, *, whole: bool) -> None:
         """End a fit.

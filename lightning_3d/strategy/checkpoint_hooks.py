@@ -69,7 +69,7 @@ class CheckpointHooks(RankHooks):
 
     @property
     def zero_stage(self) -> int:
-        """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
+        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
         raise NotImplementedError
 
     @property
@@ -139,7 +139,7 @@ class CheckpointHooks(RankHooks):
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, must=must, now=now)
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
-        """Whether the weights of a fit may be saved. Of a fit that has failed, weights that are not finite are skipped with a warning.
+        """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.
 
         Raises:
             NonFiniteError: the weights are not finite.

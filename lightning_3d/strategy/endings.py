@@ -11,7 +11,7 @@ from lightning_3d.errors import NonFiniteError
 
 
 class Ending(Enum):
-    """How a fit ended, or NORMAL while it runs."""
+    """The ending of a fit; NORMAL while it runs."""
 
     NORMAL = auto()
     """Without an error, or with a last checkpoint that could not be written: the model is whole and ranks can communicate."""

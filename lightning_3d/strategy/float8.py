@@ -130,7 +130,7 @@ class _Float8Row(_Float8):
 
 
 def _divides(input: Tensor) -> bool:
-    """Whether the rows of `input` (..., in) can be multiplied in float8 to make the gradient of the weight."""
+    """Return whether the rows of `input` (..., in) can be multiplied in float8 to make the gradient of the weight."""
     return (input.numel() // input.shape[-1]) % MULTIPLE == 0
 
 

@@ -125,5 +125,5 @@ def restore_average(trainer: pl.Trainer, checkpoint: MutableMapping[str, Any]) -
 
 
 def averages(trainer: pl.Trainer) -> bool:
-    """Whether a callback needs the tensors of a checkpoint themselves, to restore its average from them."""
+    """Return whether a callback needs the tensors of a checkpoint themselves, to restore its average from them."""
     return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]

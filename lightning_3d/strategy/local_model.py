@@ -115,7 +115,7 @@ class Partition:
                 )
 
     def suits(self, layout: Layout, schedule: str) -> bool:
-        """Whether the module was partitioned for this layout and schedule."""
+        """Return whether the module was partitioned for this layout and schedule."""
         return (self.mesh.layout, self.options.schedule) == (layout, schedule)
 
     def hand_over(self, layout: Layout, options: ModelOptions) -> LocalModel:

@@ -1,4 +1,4 @@
-"""What a run does when a loss or a gradient norm is not finite. Imports torch only when a step has failed."""
+"""Reactions to a loss or a gradient norm that is not finite. Imports torch only when a step has failed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StepGuard:
             self.loss, self.lost_here = loss, lost_here
 
     def accepts(self, norm: float) -> bool:
-        """Whether the optimizer may step with the gradients of all batches of the step."""
+        """Return whether the optimizer may step with the gradients of all batches of the step."""
         finite = isfinite(norm) and (self.loss is None or isfinite(self.loss))
         if finite:
             self._in_a_row = 0
@@ -165,7 +165,7 @@ def trained_weights(module: nn.Module, backend: DataParallelBackend) -> list[Ten
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element of all tensors is finite. Waits for the device once."""
+    """Return whether every element of all tensors is finite. Waits for the device once."""
     import torch
 
     flags = [torch.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]

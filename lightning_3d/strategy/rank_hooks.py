@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about its ranks: their number, their place on the mesh, and collectives between them."""
+"""Lightning's hooks about ranks: their number, their place on the mesh, and collectives between them."""
 
 from __future__ import annotations
 
@@ -138,11 +138,11 @@ class RankHooks(ParallelStrategy):
         return result / dist.get_world_size(group) if mean else result
 
     def _refuse_inside_step(self, what: str) -> None:
-        """Refuse what not all ranks ask for equally often."""
+        """Refuse a collective inside the user's step, which not all ranks run equally often. Raises ConfigError."""
         raise NotImplementedError
 
     def _may_communicate(self, what: str) -> bool:
-        """Whether the other ranks take part in a collective now.
+        """Return whether the other ranks take part in a collective now.
 
         Raises:
             ConfigError: the user's step is running, which not all ranks run equally often.
@@ -151,7 +151,7 @@ class RankHooks(ParallelStrategy):
         return dist.is_initialized() and not self._has_failed_alone()
 
     def _has_failed_alone(self) -> bool:
-        """Whether a callback communicates because of an exception (to save a checkpoint) that other ranks know nothing of.
+        """Return whether a callback communicates because of an exception (to save a checkpoint) that other ranks do not know of.
 
         They cannot take part. Lightning calls callbacks before the strategy, so the failure is reported here. All ranks see
         SIGTERM, and a step that is not finite, together.

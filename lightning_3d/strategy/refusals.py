@@ -108,18 +108,18 @@ def _empty_lists_allowed() -> Iterator[None]:
         Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
-def require_one_optimizer(optimizers: Sequence[Any]) -> None:
-    """Refuse several optimizers: the data-parallel backend shards and steps with one. Raises ConfigError."""
+def check_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Refuse several optimizers, and a fit that trains nothing on any rank. One all-reduce of a number over all ranks.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
     if len(optimizers) != 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers; Lightning3DStrategy drives exactly one. Use"
             " parameter groups of one optimizer instead."
         )
-
-
-def require_trained(optimizer: Optimizer, device: torch.device) -> None:
-    """Refuse a fit that trains nothing on any rank. One all-reduce of a number over all ranks. Raises ConfigError on all of them."""
-    trained = sum(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])
+    trained = sum(parameter.requires_grad for group in optimizers[0].param_groups for parameter in group["params"])
     total = torch.tensor(trained, device=device)
     dist.all_reduce(total)
     if not total.item():

@@ -50,13 +50,7 @@ from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_de
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.not_ready import ATTACHED, require
-from lightning_3d.strategy.refusals import (
-    optimizers_of_a_stage,
-    refuse_callbacks,
-    refuse_unsupported,
-    require_one_optimizer,
-    require_trained,
-)
+from lightning_3d.strategy.refusals import check_optimizers, optimizers_of_a_stage, refuse_callbacks, refuse_unsupported
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -77,10 +71,8 @@ class Lightning3DStrategy(CheckpointHooks):
         vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
         zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state), 2 (gradients
             too) or 3 (parameters too).
-        zero_reduce: when gradients are reduced, see `ZeroOptions`.
-        zero_gather: when sharded parameters are gathered, see `ZeroOptions`.
-        zero_reduce_scatter: whether a gradient goes only to the rank that steps with it, see `ZeroOptions`.
-        zero_offload: what is kept in host memory, see `ZeroOptions`.
+        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
+            what is kept in host memory, see `ZeroOptions`.
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
             the model's blocks, see `BlockOptions`.
@@ -168,13 +160,11 @@ class Lightning3DStrategy(CheckpointHooks):
         self.options = ModelOptions(self.schedule, blocks, experts, cp_kind)
         self.options.require_suit(self.layout or Layout())
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
-        self.fp8 = fp8
-        self.micro_batch_size = micro_batch_size
+        self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
         self.last_step: StepResult | None = None
         self._tracer = StepTracer(trace_every_n_steps)
         self.guard = StepGuard(nonfinite)
         self._sources = ModelSources(plan, pipeline_module, check_mode(self_check), seed)
-        self._split_batch = split_batch
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store = CheckpointStore(
             verify=checkpoint_verify,
@@ -186,16 +176,16 @@ class Lightning3DStrategy(CheckpointHooks):
         self._timeout = timeout or timedelta(minutes=30)
 
     _shape_only = False
-    """Whether tensors have no values, see `dryrun`."""
+    """True where tensors have no values (a dry run)."""
 
     _materialize = staticmethod(initialize)
     """Gives parameters their values."""
 
-    # What is known of the model
+    # The model
 
     @property
     def zero_stage(self) -> int:
-        """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
+        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
         return self.zero.stage
 
     @property
@@ -288,8 +278,7 @@ class Lightning3DStrategy(CheckpointHooks):
         built = self.built
         with optimizers_of_a_stage(self.mesh.index("pp")):
             super().setup_optimizers(trainer)
-        require_one_optimizer(self.optimizers)
-        require_trained(self.optimizers[0], self.root_device)
+        check_optimizers(self.optimizers, self.root_device)
         built.group_names = name_groups(built.module, self.optimizers[0])  # before the backend replaces the parameters in the groups
         self.optimizers = [built.backend.prepare(built.module, self.optimizers[0])]
         # Gradients are made inside training_step, after this strategy zeroed them; Lightning would wipe them between it and the step.
@@ -357,8 +346,7 @@ class Lightning3DStrategy(CheckpointHooks):
     ) -> None:
         """Clip by the norm over all ranks, or by value."""
         if clip_val and clip_val > 0:
-            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            self.built.clip(float(clip_val), by_value=algorithm == "value")
+            self.built.clip(float(clip_val), str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)))
 
     # The end
 

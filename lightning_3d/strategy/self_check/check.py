@@ -264,7 +264,7 @@ class _Comparison:
         return failure
 
     def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a model of the user's own, whose code may do other things in training, can be compared in training too."""
+        """Return whether the model is the user's own, whose code may differ in training mode, and can be compared in that mode."""
         if is_transformers_model(self._subject.whole):
             return False
         try:

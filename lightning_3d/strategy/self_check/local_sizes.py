@@ -186,7 +186,7 @@ class _Different(Exception):
 
 
 def _is_right(shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, ShardSpec], choice: Mapping[str, int]) -> bool:
-    """Whether the module runs on one rank's shards, with this rank's columns as the input of each row-parallel layer."""
+    """Return whether the module runs on one rank's shards, with its columns as the input of each row-parallel layer."""
     assert owner.call is not None
     args, kwargs = owner.call
     for name in owner.rows:

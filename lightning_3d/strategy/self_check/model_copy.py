@@ -149,7 +149,7 @@ def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
 
 
 def _counts_blocks(values: list[Any]) -> bool:
-    """Whether an attribute rises by one from block to block."""
+    """Return whether an attribute rises by one from block to block."""
     numbers = [value - index for index, value in enumerate(values) if isinstance(value, int) and not isinstance(value, bool)]
     return len(numbers) > 1 and len(set(numbers)) == 1
 

@@ -49,7 +49,7 @@ def family_of(module: nn.Module) -> str:
 
 
 def is_verified(module: nn.Module, layout: Layout) -> bool:
-    """Whether the family was compared with one process along every axis of the layout, with these library versions and its own plan."""
+    """Return whether the family was compared with one process along each axis of the layout, with these versions and its own plan."""
     axes = _verified().get(versions(), {}).get(family_of(module), ())
     return all(axis in axes for axis in _AXES if getattr(layout, axis) > 1)
 

@@ -110,6 +110,6 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
 
 
 def _has_no_head(module: nn.Module) -> bool:
-    """Whether this is a Transformers model without an output head, whose loss function is never called."""
+    """Return whether this is a Transformers model without an output head, whose loss function is never called."""
     outputs = getattr(module, "get_output_embeddings", None)
     return outputs is not None and outputs() is None

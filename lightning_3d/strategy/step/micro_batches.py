@@ -41,7 +41,7 @@ class MicroBatches:
         return len(self.batches)
 
     def is_filler(self, index: int) -> bool:
-        """Whether a micro-batch only fills the schedule."""
+        """Return whether a micro-batch only fills the schedule."""
         return index >= len(self.batches) - self.fillers
 
     @property
@@ -50,7 +50,7 @@ class MicroBatches:
         return tuple((tuple(t.shape), t.dtype) for t in tensors_of(self.batches[0]))
 
 
-def cut_batch(
+def split_into_micro_batches(
     batch: Any,
     micro_batch_size: int | None,
     *,

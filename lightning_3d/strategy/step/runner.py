@@ -256,7 +256,7 @@ class StepRunner:
         return loss * weight.to(loss.dtype)
 
     def has_finite_loss(self) -> bool:
-        """Whether this rank's own part of the loss of the last batch is finite; True before the last stage. Does not communicate."""
+        """Return whether this rank's own part of the last batch's loss is finite; True before the last stage. No communication."""
         return not self._sums or bool(torch.stack(self._sums).isfinite().all())
 
     def _share(self) -> BatchTotals:

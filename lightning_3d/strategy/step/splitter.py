@@ -15,7 +15,7 @@ from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.data_order import require_equal_orders
 from lightning_3d.strategy.step.checks import SameBatch, check_equal_batches, most_micro_batches
-from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch, cut_batch, repeated_rows
+from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch, repeated_rows, split_into_micro_batches
 
 
 class Splitter(Protocol):
@@ -74,7 +74,7 @@ class BatchSplitter:
         Communicates: the number of micro-batches, where data-parallel ranks must run equally many.
         """
         layout = self.mesh.layout
-        return cut_batch(
+        return split_into_micro_batches(
             batch,
             self.micro_batch_size,
             repeated=partial(repeated_rows, loader, index),
@@ -86,6 +86,6 @@ class BatchSplitter:
         )
 
     def _runs_equally_many(self, training: bool) -> bool:
-        """Whether data-parallel ranks communicate in every micro-batch, and so must run equally many."""
+        """Return whether data-parallel ranks communicate in every micro-batch, and so must run equally many."""
         zero = self.zero
         return self.mesh.layout.ep > 1 or zero.gathers_every_micro_batch or (training and zero.reduces_every_micro_batch)

@@ -85,5 +85,5 @@ class BatchTotals:
 
     @property
     def extras(self) -> bool:
-        """Whether a step returned more than a loss."""
+        """True where a step returned more than a loss."""
         return self.with_extras > 0
