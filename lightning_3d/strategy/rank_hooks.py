@@ -84,6 +84,16 @@ class RankHooks(ParallelStrategy):
         tie_workers(dataloader)
         return dataloader
 
+    def _settle_layout(self) -> None:
+        """Choose data parallelism over all ranks where no layout was passed.
+
+        Raises:
+            LayoutError: the layout has another number of ranks than the Trainer.
+        """
+        world_size = self.num_nodes * self.num_processes
+        self.layout = self.layout or Layout(dp=world_size)
+        self.layout.require_world_size(world_size)
+
     def _watch_ranks(self) -> None:
         """Report this rank's failure to the others, and end when they report theirs, until `teardown`."""
         if self._failures is None:

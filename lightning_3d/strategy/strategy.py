@@ -215,9 +215,7 @@ class Lightning3DStrategy(CheckpointHooks):
         precision_of(str(self.precision_plugin.precision), fp8=self.fp8)
         if self.fp8:
             require_fp8(self.root_device)
-        world_size = self.num_nodes * self.num_processes
-        self.layout = self.layout or Layout(dp=world_size)
-        self.layout.require_world_size(world_size)
+        self._settle_layout()
         environment = require(self.cluster_environment, "a cluster environment", ATTACHED)
         self._launcher = subprocess_launcher(environment, self.num_processes, self.num_nodes)
 

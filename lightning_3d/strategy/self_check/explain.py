@@ -49,7 +49,7 @@ class Explanation:
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
         return (
-            f"{self._what(failure)} Without a pipeline it is right, so some module reads a value of an earlier stage other than the hidden"
+            f"{self._what(failure)} Without a pipeline it is right. So some module reads a value of an earlier stage other than the hidden"
             " states: an embedding, a buffer, or an attribute set by an earlier block. Pass everything on in the hidden states, or"
             " use pp=1. Nothing was trained."
         )

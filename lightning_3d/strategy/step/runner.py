@@ -215,7 +215,7 @@ class StepRunner:
         if tp > 1 and re.search(r"is invalid for input of size|must match the size|shapes cannot be multiplied|doesn't match", str(error)):
             error.add_note(
                 f"With tp {tp}, a rank has 1/{tp} of the output of a column-parallel layer. Code between it and the row-parallel layer must"
-                " read sizes, such as the number of heads, from the tensors: x.unflatten(-1, (-1, head_width)) instead of"
+                " read sizes, such as the number of heads, from the tensors. Write x.unflatten(-1, (-1, head_width)) instead of"
                 " x.view(batch, length, heads, head_width), and x.flatten(-2) after the attention. See docs/your_model.md."
             )
 
