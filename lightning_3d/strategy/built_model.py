@@ -71,7 +71,7 @@ class BuiltModel:
         self._place = 0
 
     def shard(self) -> None:
-        """Shard parameters over the data-parallel ranks, where the backend does so, and move this rank's part to its device."""
+        """Shard parameters over the data-parallel ranks, with ZeRO-3."""
         self.backend.shard(self.module, self.parts.blocks, self.device, runs_now)
 
     def train(self, batch: Any, rest: tuple[Any, ...]) -> tuple[StepResult, dict[str, Any]]:

@@ -87,10 +87,15 @@ class TokenMeanLoss:
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The token that each position predicts."""
+    """Select the token that each position predicts.
+
+    Raises:
+        PlanError: there are no labels.
+    """
     if shift_labels is not None:
         return shift_labels
-    assert labels is not None
+    if labels is None:
+        raise PlanError("The model's loss got no labels. Its forward must pass labels or shift_labels on to loss_function.")
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.tracing.clocks import Round, clock_name, clock_offsets, meet
 from lightning_3d.tracing.memory import MemoryWatch
 from lightning_3d.tracing.recorder import Recorder
@@ -97,9 +98,8 @@ class StepTracer:
         self._tracing = self._asked or (self._every is not None and step % self._every == 0)
         self._asked, self._watch = False, None
         if self._tracing:
-            assert self._module is not None
             self._step = step
-            self._watch = MemoryWatch(self._module, self._device, hooks=self._hooks)
+            self._watch = MemoryWatch(require(self._module, "a model to trace", BUILT), self._device, hooks=self._hooks)
             self.recorder.begin()
 
     def before_reduction(self, backend: DataParallelBackend) -> None:
