@@ -78,7 +78,7 @@ class Measured:
     def settle(self, strategy: Any, category: str) -> None:
         module = strategy.lightning_module
         self.meter.hold(PARAMETERS, [*module.parameters(), *module.buffers()])
-        for kind, tensors in strategy._backend.held().items():
+        for kind, tensors in strategy.built.backend.held().items():
             self.meter.hold(kind, tensors)
         self.meter.settle(category)
 

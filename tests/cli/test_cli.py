@@ -228,7 +228,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(results
 def test_a_run_that_skips_steps_says_how_many(results: dict[str, Result]) -> None:
     output = results["skips"].output
     assert results["skips"].code == 0, output
-    assert "Step 2: the loss is nan" in output and "The optimizer skips it (skipped so far: 1)." in output
+    assert "Step 2: the loss is nan" in output and "The optimizer skips this step (skipped so far: 1)." in output
     [row] = [line for line in output.splitlines() if line.startswith("skipped steps")]
     assert row.split("  ")[-1].strip() == "1: loss or gradient norm was not finite"
     assert "training loss      nan" not in output

@@ -20,7 +20,7 @@ from sweeps import by_default
 import lightning_3d
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
-from lightning_3d.layout.model_rules import check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.families import read_spec
 from lightning_3d.parallel.nested import rows_of
 from lightning_3d.parallel.pipeline.transport import Transport
@@ -67,18 +67,16 @@ def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> 
     folded, _ = fold(big)
     small = shrink_model(config, big, folded)
     spec, before = read_spec(small), read_spec(config)
-    check_model(
-        folded,
+    sizes = ModelSizes(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        sequence_length=SEQUENCE,
         max_positions=spec.max_positions,
-        sequence_parallel=True,
         experts=spec.experts or None,
     )
+    check_model(folded, sizes, sequence_length=SEQUENCE, sequence_parallel=True)
     transformers_config(small)
     assert (spec.model_type, spec.tied, bool(spec.experts)) == (before.model_type, before.tied, bool(before.experts))
     assert {window is None for window in spec.windows} == {window is None for window in before.windows}
