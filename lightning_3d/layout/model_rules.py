@@ -13,7 +13,7 @@ from math import lcm
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.layout.batch_rules import check_micro_batches
 from lightning_3d.layout.layout import Layout, divisors
-from lightning_3d.layout.resolve import check_available, check_schedule, nearest
+from lightning_3d.layout.resolve import check_expert_groups, check_schedule, nearest
 from lightning_3d.layout.schedules import find_schedule, schedules_for
 from lightning_3d.layout.sizes import check_sizes
 
@@ -71,11 +71,6 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         )
 
 
-def _without(layout: Layout, axis: str) -> Layout:
-    """The layout without an axis; its ranks become data parallel."""
-    return replace(layout, **{axis: 1, "dp": layout.dp * getattr(layout, axis)})
-
-
 def check_model(
     layout: Layout,
     *,
@@ -121,7 +116,7 @@ def check_model(
         micro_batches=micro_batches,
     )
     _check_experts(layout, experts)
-    check_available(layout)
+    check_expert_groups(layout)
     if schedule is not None:
         check_schedule(layout, schedule)
     _check_ulysses(layout, heads, cp_kind)

@@ -51,7 +51,7 @@ def resolve_available(
     """`resolve_layout`, with None for data parallelism over all ranks, of a layout that this version runs.
 
     Raises:
-        LayoutError: as `resolve_layout` and `check_available`; options of a layout without one.
+        LayoutError: as `resolve_layout` and `check_expert_groups`; options of a layout without one.
     """
     if layout is None:
         if vp is not None or order is not None:
@@ -63,7 +63,7 @@ def resolve_available(
             ' cluster="h100_4x8", sequence_length=4096, global_batch_size=256)). Or name a layout.'
         )
     resolved, name = resolve_layout(layout, schedule, vp, order)
-    check_available(resolved)
+    check_expert_groups(resolved)
     return resolved, name
 
 
@@ -95,16 +95,12 @@ def check_schedule(layout: Layout, schedule: str) -> ScheduleInfo:
     return info
 
 
-def check_available(layout: Layout) -> None:
-    """Refuse axes that this version does not have, and expert groups that do not fill the ranks of a stage.
+def check_expert_groups(layout: Layout) -> None:
+    """Refuse expert groups that do not fill the ranks of a stage.
 
     Raises:
-        LayoutError: an ep that does not divide tp * cp * dp.
+        LayoutError: ep does not divide tp * cp * dp.
     """
-    _check_expert_groups(layout)
-
-
-def _check_expert_groups(layout: Layout) -> None:
     ranks = layout.tp * layout.cp * layout.dp
     if ranks % layout.ep == 0:
         return
