@@ -10,7 +10,7 @@ from lightning_3d.layout.sizes import check_number, check_sizes
 ACCELERATORS = ("auto", "cpu", "gpu")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PeakFlops:
     """Operations a second of one GPU in matrix products without sparsity, by the type of the factors. None: it has no such
     products, or the vendor does not say.
@@ -23,7 +23,7 @@ class PeakFlops:
     fp8: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Link:
     """What one GPU sends over.
 
@@ -36,7 +36,7 @@ class Link:
     latency: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
     """Group `cluster`. What is None is not known.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,12 +20,19 @@ from lightning_3d.config.keys import check_group_keys, check_type, data_options,
 from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import NONE, ZeroOptions
-from lightning_3d.config.run_config import GROUPS, MODEL_KEYS, START_METHODS, RunConfig, TrainerConfig
+from lightning_3d.config.run_config import (
+    GROUPS,
+    MODEL_KEYS,
+    START_METHODS,
+    CompleteRun,
+    RunConfig,
+    TrainerConfig,
+    complete_run,
+)
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_batch, few_micro_batches
 from lightning_3d.layout.layout import AXES, Layout, divisors
@@ -34,8 +41,7 @@ from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.models.context_limits import check_fields
-from lightning_3d.models.families import FAMILIES, read_spec
-from lightning_3d.models.pretrained_config import complete_model
+from lightning_3d.models.families import FAMILIES
 from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.storage.remote_path import RemotePath, place
@@ -44,13 +50,13 @@ from lightning_3d.storage.remote_path import RemotePath, place
 class Advice(Protocol):
     """What the planner is asked (`lightning_3d.planner.advice`)."""
 
-    def choose(self, run: RunConfig, precision: str) -> dict[str, Any]:
+    def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
         """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
-    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
+    def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Raise LayoutError for what does not fit on the GPUs; return warnings of what fits badly."""
 
-    def refuse_here(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
+    def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
 
 
@@ -59,15 +65,16 @@ class RunPlan:
     """What a run will be.
 
     Attributes:
+        run: the configuration as it was checked.
         layout: with `vp` as the schedule implies it.
         micro_batches: of one optimizer step on each data-parallel rank.
         accelerator: cpu or gpu.
         precision: a name of `PRECISIONS`.
-        model: the group `model`, with what a pretrained folder says.
         warnings: for the user, before the start.
         chosen: keys of `parallelism` that the planner filled in.
     """
 
+    run: CompleteRun = field(repr=False, compare=False)
     layout: Layout
     schedule: str
     zero: ZeroOptions
@@ -76,9 +83,13 @@ class RunPlan:
     micro_batches: int
     accelerator: str
     precision: str
-    model: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
     chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Group `model`, with the values that a pretrained folder adds."""
+        return self.run.model
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
         """The configuration with everything that was left open in it filled in."""
@@ -123,9 +134,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     Raises:
         LayoutError, ConfigError: the first thing found wrong. The number of launched ranks comes first.
     """
-    run = check_keys(config)
+    run, chosen = _choose_layout(check_keys(config), advice)
     parallelism = run.parallelism
-    chosen = _choose_layout(run, advice)
     layout, schedule = resolve_layout(
         parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order or AXES)
     )
@@ -143,9 +153,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     _check_trainer(run.trainer)
     run.plan.check()
     _check_targets(run)
-    LoraOptions.of(run.model)
-    run.model = complete_model(run.model, dry=run.trainer.dry)
-    micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule, experts)
+    complete = complete_run(run)  # reads the files of a pretrained model: after everything that is cheap to refuse
+    micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
@@ -154,9 +163,10 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         )
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size
-        warnings += _check_memory(run, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
+        warnings += _check_memory(complete, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
     bubble = few_micro_batches(layout, schedule, micro_batches)
     return RunPlan(
+        run=complete,
         layout=layout,
         schedule=schedule,
         zero=zero,
@@ -165,13 +175,12 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         micro_batches=micro_batches,
         accelerator=accelerator,
         precision=precision,
-        model=run.model,
         warnings=(*warnings, *((bubble,) if bubble else ())),
         chosen=chosen,
     )
 
 
-def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
+def _check_memory(run: CompleteRun, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
     """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
     if accelerator == "gpu":
         return advice.refuse(run, *planned)
@@ -184,17 +193,17 @@ def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, p
     return ()
 
 
-def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
-    """With `parallelism=auto`: what the planner chose, which is filled in; otherwise nothing."""
+def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, dict[str, Any]]:
+    """(the run, the keys of `parallelism` that the planner filled in with `parallelism=auto`)."""
     parallelism = run.parallelism
     open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
     if parallelism.layout != "auto":
         if open_keys:
             raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only parallelism=auto leaves it to the planner.")
-        return {}
+        return run, {}
     if advice is None:
         raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
-    run.model = complete_model(run.model, dry=run.trainer.dry)
+    complete = complete_run(run)
     run.cluster.check()
     run.plan.check()
     for key in ("sequence_length", "global_batch_size"):
@@ -202,10 +211,8 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         if run.data.get(key) is None:
             raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
     here = run.cluster.accelerator == "auto" and not visible_gpus()
-    chosen = advice.choose(run, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
-    for key, value in chosen.items():
-        setattr(parallelism, key, value)
-    return chosen
+    chosen = advice.choose(complete, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
+    return replace(complete, parallelism=replace(parallelism, **chosen)), chosen
 
 
 def check_keys(config: DictConfig) -> RunConfig:
@@ -224,7 +231,7 @@ def check_keys(config: DictConfig) -> RunConfig:
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        merged = OmegaConf.merge(_schema(), plain)
         missing = sorted(OmegaConf.missing_keys(merged))
         if merged.trainer.dry:  # files of data may be named when the run is started
             for key in (name for name in missing if name.startswith("data.")):
@@ -242,6 +249,17 @@ def check_keys(config: DictConfig) -> RunConfig:
     for key, value in run.data.items():
         check_type(f"data.{key}", value, options.get(key))
     return run
+
+
+def _schema() -> DictConfig:
+    """`RunConfig` for OmegaConf, which makes groups of frozen dataclasses read-only, also for a merge."""
+    schema = OmegaConf.structured(RunConfig)
+    groups = [schema]
+    while groups:
+        group = groups.pop()
+        OmegaConf.set_readonly(group, False)
+        groups += [entry for entry in group._content.values() if isinstance(entry, DictConfig)]
+    return schema
 
 
 def _check_trainer(trainer: TrainerConfig) -> None:
@@ -318,11 +336,9 @@ def _check_url(key: str, url: str) -> None:
         raise ConfigError(f"{key}={error}") from error
 
 
-def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
+def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
     """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
-    if not isinstance(run.model.get("config"), dict):
-        raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
-    spec = read_spec(run.model["config"])
+    spec = run.spec
     if spec.experts and spec.top_k > spec.experts:
         raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
     if experts.asked_for and not spec.experts:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_3d.errors import CheckpointError, ConfigError, listed
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.safetensors_folder import StoredTensor, find_folder, read_config, read_tensors
+from lightning_3d.models.spec import ModelSpec
 
 TAKEN = "pretrained"
 """The name of the model whose architecture is the folder's."""
@@ -45,34 +46,41 @@ _COMPUTED_WITH = (
 )
 
 
-def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
-    """The group `model` with the folder's full path, and with its architecture where it takes that from there.
+def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict[str, Any], ModelSpec]:
+    """Complete the group `model` from the pretrained folder that it names, if any, and read the sizes of the model.
 
     Args:
         dry: nothing is started, so a folder that is `REQUIRED` may be named later.
 
+    Returns:
+        (the group with the folder's full path, and with the folder's architecture where it takes that from there; sizes of the model)
+
     Raises:
         CheckpointError: the folder is missing, incomplete, damaged, or holds no weights that can be read.
-        ConfigError: the architecture is not the one of the folder.
+        ConfigError: no fields of a Transformers configuration, a size that cannot be, or another architecture than the folder's.
     """
-    path, config = model.get("pretrained"), model.get("config")
+    path, name, config = model.get("pretrained"), model.get("name"), model.get("config")
     if path == REQUIRED and not dry:
         raise ConfigError("model.pretrained must be given: the folder of the pretrained weights, model.pretrained=PATH.")
-    path = None if path == REQUIRED else path
-    model = {**model, "pretrained": path}
-    if path is None:
-        if model.get("name") == TAKEN:
+    if path in (None, REQUIRED):
+        if name == TAKEN:
             raise ConfigError("model=pretrained takes the architecture from a folder in Transformers' format: give model.pretrained=PATH.")
-        return model
+        return {**model, "pretrained": None}, read_spec(_fields(config))
     folder = find_folder(str(path))
     stored = architecture(folder)
     tensors = read_tensors(folder)
-    if model.get("name") == TAKEN:
-        model["config"] = {**stored, **(config or {})}
-    elif isinstance(config, dict):
-        _require_same(config, stored, str(model.get("name")), folder)
-    _require_stored_shapes(model["config"], tensors, folder)
-    return model | {"pretrained": str(folder)}
+    config = {**stored, **(config or {})} if name == TAKEN else _fields(config)
+    spec = read_spec(config)
+    if name != TAKEN:
+        _require_same(config, spec, stored, str(name), folder)
+    _require_stored_shapes(spec, tensors, folder)
+    return {**model, "config": config, "pretrained": str(folder)}, spec
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    if not isinstance(config, dict):
+        raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
+    return config
 
 
 def architecture(folder: Path) -> dict[str, Any]:
@@ -123,11 +131,11 @@ def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, An
         )
 
 
-def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:
+def _require_same(config: Mapping[str, Any], spec: ModelSpec, stored: Mapping[str, Any], name: str, folder: Path) -> None:
     """Refuse a model of other shapes than the folder's, by name, or one that is computed in another way."""
     if config.get("model_type") == stored.get("model_type"):
-        specs = read_spec(config), read_spec(stored)
-        here, there = (spec.shapes or {} for spec in specs)
+        stored_spec = read_spec(stored)
+        here, there = spec.shapes or {}, stored_spec.shapes or {}
         both = [key for key in here if key in there]
         other = [f"{key} {list(here[key])}, in the folder {list(there[key])}" for key in both if here[key] != there[key]]
         if here and there:
@@ -138,7 +146,7 @@ def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: st
                 f"The weights in {folder} are not those of model={name}. {len(other)} parameters differ: {'; '.join(other[:3])}. Take the"
                 f" architecture from the folder: model={TAKEN}."
             )
-        if here and specs[0].windows != specs[1].windows:
+        if here and spec.windows != stored_spec.windows:
             raise ConfigError(
                 f"The weights in {folder} are not those of model={name}: attention windows (sliding_window, layer_types) differ. Take the"
                 f" architecture from the folder: model={TAKEN}."
@@ -146,9 +154,9 @@ def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: st
     refuse_other_architecture(config, stored, name, folder)
 
 
-def _require_stored_shapes(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> None:
+def _require_stored_shapes(spec: ModelSpec, tensors: Mapping[str, StoredTensor], folder: Path) -> None:
     """Refuse files whose tensors have other shapes than the configuration says, for those that have its names."""
-    shapes = read_spec(config).shapes or {}
+    shapes = spec.shapes or {}
     refuse_shapes({key: (shape, tensors[key].shape) for key, shape in shapes.items() if key in tensors}, folder)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
+from lightning_3d.config.run_config import CompleteRun, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.models.families import FAMILIES, read_spec
+from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
 from lightning_3d.planner.host_memory import available_memory
@@ -38,7 +39,7 @@ _LATENCY = 3e-6
 """Seconds of a message, where the cluster does not say."""
 
 
-def planned_accelerator(run: Any) -> str:
+def planned_accelerator(run: RunConfig) -> str:
     """cpu or gpu: what the planner plans for."""
     return "cpu" if run.cluster.accelerator == "cpu" or (run.profile and profile_of(run.profile).device == "cpu") else "gpu"
 
@@ -103,8 +104,8 @@ def _stated(cluster: ClusterConfig) -> Machine | None:
     )
 
 
-def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str = "1F1B", micro_batch: int = 1) -> Job:
-    """The job of a `RunConfig`, whose model and batch are complete.
+def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, schedule: str = "1F1B", micro_batch: int = 1) -> Job:
+    """The job of a run whose model and batch are complete.
 
     Raises:
         ConfigError: a family whose parameters are not known here.
@@ -114,7 +115,7 @@ def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str
     offload = parallelism.zero_offload != "none"
     recompute = "full" if parallelism.offload_activations else parallelism.recompute or "none"
     return Job(
-        model=Architecture.from_spec(read_spec(run.model["config"])),
+        model=Architecture.from_spec(run.spec),
         layout=layout or Layout(),
         seq=run.data["sequence_length"],
         global_batch=run.data["global_batch_size"],
@@ -124,7 +125,7 @@ def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str
         precision=kind,
         weight_bytes=weight,
         state_bytes=0.0 if offload else state,
-        trained=0.02 if (run.model.get("lora") or {}).get("r") else 1.0,
+        trained=0.02 if run.lora.r else 1.0,
         reduce=parallelism.zero_reduce,
         gather=parallelism.zero_gather,
         recompute=recompute,
@@ -134,7 +135,7 @@ def job_of(run: Any, precision: str, layout: Layout | None = None, schedule: str
     )
 
 
-def stack_of(run: Any, precision: str) -> Stack:
+def stack_of(run: CompleteRun, precision: str) -> Stack:
     """This package as the run uses it.
 
     Raises:
@@ -160,7 +161,7 @@ def stack_of(run: Any, precision: str) -> Stack:
 class Advice:
     """What `plan_run` asks."""
 
-    def choose(self, run: Any, precision: str) -> dict[str, Any]:
+    def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
         """Values for the keys of `parallelism` that are open with `parallelism=auto`.
 
         Raises:
@@ -178,7 +179,7 @@ class Advice:
             "micro_batch_size": best.micro_batch,
         }
 
-    def refuse(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
+    def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Refuse what does not fit on the cluster's GPUs, where these and the model's parameters are known.
 
         Returns:
@@ -188,7 +189,7 @@ class Advice:
             LayoutError: with a table of what needs how much, and what would fit.
         """
         machine = machine_of(run.cluster, run.profile)
-        if machine is None or read_spec(run.model["config"]).shapes is None:
+        if machine is None or run.spec.shapes is None:
             return ()
         job, reserve = job_of(run, precision, layout, schedule, micro_batch), run.plan.memory_reserve
         memory = memory_of(job)
@@ -196,7 +197,7 @@ class Advice:
             raise LayoutError(_too_large(job, memory, machine, reserve))
         return (_tight(job, memory, machine, reserve),) if memory.total > (1 - reserve) * machine.memory else ()
 
-    def refuse_here(self, run: Any, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
+    def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Refuse what the memory of this machine cannot hold, with `ranks` of the run on its cores. A model whose parameters are not known
         is let pass, and so is a machine that does not say what memory it has.
 
@@ -204,7 +205,7 @@ class Advice:
             LayoutError: with a table of what needs how much, and what would fit.
         """
         there = available_memory()
-        if there is None or read_spec(run.model["config"]).shapes is None:
+        if there is None or run.spec.shapes is None:
             return
         job = job_of(run, precision, layout, schedule, micro_batch)
         # Host memory has no reserves, no copies of gradients, and what is offloaded to it is in it.
@@ -226,7 +227,7 @@ class Advice:
         )
 
 
-def plan(run: Any, precision: str, *, most: int = 5) -> Found:
+def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
     """The fastest ways to train on the cluster, within what the configuration sets.
 
     Raises:
@@ -238,9 +239,9 @@ def plan(run: Any, precision: str, *, most: int = 5) -> Found:
             f"The planner needs to know the GPUs of the cluster, but {run.cluster.name} does not say what they are. Name one by numbers,"
             " such as cluster=h100_4x8, or measure this machine with lightning-3d profile and give profile=profile.json."
         )
-    if read_spec(run.model["config"]).shapes is None:
+    if run.spec.shapes is None:
         raise ConfigError(
-            f"The planner does not know the parameters of model_type '{run.model['config']['model_type']}'. Known families:"
+            f"The planner does not know the parameters of model_type '{run.spec.model_type}'. Known families:"
             f" {', '.join(sorted(FAMILIES))}."
         )
     job = job_of(run, precision)

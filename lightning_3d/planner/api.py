@@ -11,7 +11,7 @@ from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.plan import MEMORY_RESERVE, PlanOptions
 from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
 from lightning_3d.config.plan_run import largest_micro_batch
-from lightning_3d.config.run_config import ParallelismConfig, RunConfig
+from lightning_3d.config.run_config import ParallelismConfig, RunConfig, complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.batch_rules import check_batch
 from lightning_3d.layout.layout import AXES
@@ -62,7 +62,7 @@ def planned(
     known = {field.name for field in fields(ParallelismConfig)}
     defaults: dict[str, Any] = dict.fromkeys(_OPEN) if layout == "auto" else {"zero_stage": 0}
     given = {name: value for name, value in options.items() if name in known}
-    run = RunConfig(
+    asked = RunConfig(
         model={"config": config_of(model)},
         data={"sequence_length": sequence_length, "global_batch_size": global_batch_size},
         parallelism=ParallelismConfig(**{**defaults, **given, "layout": layout}),
@@ -71,6 +71,7 @@ def planned(
         profile=profile,
         plan=PlanOptions(memory_reserve),
     )
+    run = complete_run(asked)
     run.plan.check()
     advice = Advice()
     if layout == "auto":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.models.families import FAMILIES
+from lightning_3d.models.families import FAMILIES, read_spec
 from lightning_3d.models.spec import ModelSpec
 
 _ROUTED = ("mlp.experts.", "mlp.gate.weight")
@@ -143,6 +145,15 @@ class Architecture:
             windows=spec.windows if any(spec.windows) else (),
             norms=sum(prod(shape) for shape in any_block.values() if len(shape) == 1),
         )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Architecture:
+        """Sizes of a model from the fields of its Transformers configuration.
+
+        Raises:
+            ConfigError: fields or sizes that cannot be; a family whose parameters are not known.
+        """
+        return cls.from_spec(read_spec(config))
 
     @cached_property
     def attention_size(self) -> int:

@@ -27,7 +27,6 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.models.families import read_spec
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.constants import efficiency_of
@@ -263,12 +262,12 @@ def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _layers(one: Mapping[str, Any]) -> int:
-    return read_spec(one["config"]).layers
+    return Architecture.from_config(one["config"]).layers
 
 
 def _job(profile: Profile, one: Mapping[str, Any], stack: Stack) -> Job:
     """A measured model as a job of one rank."""
-    model = Architecture.from_spec(read_spec(one["config"]))
+    model = Architecture.from_config(one["config"])
     rows = one["tokens"] // one["seq"]
     precision = "fp32" if profile.precision in ("fp32", "fp64") else "bf16"
     return Job(model, Layout(), one["seq"], rows, rows, precision=precision, stack=stack)

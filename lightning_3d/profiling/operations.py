@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.models.families import read_spec
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from lightning_3d.planner.architecture import Architecture
 from lightning_3d.tracing.memory import SavedTensors
 from lightning_3d.training.module import transformers_config
 
@@ -143,7 +141,7 @@ class _Meter:
 
 def _products(shapes: Shapes, meter: _Meter) -> list[Entry]:
     """The matrix products of a block and of the output head, cut as by each degree, with a micro-batch of tokens and a quarter of it."""
-    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
     matrices = [*model.attention, *model.mlp(model.ffn or model.expert_ffn), *model.mlp(model.expert_ffn if model.ffn else 0)]
     sizes = {tuple(int(size) for size in matrix.local(tp)) for tp in shapes.degrees for matrix in matrices}
     sizes.add((model.vocab, model.hidden))
@@ -164,7 +162,7 @@ def _token_counts(shapes: Shapes) -> tuple[int, ...]:
 
 def _attention(shapes: Shapes, meter: _Meter) -> list[Entry]:
     """Fused causal attention, forward and backward, with the heads of each degree. `flops` are counted as in `planner.work`."""
-    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
     found = []
     for tp in shapes.degrees:
         heads, width = max(1, model.heads // tp), model.query_width // model.heads
@@ -181,7 +179,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> None:
 
 def _memory_bound(shapes: Shapes, meter: _Meter) -> list[Entry]:
     """Copies, and products element by element of what a block has: bytes are read and written."""
-    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
     found = []
     for size in _COPIED[meter.device.type]:
         source = torch.ones(size, dtype=torch.uint8, device=meter.device)
@@ -273,7 +271,7 @@ def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
     nodes = [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
     placed: dict[str, Sequence[list[int]]] = {"node": nodes, "between": [list(column) for column in zip(*nodes, strict=True)]}
     tokens = shapes.micro_batch * shapes.seq
-    hidden = _architecture(shapes.config).hidden * _DTYPES[shapes.precision].itemsize
+    hidden = shapes.model.hidden * _DTYPES[shapes.precision].itemsize
     largest = _COPIED[meter.device.type][0]
     sizes = sorted({1 << 12, min(largest, tokens * hidden), largest})
     found = []
@@ -315,7 +313,3 @@ def _middle(own: list[Entry]) -> list[Entry]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, [entry["seconds"] for entry in own])
     return [{**entry, "seconds": statistics.median(times)} for entry, *times in zip(own, *everywhere, strict=True)]
-
-
-def _architecture(config: Mapping[str, Any]) -> Architecture:
-    return Architecture.from_spec(read_spec(config))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+from lightning_3d.planner.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,14 @@ class Shapes:
 
     Attributes:
         config: fields of a Transformers configuration.
+        model: its sizes.
         degrees: of tensor parallelism whose products are measured.
         micro_batch, seq: rows and tokens of a micro-batch.
         repeats: of each operation.
     """
 
     config: Mapping[str, Any]
+    model: Architecture
     attention: str | None
     precision: str
     degrees: tuple[int, ...]

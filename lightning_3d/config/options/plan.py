@@ -11,7 +11,7 @@ MEMORY_RESERVE = 0.12
 GPU was predicted, most of the measured runs ran out of memory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanOptions:
     """Keys `plan`.
 
