@@ -21,11 +21,12 @@ from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
 from lightning_3d.planner.host_memory import available_memory
-from lightning_3d.planner.job import Job, Stack
+from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Candidate, Fixed, Found, search
+from lightning_3d.planner.stack import Stack
 from lightning_3d.planner.tables import gigabytes, margin, memory_table
 
 _BYTES = {  # precision: (of a weight, of the optimizer's state of it, of a product)
@@ -141,20 +142,22 @@ def stack_of(run: CompleteRun, precision: str) -> Stack:
     Raises:
         ConfigError: the profile was measured in another precision.
     """
-    changes: dict[str, Any] = {}
+    stack = OURS if run.profile is None else _measured_stack(run, run.profile, precision)
     if run.model.get("attn_implementation") == "eager":
-        changes["flash"] = False
+        stack = replace(stack, flash=False)
     if run.parallelism.compile:
-        changes["traffic"] = 1.2  # as software whose element-wise operations are fused
-    if run.profile is None:
-        return replace(OURS, **changes)
-    machine, profile = machine_of(run.cluster, run.profile), profile_of(run.profile)
+        stack = replace(stack, traffic=replace(stack.traffic, elementwise=1.2))  # as software whose element-wise operations are fused
+    return stack
+
+
+def _measured_stack(run: CompleteRun, path: str, precision: str) -> Stack:
+    machine, profile = machine_of(run.cluster, path), profile_of(path)
     assert machine is not None
     if profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
         raise ConfigError(
-            f"profile={run.profile} was measured in {profile.precision}, but the run is in {precision}. Profile with precision={kind}."
+            f"profile={path} was measured in {profile.precision}, but the run is in {precision}. Profile with precision={kind}."
         )
-    return replace(stack_of_profile(profile, machine, OURS), **changes)
+    return stack_of_profile(profile, machine, OURS)
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,8 @@ class Advice:
             return
         job = job_of(run, precision, layout, schedule, micro_batch)
         # Host memory has no reserves, no copies of gradients, and what is offloaded to it is in it.
-        stack = replace(job.stack, context=0.0, overhead=1.0, spare_gradient_bytes=0.0)
-        job = replace(job, state_bytes=_BYTES[precision][1], stack=stack)
+        footprint = replace(job.stack.footprint, context=0.0, allocator=1.0, spare_gradient=0.0)
+        job = replace(job, state_bytes=_BYTES[precision][1], stack=replace(job.stack, footprint=footprint))
         share = ranks / layout.world_size
 
         def needed(one: Job) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Matrix
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
@@ -72,32 +73,18 @@ def work_of(job: Job, machine: Machine) -> Work:
     """What the ranks of a job do for one micro-batch."""
     layout = job.layout
     shared = job.tokens / (layout.tp if job.sequence_parallel else 1)
-    hops = _pipeline_hops(job, machine)
     return Work(
         block=_recomputed(job, machine),
         embedding=_embedding(job, machine),
         head=_head(job, machine),
-        message=send(machine, hops, shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
-        host_block=_host(job, machine),
+        message=send(machine, pipeline_hops(layout, machine), shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
+        host_block=job.stack.host_seconds(layout, machine),
     )
 
 
-def _host(job: Job, machine: Machine) -> float:
-    """Seconds that the host needs to start a block, forward and backward together."""
-    layout, stack = job.layout, job.stack
-    if layout.tp == 1:
-        return stack.host_block
-    seconds = stack.host_block + stack.host_collectives
-    if group(layout, ("tp",), machine.gpus_per_node).nodes > 1:
-        seconds += stack.host_network * layout.tp
-    if layout.pp > 1 and _pipeline_hops(job, machine):
-        seconds += stack.host_tensor * layout.tp
-    return seconds
-
-
-def _pipeline_hops(job: Job, machine: Machine) -> bool:
+def pipeline_hops(layout: Layout, machine: Machine) -> bool:
     """Whether some neighbouring stages are on different nodes."""
-    return group(job.layout, ("pp",), machine.gpus_per_node).nodes > 1
+    return group(layout, ("pp",), machine.gpus_per_node).nodes > 1
 
 
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
@@ -112,7 +99,7 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
         size = copies * outputs * depth / bandwidth
         forward += work + activations + width * size + copies * kernel
         inputs += work + activations + width * size + copies * kernel
-        weights += work + activations + 2 * job.stack.gradient_bytes * size + copies * kernel
+        weights += work + activations + 2 * job.stack.footprint.gradient * size + copies * kernel
     weights *= job.trained
     return Part(forward=forward, backward=inputs + weights, weights=weights)
 
@@ -125,8 +112,7 @@ def _attention(job: Job, machine: Machine) -> Part:
     width = model.query_width / layout.tp
     context = model.context(job.seq)
     if job.stack.flash:
-        rate = machine.peak * machine.efficiency.attention * job.stack.attention_speed
-        forward = 4.0 * job.tokens * context * width / rate
+        forward = 4.0 * job.tokens * context * width / job.stack.attention_rate(machine)
         part = Part(forward=forward, backward=2.5 * forward)
     else:
         scores = job.tokens * job.seq * model.heads / layout.tp
@@ -151,7 +137,7 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
     shared = model.hidden / (tp if job.sequence_parallel else 1)
     rotated = (model.query_width + model.key_width / 2) / tp
     gates = 3 if model.gated else 2
-    traffic = job.width * job.tokens * job.stack.traffic * (10 * shared + 2 * rotated + gates * inner)
+    traffic = job.width * job.tokens * job.stack.traffic.elementwise * (10 * shared + 2 * rotated + gates * inner)
     if job.precision == "fp8":
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
     forward = traffic / machine.memory_rate
@@ -233,7 +219,7 @@ def _head(job: Job, machine: Machine) -> Part:
     """The output head, cut along the vocabulary, and the loss, whose passes over the logits are bound by memory."""
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
-    logits = job.tokens * model.vocab / job.layout.tp * job.stack.logit_traffic / machine.memory_rate
+    logits = job.tokens * model.vocab / job.layout.tp * job.stack.traffic.logit / machine.memory_rate
     part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
     if job.layout.tp > 1:
         ranks = group(job.layout, ("tp",), machine.gpus_per_node)

@@ -30,9 +30,10 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.constants import efficiency_of
-from lightning_3d.planner.job import Job, Stack
+from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import block_activations
+from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
 
 FORMAT = "lightning_3d profile 1"
 _NEEDED = ("format", "date", "device", "name", "memory", "ranks", "ranks_per_node", "precision", "operations")
@@ -221,39 +222,40 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
 def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     """The software as it was measured on the machine: its host, its operations bound by memory, and what it keeps for the backward pass."""
     per_parameter, step = _fit(profile.of("optimizer"), lambda one: (one["parameters"], 1.0))
-    plain = replace(stack, traffic=0.0, logit_traffic=0.0)
 
-    def seconds(one: Mapping[str, Any], **changes: Any) -> float:
-        job = _job(profile, one, replace(plain, **changes))
+    def seconds(one: Mapping[str, Any], elementwise: float = 0.0, logit: float = 0.0) -> float:
+        traffic = replace(stack.traffic, elementwise=elementwise, logit=logit)
+        job = _job(profile, one, replace(stack, traffic=traffic))
         work = work_of(job, machine)
         return sum((work.block * job.model.layers + work.embedding + work.head).seconds()[:2])
 
     def share(one: Mapping[str, Any]) -> tuple[float, float]:
         base = seconds(one)
-        return seconds(one, traffic=1.0) - base, seconds(one, logit_traffic=1.0) - base
+        return seconds(one, elementwise=1.0) - base, seconds(one, logit=1.0) - base
 
-    traffic, logit_traffic = _fit(profile.of("model"), share, seconds)
+    elementwise, logit = _fit(profile.of("model"), share, seconds)
     host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
     largest = max(profile.of("model"), key=lambda one: one["tokens"])
     kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
     by_block, beside = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
-    job = _job(profile, largest, replace(stack, saved=0.0))
-    changes: dict[str, Any] = {}
-    if profile.device == "cpu":  # nothing runs beside the cores' own work, and what is counted is what tensors hold
-        changes = {"overlaps_all_reduce": False, "overlaps_data": False, "overlaps_gather": False, "overhead": 1.0}
-    return replace(
-        stack,
-        traffic=traffic,
-        logit_traffic=logit_traffic,
-        optimizer_traffic=per_parameter * machine.memory_rate,
-        host_step=step,
-        host_block=host,
-        host_collectives=stack.host_collectives if profile.device == "cuda" else 0.0,
+    footprint = replace(stack.footprint, saved=0.0)
+    job = _job(profile, largest, replace(stack, footprint=footprint))
+    footprint = replace(
+        footprint,
         saved=max(0.0, by_block - block_activations(job)) / job.tokens / job.model.hidden,
-        logit_bytes=beside / (job.tokens * job.model.vocab),
+        logit=beside / (job.tokens * job.model.vocab),
         context=profile.context,
-        **changes,
     )
+    measured = replace(
+        stack,
+        host=Host(block=host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step),
+        traffic=Traffic(elementwise=elementwise, logit=logit, parameter=per_parameter * machine.memory_rate),
+        footprint=footprint,
+    )
+    if profile.device == "cuda":
+        return measured
+    # On a CPU nothing runs beside the cores' own work, and what is counted is what tensors hold.
+    return replace(measured, overlap=Overlap(False, False, False), footprint=replace(footprint, allocator=1.0))
 
 
 def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:

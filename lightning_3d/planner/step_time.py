@@ -11,15 +11,15 @@ from lightning_3d.layout.orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, all_reduce, gather, gather_apart, group
+from lightning_3d.planner.machine import Machine, all_reduce, gather, group
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
 """How sharply a maximum of two rates is taken where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
 
-_AHEAD_SHARPNESS = 10
-"""How sharply a host that is faster than the GPU runs ahead of it: its lead grows until its queue of kernels is full."""
+_HIDDEN = 0.8
+"""Share of a pass that communication can hide behind."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,6 @@ class Step:
     waiting: float
     timeline: Timeline | None = None
 
-    def queue(self, job: Job) -> float:
-        """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster. In a pipeline the first rank
-        starts pp - 1 forward passes before it waits for a gradient, and pp - 2 of them find the GPU with one to do, in so far as the host
-        is not the slower one."""
-        ahead = self.waiting * job.stack.ahead
-        started = (job.layout.pp - 2) / (job.layout.pp - 1) if job.layout.pp > 2 else 0.0
-        return max(started * min(1.0, ahead), 1 / (1 + ahead**-_AHEAD_SHARPNESS))
-
 
 def _smooth_max(a: float, b: float) -> float:
     if not a or not b:
@@ -81,8 +73,7 @@ def _late(job: Job, machine: Machine, block: Part) -> Part:
         return Part()
     stack, size = job.stack, sum(parameters_of(job, Stage(1, False, False)))
     ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
-    if stack.apart and job.gathers_often:
-        once = gather_apart(machine, ranks, job.width * size, stack.apart, stack.apart_network)
+    if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * size)) is not None:
         again = 1 + (job.recompute == "full") + job.reduces_often
         return Part(forward_communication=once, backward_communication=again * once)
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
@@ -95,7 +86,7 @@ def least_seconds(job: Job, machine: Machine) -> float:
     """What no schedule, split into stages or ZeRO stage goes below: all work, shared by the pipeline's ranks."""
     work = work_of(job, machine)
     whole = work.block * job.model.layers + work.embedding + work.head
-    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host_step
+    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host.step
 
 
 def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False, work: Work | None = None) -> Step:
@@ -137,10 +128,10 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
     data, optimizer = max([_after(job, machine, [held[stage] for stage in mine], played[mine[0]]) for mine in distinct], key=sum)
     busy_gpu = sum(sum(part.seconds()) - part.weights for part in own)
     return Step(
-        seconds=span + data + optimizer + job.stack.host_step,
+        seconds=span + data + optimizer + job.stack.host.step,
         compute=compute,
         communication=communication,
-        host=max(0.0, loads[busiest] - compute - communication) + job.stack.host_step,
+        host=max(0.0, loads[busiest] - compute - communication) + job.stack.host.step,
         bubble=span - loads[busiest],
         data=data,
         optimizer=optimizer,
@@ -169,7 +160,7 @@ def least_span(job: Job, machine: Machine, work: Work) -> float:
     seconds = [played[stage] for stage in stages_of(job)]
     info, layout = find_schedule(job.schedule), job.layout
     owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
-    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host_step
+    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host.step
 
 
 @lru_cache(maxsize=1024)
@@ -211,15 +202,15 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
-    optimizer = (stepped * stack.optimizer_traffic + job.trained * (dense + routed) * stack.every_traffic) / machine.memory_rate
+    optimizer = stack.optimizer_bytes(stepped, job.trained * (dense + routed)) / machine.memory_rate
     if job.zero == 0:
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
     else:
         whole = 1 if stack.scatters else 2
         reduce = 0.0 if job.reduces_often else whole * gather(machine, ranks, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
-    if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
-        reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)
-    if stack.overlaps_gather:
-        spread = max(spread - stack.hidden * last.forward, 0.1 * spread)
+    if stack.overlap.data if job.zero else stack.overlap.all_reduce:
+        reduce = max(reduce - _HIDDEN * last.backward, 0.1 * reduce)
+    if stack.overlap.gather:
+        spread = max(spread - _HIDDEN * last.forward, 0.1 * spread)
     return reduce + spread, optimizer
