@@ -1,8 +1,7 @@
-"""The configuration of a run: which keys there are, and what a run makes of them. Imports no torch.
+"""The check of a whole run before anything is started. Imports no torch.
 
-`plan_run` is the check that comes before anything is started: it takes a composed configuration, refuses what the
-configuration alone shows to be wrong, and returns what was left open in it (schedule, accelerator, precision, number of
-micro-batches).
+`plan_run` takes a composed configuration, refuses what the configuration alone shows to be wrong, and fills in what it leaves
+open (schedule, accelerator, precision, number of micro-batches).
 """
 
 from __future__ import annotations
@@ -48,29 +47,33 @@ from lightning_3d.storage.remote_path import RemotePath, place
 
 
 class Advice(Protocol):
-    """What the planner is asked (`lightning_3d.planner.advice`)."""
+    """Questions to the planner, which lies above this package (`lightning_3d.planner.advice`)."""
 
     def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
-        """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+        """Return values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
     def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
-        """Raise LayoutError for what does not fit on the GPUs; return warnings of what fits badly."""
+        """Raise LayoutError for a layout that does not fit on the GPUs; return warnings about one that barely fits."""
 
     def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
-        """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
+        """Raise LayoutError where `ranks` ranks on the cores of this machine need more than its memory."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will be.
+    """A checked run with everything filled in that its configuration leaves open.
 
     Attributes:
-        run: the configuration as it was checked.
-        layout: with `vp` as the schedule implies it.
-        micro_batches: of one optimizer step on each data-parallel rank.
+        run: checked configuration.
+        layout: layout, with `vp` as the schedule implies it.
+        schedule: name of the pipeline schedule.
+        zero: options of ZeRO.
+        blocks: options of the model's blocks.
+        micro_batch_size: rows of a micro-batch.
+        micro_batches: micro-batches of one optimizer step on each data-parallel rank.
         accelerator: cpu or gpu.
-        precision: a name of `PRECISIONS`.
-        warnings: for the user, before the start.
+        precision: name in `PRECISIONS`.
+        warnings: messages for the user before the start.
         chosen: keys of `parallelism` that the planner filled in.
     """
 
@@ -92,7 +95,7 @@ class RunPlan:
         return self.run.model
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The configuration with everything that was left open in it filled in."""
+        """Return the configuration with everything filled in that it leaves open."""
         filled: dict[str, Mapping[str, Any]] = {
             "parallelism": {
                 **self.chosen,
@@ -110,7 +113,7 @@ class RunPlan:
         return config | {group: {**config[group], **values} for group, values in filled.items()}
 
     def describe(self) -> str:
-        """One line for the user."""
+        """Describe the run in one line."""
         count = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         micro = f"{count} of {self.micro_batch_size}"
         where = "GPUs" if self.accelerator == "gpu" else "CPU"
@@ -132,7 +135,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         advice: the planner, for `parallelism=auto` and to refuse what does not fit.
 
     Raises:
-        LayoutError, ConfigError: the first thing found wrong. The number of launched ranks comes first.
+        LayoutError: the first fault found, if it is the layout's. The number of launched ranks is checked first.
+        ConfigError: the first fault found, if it is another one.
     """
     run, chosen = _choose_layout(check_keys(config), advice)
     parallelism = run.parallelism
@@ -158,8 +162,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
-            "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
-            " use optimizer.name=adamw."
+            "optimizer.name=cpu_adamw steps weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
+            " optimizer.name=adamw."
         )
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size
@@ -181,7 +185,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
 
 
 def _check_memory(run: CompleteRun, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
-    """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
+    """Refuse a run that does not fit. A dry run on the CPU may be meant for another machine, so it only gets a warning."""
     if accelerator == "gpu":
         return advice.refuse(run, *planned)
     try:
@@ -194,15 +198,15 @@ def _check_memory(run: CompleteRun, advice: Advice, accelerator: str, here: int,
 
 
 def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, dict[str, Any]]:
-    """(the run, the keys of `parallelism` that the planner filled in with `parallelism=auto`)."""
+    """Return (the run, the keys of `parallelism` that the planner filled in with `parallelism=auto`)."""
     parallelism = run.parallelism
     open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
     if parallelism.layout != "auto":
         if open_keys:
-            raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only parallelism=auto leaves it to the planner.")
+            raise ConfigError(f"parallelism.{open_keys[0]} must be given: only parallelism=auto leaves it to the planner.")
         return run, {}
     if advice is None:
-        raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
+        raise ConfigError("parallelism=auto works only on the command line, which asks the planner. Name a layout.")
     complete = complete_run(run)
     run.cluster.check()
     run.plan.check()
@@ -216,10 +220,10 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, di
 
 
 def check_keys(config: DictConfig) -> RunConfig:
-    """The configuration with types.
+    """Convert a composed configuration to its typed form.
 
     Raises:
-        ConfigError: a key that does not exist, a value of a wrong type, or one that must be given and is not.
+        ConfigError: an unknown key, a value of a wrong type, or a missing value.
     """
     for group in GROUPS:
         if config.get(group) is None:
@@ -227,7 +231,7 @@ def check_keys(config: DictConfig) -> RunConfig:
                 f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
             )
     if "recipe" in config:
-        raise ConfigError("A recipe sets keys of the whole run: the first line of its file must be  # @package _global_")
+        raise ConfigError("A recipe sets keys of the whole run, so the first line of its file must be  # @package _global_")
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
     try:
@@ -277,7 +281,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         near = min(divisors(steps), key=lambda interval: abs(interval - trainer.val_check_interval))
         raise ConfigError(
             f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
-            f" run would end without a validation. The nearest that does is {near}."
+            f" run would end without a validation. The nearest interval that does is {near}."
         )
     if trainer.keep_last < 1 and trainer.keep_last != -1:
         raise ConfigError(f"trainer.keep_last must be at least 1, or -1 to keep all checkpoints; got {trainer.keep_last}.")
@@ -286,13 +290,13 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.gradient_clip_val is not None:
         check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
-        raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
+        raise ConfigError(f"trainer.max_time must be DD:HH:MM:SS, for example 00:12:00:00; got {trainer.max_time!r}.")
     if trainer.resume is not None:
         _check_resume(trainer.resume)
     check_nonfinite("trainer.nonfinite", trainer.nonfinite)
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
-            f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
+            f"trainer.start_method must be {listed(START_METHODS, last='or')}; got {trainer.start_method!r}."
         )
 
 
@@ -302,23 +306,23 @@ def _check_resume(given: str) -> None:
     try:
         recover(path)
         if isinstance(path, Path) and path.is_symlink() and not path.exists():
-            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which is not there.")
+            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which does not exist.")
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint {given} to resume from (trainer.resume).")
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"trainer.resume={given} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
+            raise CheckpointError(f"trainer.resume={given} is not a complete checkpoint: it has no {MANIFEST}.{how_to_convert(path)}")
     except OSError as error:
         raise CheckpointError(f"trainer.resume={given} cannot be read: {error.strerror or error}.") from error
 
 
 def _check_targets(run: RunConfig) -> None:
-    """Loggers and callbacks are objects, by the name of their class."""
+    """Check that each logger and callback names its class."""
     examples = {"logger": "loggers.CSVLogger", "callbacks": "callbacks.LearningRateMonitor"}
     for group, entries in (("logger", run.logger), ("callbacks", run.callbacks)):
         for name, entry in entries.items():
             if entry is not None and not (isinstance(entry, dict) and isinstance(entry.get("_target_"), str)):
                 raise ConfigError(
-                    f"{group}.{name} has no _target_, the class to make. Write for example"
+                    f"{group}.{name} has no _target_, the name of its class. Set for example"
                     f" +{group}.{name}._target_=lightning.pytorch.{examples[group]}."
                 )
             if group == "callbacks" and entry and "://" in str(entry.get("dirpath")):
@@ -326,10 +330,10 @@ def _check_targets(run: RunConfig) -> None:
 
 
 def _check_url(key: str, url: str) -> None:
-    """Where checkpoints are to be written: what writes there is installed."""
+    """Check that a URL for checkpoints is remote and that the library that writes to it is installed."""
     path = place(url)
     if not isinstance(path, RemotePath):
-        raise ConfigError(f"{key}={url} is on the local disk; write {path}.")
+        raise ConfigError(f"{key}={url} is on the local disk; use {path}.")
     try:
         path.require_backend()
     except CheckpointError as error:
@@ -337,17 +341,17 @@ def _check_url(key: str, url: str) -> None:
 
 
 def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
-    """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
+    """Return (rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
     spec = run.spec
     if spec.experts and spec.top_k > spec.experts:
-        raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
+        raise ConfigError(f"The model routes each token to {spec.top_k} experts, but has only {spec.experts}.")
     if experts.asked_for and not spec.experts:
         name = experts.asked_for[0]
-        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Leave it out.")
+        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Omit it.")
     family = FAMILIES.get(spec.model_type)
     if experts.bias_update and family is not None and not family.biased_routers:
         raise ConfigError(
-            f"parallelism.moe_bias_update is for routers with a bias for the choice of experts, as in DeepSeek-V3; {spec.model_type} has"
+            f"parallelism.moe_bias_update needs routers that choose experts with a bias, as in DeepSeek-V3; those of {spec.model_type} have"
             " none. Use parallelism.moe_aux_loss."
         )
     if layout.cp > 1:
@@ -367,10 +371,10 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
         cp_kind=run.parallelism.cp_kind,
     )
     if run.data.get("sequence_length") is None:
-        raise ConfigError("data.sequence_length must be given: the tokens of a sample.")
+        raise ConfigError("data.sequence_length must be given: the number of tokens in a sample.")
     global_batch = run.data.get("global_batch_size")
     if global_batch is None:
-        raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")
+        raise ConfigError("data.global_batch_size must be given: the number of sequences of one optimizer step over all ranks.")
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:
         micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
@@ -378,7 +382,7 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
 
 
 def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
-    """The largest micro-batch that the schedule runs with; 1 when none works, for `check_batch` to explain."""
+    """Return the largest micro-batch that the schedule accepts; 1 when none works, so that `check_batch` explains why."""
     check_sizes(global_batch=global_batch)
     rows, info = global_batch // layout.dp, find_schedule(schedule)
     sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]

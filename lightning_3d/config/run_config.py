@@ -21,7 +21,7 @@ MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_par
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """Group `parallelism`: `Lightning3DStrategy`, or a class made of it, and its arguments."""
+    """Group `parallelism`: `Lightning3DStrategy`, or a subclass, and its arguments."""
 
     _target_: str = "lightning_3d.Lightning3DStrategy"
     _convert_: str = "all"
@@ -57,14 +57,14 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Group `precision`: a name of `PRECISIONS`, or auto."""
+    """Group `precision`: a name in `PRECISIONS`, or auto."""
 
     name: str = MISSING
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Group `trainer`: how long, how often, and arguments of Lightning's `Trainer`."""
+    """Group `trainer`: length of a run, intervals, and arguments of Lightning's `Trainer`."""
 
     max_steps: int = MISSING
     max_time: str | None = None
@@ -85,8 +85,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run. `model`, `data` and `optimizer` are checked by what they are for; loggers and callbacks have a
-    `_target_`.
+    """A whole run. `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's; loggers and
+    callbacks have a `_target_`.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompleteRun(RunConfig):
-    """A run whose group `model` is complete, with what that group says.
+    """A run whose group `model` is complete, with the sizes of its model.
 
     Attributes:
         spec: sizes of the model.
@@ -119,7 +119,7 @@ class CompleteRun(RunConfig):
 
 
 def complete_run(run: RunConfig) -> CompleteRun:
-    """Read what `model` says: its adapters, its pretrained folder, the sizes of the model. The only place where a run reads them.
+    """Complete the group `model` from its pretrained folder, and read adapters and sizes. The only place where a run reads sizes.
 
     Raises:
         ConfigError: adapters, fields or sizes that cannot be. CheckpointError: no pretrained folder that can be read.
