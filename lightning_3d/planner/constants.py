@@ -21,11 +21,11 @@ EFFICIENCIES = {
         matmul=0.85, matmul8=0.85, memory=0.90, attention=0.55, kernel=2.9e-5, link=0.85, network=0.75, crowding=0.02, exposed=0.72
     ),
 }
-"""By type of GPU. Later types than H100 are taken to reach as much of their rates as H100 does."""
+"""Efficiency by type of GPU. Later types than H100 are assumed to reach the same shares of their rates as H100."""
 
 
 def efficiency_of(gpu: str) -> Efficiency:
-    """Of the type of GPU that a name contains."""
+    """Return the efficiency of the type of GPU that a name contains."""
     return EFFICIENCIES["a100" if "a100" in gpu.lower() else "h100"]
 LINK_LATENCY, NETWORK_LATENCY = 0.6e-6, 2.7e-6
 """NCCL 2.30, src/graph/tuning.cc, hwLatencies."""

@@ -1,4 +1,4 @@
-"""What is planned: a model, how it is trained, a layout, and the software that runs it. Pure Python."""
+"""A training step to predict: model, batch, layout, and the software that runs it. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ class Job:
     """One training step on a cluster.
 
     Attributes:
-        seq: tokens of a sequence. global_batch: sequences of a step. micro_batch: sequences that pass a stage at once.
-        schedule: of the pipeline, as in `lightning_3d.layout.schedules`.
-        zero: stage 0 to 3.
-        precision: of matrix products: `bf16` (or 16 bits of another kind), `fp8` or `fp32`.
-        weight_bytes, state_bytes: of a parameter, and of what the optimizer keeps for it: 2 and 12 with float32 master weights.
+        model: sizes of the model.
+        layout: degrees of parallelism and order of ranks.
+        seq: tokens of a sequence.
+        global_batch: sequences of a step.
+        micro_batch: sequences that pass a stage at once.
+        schedule: name of the pipeline schedule, as in `lightning_3d.layout.schedules`.
+        zero: ZeRO stage, 0 to 3.
+        precision: precision of matrix products: `bf16` (or another 16-bit format), `fp8` or `fp32`.
+        weight_bytes: bytes of a parameter; 2 with float32 master weights.
+        state_bytes: bytes that the optimizer keeps for a parameter; 12 with float32 master weights.
         trained: share of parameters that have gradients.
-        reduce, gather: when ZeRO reduces gradients (stages 2, 3) and gathers parameters (stage 3): `step` or `micro_batch`; None as
-            `zero_options` fills it in.
-        recompute_every: of so many neighbouring blocks one is recomputed.
+        reduce: time of ZeRO's gradient reduction (stages 2, 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
+        gather: time of ZeRO's parameter gathering (stage 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
         recompute: `none`, `selective` (attention and MLP activations, not the products), or `full` (whole blocks).
-        sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
+        recompute_every: one of every n neighbouring blocks is recomputed.
+        sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
+        stack: software that runs the step.
     """
 
     model: Architecture
@@ -51,17 +57,17 @@ class Job:
 
     @property
     def reduces_often(self) -> bool:
-        """Whether gradients are reduced in every backward pass, so that a rank keeps its share of them."""
+        """True if gradients are reduced in every backward pass, so that a rank keeps only its shard of them."""
         return self.zero >= 2 and (self.reduce == "micro_batch" if self.reduce else self.layout.pp == 1)
 
     @property
     def gathers_often(self) -> bool:
-        """Whether ZeRO 3 gathers a block's parameters for its forward and again for its backward pass."""
+        """True if ZeRO 3 gathers a block's parameters for its forward pass and again for its backward pass."""
         return self.zero == 3 and self.gather != "step"
 
     @property
     def width(self) -> int:
-        """Bytes of a number in activations and in what is sent of them."""
+        """Bytes of a number in activations, also when they are sent."""
         return 4 if self.precision == "fp32" else 2
 
     @property

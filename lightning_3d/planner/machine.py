@@ -1,4 +1,4 @@
-"""What a cluster can do: rates of its GPUs and links, and how much of these software reaches. Pure Python."""
+"""Rates of a cluster's GPUs and links, and the share of them that software reaches. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_3d.layout.layout import Layout
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a vendor's rates software reaches: the constants that are calibrated, one set for a type of GPU.
+    """Shares of a vendor's rates that software reaches: calibrated constants, one set for each type of GPU.
 
     Attributes:
         matmul: share of the peak that a large matrix product reaches.

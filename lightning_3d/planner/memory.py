@@ -51,14 +51,14 @@ def memory_of(job: Job) -> Memory:
 
 
 def memory_of_all(job: Job) -> Memory:
-    """Of all ranks together, each at its peak: what a host needs on whose cores they all run."""
+    """Return the memory of all ranks together, each at its peak, for a host that runs them all."""
     pipelines, blocks = job.layout.world_size // job.layout.pp, block_bytes(job)
     ranks = [asdict(memory_of_rank(job, own, blocks)) for own in stages_in_flight(job)]
     return Memory(**{name: pipelines * sum(rank[name] for rank in ranks) for name in ranks[0]})
 
 
 def stages_in_flight(job: Job) -> list[StagesOfRank]:
-    """Of each rank of a pipeline, its stages, each with the most micro-batches that are in flight."""
+    """Return for each rank of a pipeline its stages, each with the most micro-batches in flight."""
     layout, stages = job.layout, stages_of(job)
     live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
     v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
@@ -67,8 +67,8 @@ def stages_in_flight(job: Job) -> list[StagesOfRank]:
 
 
 def least_memory(job: Job) -> float:
-    """Bytes that the fullest rank needs at least, whatever the schedule and the ZeRO stage: all of its blocks, and as many micro-batches as
-    there are stages on the way (1F1B's first rank; the other schedules keep as much or more)."""
+    """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks, and as many micro-batches in
+    flight as there are stages (1F1B's first rank; the other schedules keep as much or more)."""
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else job
     share = Stage(job.model.layers // layout.pp, False, False)
@@ -77,7 +77,8 @@ def least_memory(job: Job) -> float:
 
 
 def _enough(job: Job) -> int:
-    """Micro-batches after which more of them do not change what is in flight: orders repeat (GPipe and LoopedBFS keep all)."""
+    """Return a number of micro-batches with the same peak in flight as the job's, but fewer to play: orders repeat (GPipe and LoopedBFS
+    keep all)."""
     info, layout, count = find_schedule(job.schedule), job.layout, job.micro_batches
     if layout.pp == 1 and layout.vp == 1:
         return min(count, 2)
@@ -92,7 +93,7 @@ def _enough(job: Job) -> int:
 
 
 def block_bytes(job: Job) -> tuple[float, float]:
-    """Bytes of a micro-batch that a block (keeps, computes anew while its backward pass runs)."""
+    """Return the bytes of a micro-batch that a block (keeps, recomputes while its backward pass runs)."""
     return kept_by_block(job), block_activations(job) if job.recompute != "none" else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What each pipeline stage has of a model: blocks, embedding, head; and how many parameters these are on one rank. Pure Python."""
+"""Content of each pipeline stage (blocks, embedding, head), and its parameters on one rank. Pure Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_3d.planner.stack import Split
 
 
 class Stage(NamedTuple):
-    """Blocks of a stage, and whether it has the embedding and the output head."""
+    """Number of blocks of a stage, and flags for the embedding and the output head."""
 
     blocks: int
     embedding: bool
@@ -24,15 +24,14 @@ def _stages(split: Split, layers: int, stages: int, block: float, head: float) -
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
-    """All stages of a job, in their order."""
+    """Return all stages of a job in order."""
     model = job.model
     block = model.attention_size + model.mlp_size(model.ffn or model.expert_ffn * model.top_k + model.shared_ffn)
     return _stages(job.stack.split, model.layers, job.layout.pp * job.layout.vp, float(block), float(model.embedding))
 
 
 def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
-    """(parameters, routed experts' parameters apart) of a stage on one rank: tensor-parallel ranks share what is cut, expert-parallel
-    ranks the experts."""
+    """Return (parameters, parameters of routed experts) of a stage on one rank. The first number excludes the second."""
     model, layout = job.model, job.layout
     whole = sum(matrix.size for matrix in model.attention if matrix.cut == "none") + model.norms
     dense = stage.blocks * ((model.dense_block - whole) / layout.tp + whole)
@@ -42,6 +41,6 @@ def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
 
 
 def data_ranks(job: Job) -> tuple[int, int]:
-    """How many ranks have the same (parameters, routed experts)."""
+    """Count the ranks that have the same (parameters, routed experts)."""
     layout = job.layout
     return layout.dp * layout.cp, layout.tp * layout.dp * layout.cp // layout.ep if layout.ep > 1 else layout.dp * layout.cp

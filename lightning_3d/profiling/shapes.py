@@ -11,14 +11,17 @@ from lightning_3d.planner.architecture import Architecture
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured.
+    """Shapes to measure.
 
     Attributes:
         config: fields of a Transformers configuration.
-        model: its sizes.
-        degrees: of tensor parallelism whose products are measured.
-        micro_batch, seq: rows and tokens of a micro-batch.
-        repeats: of each operation.
+        model: sizes of the model.
+        attention: Transformers' name of the attention kernel; None for its default.
+        precision: fp32, fp64 or bf16.
+        degrees: degrees of tensor parallelism whose products are measured.
+        micro_batch: sequences of a micro-batch.
+        seq: tokens of a sequence.
+        repeats: repetitions of each operation.
     """
 
     config: Mapping[str, Any]

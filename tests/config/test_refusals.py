@@ -56,7 +56,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "cp_dropout": (["parallelism=cp2", "model.config.attention_dropout=0.1"], ["attention_dropout=0.1", "Set it to 0"]),
     "cp_positions": (
         ["parallelism=cp2", "++model.config.rope_parameters.rope_type=dynamic"],
-        ["cannot cut llama", "rope_type dynamic", "Use cp 1"],
+        ["cannot split the sequences of llama", "rope_type dynamic", "Use cp 1"],
     ),
     "f13_sequence": (
         ["parallelism=tp4", "data.sequence_length=250"],
@@ -78,7 +78,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f10_ep_of_a_mixture": (["model=mixtral_tiny", "parallelism=dp6_ep3"], ["ep 3", "8 experts", "dp6_ep2"]),
     "f15_top_k_of_a_mixture": (["model=mixtral_tiny", "model.config.num_experts_per_tok=9"], ["to 9 experts", "only 8"]),
     "moe_dense": (["parallelism.moe_aux_loss=0.1"], ["moe_aux_loss", "dense"]),
-    "moe_bias": (["model=mixtral_tiny", "parallelism.moe_bias_update=0.01"], ["those of mixtral have none", "Use parallelism.moe_aux_loss"]),
+    "moe_bias": (
+        ["model=mixtral_tiny", "parallelism.moe_bias_update=0.01"],
+        ["those of mixtral have none", "Use parallelism.moe_aux_loss"],
+    ),
     "moe_capacity": (["model=mixtral_tiny", "parallelism.moe_capacity_factor=-1"], ["=-1 would drop every token", "Use 1 or more"]),
     "moe_negative": (["model=mixtral_tiny", "parallelism.moe_z_loss=-1"], ["moe_z_loss", "at least 0"]),
     "f15_top_k": (

@@ -342,13 +342,13 @@ def misplace(folder: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Any, str]] = {
-    "truncated": (truncate, r"00001-of-\d+.safetensors is truncated or damaged: its header describes \d+ bytes, it has \d+"),
+    "truncated": (truncate, r"00001-of-\d+.safetensors is truncated or damaged: its header describes \d+ bytes, but it has \d+"),
     "scrambled": (scramble, "00001-of-.*is truncated or damaged"),
-    "file": (lose_a_file, r"1 of \d+ files that model.safetensors.index.json names are not in .*00001-of"),
-    "weights": (lose_the_weights, "has neither model.safetensors nor model.safetensors.index.json. It holds config.json"),
+    "file": (lose_a_file, r"1 of \d+ files that model.safetensors.index.json names are missing in .*00001-of"),
+    "weights": (lose_the_weights, "has neither model.safetensors nor model.safetensors.index.json. It contains config.json"),
     "pickle": (keep_only_a_pickle, "pytorch_model.bin is a pickle.*it never is.*save_pretrained"),
-    "lfs": (point, "pointer of Git LFS.*git lfs pull"),
-    "tensor": (misplace, "names 1 tensors that are not in their files: 'model.layers.9.gone'"),
+    "lfs": (point, "Git LFS pointer.*git lfs pull"),
+    "tensor": (misplace, "names 1 tensor missing in their files: 'model.layers.9.gone'"),
 }
 
 
@@ -372,7 +372,7 @@ def test_names_and_shapes_of_another_model(folders: dict[str, Path], tmp_path: P
         model = on_meta("llama")
         model.model.layers[1].q, model.model.layers[1].mlp = nn.Parameter(torch.empty(2, device="meta")), None
         load_pretrained(model, other)
-    with pytest.raises(ConfigError, match=r"other shapes than those stored in .*: lm_head.weight \[64, 32\], stored \[67, 32\]"):
+    with pytest.raises(ConfigError, match=r"another shape than stored in .*: lm_head.weight \[64, 32\], stored \[67, 32\]"):
         model = on_meta("llama")
         model.lm_head = nn.Linear(32, 64, bias=False, device="meta")
         load_pretrained(model, folders["llama"])
