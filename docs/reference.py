@@ -1,10 +1,10 @@
-"""Writes what docs/*.md say of configuration keys and recipes, from where they are defined.
+"""Generate the tables of configuration keys and recipes in docs/*.md from their definitions.
 
     python docs/reference.py
 
-rewrites each part of a page that stands between `<!-- generated: NAME -->` and `<!-- end -->`. Types are those of the structured
-configurations (`lightning_3d.config.run_config` and the options of launchers) and of the data modules, defaults are those
-of the files in `conf/`, and meanings are the comments beside the keys there, or the `Attributes:` of a dataclass.
+rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Types come from the structured configurations
+(`lightning_3d.config.run_config` and the options of launchers) and from the data modules. Defaults come from the files
+in `conf/`. Meanings are the comments next to the keys there, or the `Attributes:` of a dataclass.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def table(rows: list[Row]) -> str:
     """A Markdown table of keys. Each must have a meaning."""
     for key, _, _, meaning in rows:
         if not meaning:
-            raise SystemExit(f"{key} is explained nowhere: write a comment beside it in conf/, or an entry of Attributes in its dataclass.")
+            raise SystemExit(f"{key} has no description: write a comment next to it in conf/, or an Attributes entry in its dataclass.")
     lines = [" | ".join((f"`{key}`", kind, default, escaped(meaning))) for key, kind, default, meaning in rows]
     return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *(f"| {line} |" for line in lines)])
 
@@ -221,16 +221,16 @@ def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
 
 
 PLAIN = {
-    "name": "the kind of optimizer",
-    "lr": "the learning rate after the warm-up",
-    "betas": "of the two moments of AdamW",
-    "eps": "of AdamW's division",
-    "weight_decay": "decoupled, of the parameters that `no_decay` does not name",
-    "momentum": "of SGD",
-    "nesterov": "momentum as Nesterov has it",
-    "scheduler.warmup_steps": "steps in which the learning rate grows linearly to `lr`",
-    "split": "the part of the data set to train on",
-    "text_column": "the column with the text",
+    "name": "adamw, cpu_adamw or sgd",
+    "lr": "learning rate after the warm-up",
+    "betas": "decay rates of AdamW's two moments",
+    "eps": "term that AdamW adds to its denominator",
+    "weight_decay": "weight decay of all parameters except the `no_decay` ones: decoupled in AdamW, an L2 penalty in SGD",
+    "momentum": "momentum of SGD",
+    "nesterov": "true: use Nesterov momentum",
+    "scheduler.warmup_steps": "steps over which the learning rate grows linearly to `lr`",
+    "split": "split of the data set to train on",
+    "text_column": "column with the text",
 }
 """What is the same in every option of a group and is not repeated in their files."""
 
@@ -309,7 +309,7 @@ def hydra_launcher(name: str) -> str:
     """Keys of a launcher of sweeps."""
     file = conf_folder() / "hydra" / "launcher" / f"{name}.yaml"
     said = comments(file)
-    rows = [(f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, "") or f"of SLURM: `--{key}`")
+    rows = [(f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, "") or f"SLURM's option `--{key}`")
             for key, value in read(file).items() if not key.startswith("_")]  # fmt: skip
     return f"{header(file)}\n\n{table(rows)}"
 

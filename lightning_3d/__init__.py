@@ -15,6 +15,7 @@ from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
     from lightning_3d.layout.layout import Layout
+    from lightning_3d.models.parallel_plan import Cut
     from lightning_3d.planner.api import planned
     from lightning_3d.strategy.strategy import Lightning3DStrategy
     from lightning_3d.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
     from lightning_3d.weights.initialize import initialize
     from lightning_3d.weights.pretrained import load_pretrained
 
-__all__ = ["Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "initialize", "load_pretrained", "planned", "verify"]
+__path__.append(f"{__path__[0]}/old_names")  # modules that were documented under other names
+
+__all__ = [
+    "Cut", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "initialize", "load_pretrained", "planned", "verify",
+]
 
 _HOMES = {
+    "Cut": "lightning_3d.models.parallel_plan",
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
     "PeriodicCheckpoint": "lightning_3d.training.callbacks.periodic_checkpoint",

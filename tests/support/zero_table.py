@@ -69,12 +69,18 @@ def main() -> None:
 
 Written by `python tests/support/zero_table.py` ({versions}, {platform.machine()}, {os.cpu_count()} cores, gloo).
 
-Qwen2, 20 steps of AdamW at 3e-4 with clipping, float32, against a plain PyTorch loop over the same micro-batches on one process.
-Each entry: the largest error of a step's loss and of its gradient norm, relative, and of a final weight, absolute. Allowed are 1e-5,
-1e-5 and 5e-5; an entry in bold exceeds them. Without a pipeline all schedules are the same.
+This page shows how exactly each ZeRO mode reproduces training on one process, under every schedule. The model is a Qwen2, trained for 20
+steps with AdamW at 3e-4 and gradient clipping, in float32. The reference is a plain PyTorch loop over the same micro-batches on one
+process.
 
-Modes: "scattered": `zero_reduce_scatter=true`; "eager": `zero_reduce=micro_batch`, "to owners": with `zero_reduce_scatter=true`;
-"by block": `zero_gather=micro_batch`. The others reduce and gather once a step, with all-reduces.
+Each entry has the largest errors of a step's loss (relative), of its gradient norm (relative), and of a final weight (absolute). The limits
+are 1e-5, 1e-5 and 5e-5; an entry above them is bold. Without a pipeline all schedules are the same.
+
+Modes reduce and gather once per step, with all-reduces, unless their name says otherwise:
+
+- "scattered": `zero_reduce_scatter=true`
+- "eager": `zero_reduce=micro_batch`; with "to owners" also `zero_reduce_scatter=true`
+- "by block": `zero_gather=micro_batch`
 
 Refused: {reason}
 
