@@ -116,12 +116,13 @@ class BeforeRun(Callback):
 
     def __init__(self) -> None:
         self.outside = outside_rank()
+        self.plan: RunPlan | None = None
         self.place: Place | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the configuration and decide on the folder. Ends the process where Hydra would swallow an exception."""
         try:
-            plan = check(config, self.outside)
+            self.plan = plan = check(config, self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 sys.exit(0)
@@ -152,7 +153,7 @@ class BeforeRun(Callback):
 
     def on_job_start(self, config: DictConfig, *, task_function: Any, **kwargs: Any) -> None:
         """Hand over to the job what was decided."""
-        task_function.place = self.place
+        task_function.plan, task_function.place = self.plan, self.place
 
     def _take_folder(self, config: DictConfig, run_plan: RunPlan) -> None:
         given = _is_given(config, "hydra.run.dir")
@@ -182,6 +183,7 @@ class TrainJob:
     def __init__(self, outside: OutsideRank | None, command: CommandLine) -> None:
         self.outside = outside
         self.command = command
+        self.plan: RunPlan | None = None
         self.place: Place | None = None
         self.exit_code = 0
         self.sweep: Sweep | None = None
@@ -197,12 +199,12 @@ class TrainJob:
         self.exit_code = self.exit_code or code
         if code > 128:  # a signal ends a sweep, not one job of it
             sys.exit(code)
-        self.place = None
+        self.plan = self.place = None
         return code
 
     def _run(self, config: DictConfig) -> int:
         try:
-            plan = check(config, self.outside)
+            plan = self.plan or check(config, self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 return 0

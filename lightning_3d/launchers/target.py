@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.config.plan_run import RunPlan, check_keys
+from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, LayoutError, listed
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
 from lightning_3d.runs.check import check
@@ -100,7 +100,7 @@ def check_for_nodes(config: DictConfig, *, counted: bool = True, elsewhere: bool
         if elsewhere:
             _leave_out_files(config)
     plan = check(config, None)
-    cluster = check_keys(config).cluster
+    cluster = plan.run.cluster
     if counted and cluster.gpus_per_node is None:
         raise ConfigError(
             f"The cluster {cluster.name} does not say how many nodes it has and what is in them. Name one by number, such as"

@@ -1,8 +1,7 @@
-"""Whether a layout fits a model, a schedule and a batch. Pure arithmetic: the command line asks before torch is
+"""Checks that a layout fits a model, a schedule and a batch. Pure arithmetic: the command line runs them before torch is
 imported.
 
-Each check returns when all is well and raises otherwise, with what is wrong, the numbers, and the nearest thing that
-works.
+Each check raises an error that says what is wrong, with the numbers and the nearest value that works.
 """
 
 from __future__ import annotations
@@ -13,38 +12,38 @@ from math import lcm
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.layout.batch_rules import check_micro_batches
 from lightning_3d.layout.layout import Layout, divisors
-from lightning_3d.layout.resolve import check_available, check_schedule, nearest
+from lightning_3d.layout.resolve import check_expert_groups, check_schedule, nearest
 from lightning_3d.layout.schedules import find_schedule, schedules_for
 from lightning_3d.layout.sizes import check_sizes
 
 CP_KINDS = ("ring", "ulysses")
-"""How context-parallel ranks attend to each other's tokens: keys and values go round, or heads are dealt for tokens."""
+"""Kinds of context parallelism: `ring` passes keys and values around, `ulysses` exchanges tokens for heads."""
 
 
 def check_cp_kind(kind: str) -> str:
-    """The name of a kind of context parallelism. Raises ConfigError for any other."""
+    """Return `kind`; raise ConfigError if it is not one of `CP_KINDS`."""
     if kind not in CP_KINDS:
-        raise ConfigError(f'cp_kind is "{kind}".{did_you_mean(str(kind), CP_KINDS)} It must be {listed(CP_KINDS, last="or")}.')
+        raise ConfigError(f'cp_kind must be {listed(CP_KINDS, last="or")}; got "{kind}".{did_you_mean(str(kind), CP_KINDS)}')
     return kind
 
 
 def _check_ulysses(layout: Layout, heads: int | None, cp_kind: str) -> None:
     if layout.cp > 1 and cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
         raise LayoutError(
-            f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
+            f"cp_kind=ulysses assigns whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
             f" model has {heads} heads. Use cp_kind=ring."
         )
 
 
 def _check_sequence(layout: Layout, tokens: int, sequence_parallel: bool) -> None:
-    """A sequence is cut into 2 * cp chunks, of which each rank has two; with sequence parallelism tp ranks share these."""
+    """Refuse a sequence that cannot be split into 2 * cp chunks, two for each rank, which sequence parallelism splits over tp ranks."""
     tp, cp = layout.tp if sequence_parallel else 1, layout.cp
     chunks = 2 * cp if cp > 1 else 1
     unit = lcm(chunks, tp * cp)
     near = listed([length for length in (tokens // unit * unit, (tokens // unit + 1) * unit) if length > 0], last="or")
     if tokens % chunks:
         raise LayoutError(
-            f"cp {cp} cuts a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
+            f"cp {cp} splits a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
         )
     if tokens % unit:
         where = f"a context-parallel rank has {tokens // cp} of its {tokens} tokens (cp {cp})" if cp > 1 else f"it has {tokens} tokens"
@@ -66,14 +65,9 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         ranks = layout.tp * layout.cp * layout.dp
         fits = [ep for ep in divisors(experts) if ranks % ep == 0]
         raise LayoutError(
-            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, of which every rank gets as many. Use"
+            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, but every rank must get as many. Use"
             f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."
         )
-
-
-def _without(layout: Layout, axis: str) -> Layout:
-    """The layout without an axis; its ranks become data parallel."""
-    return replace(layout, **{axis: 1, "dp": layout.dp * getattr(layout, axis)})
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ def check_model(
     """
     check_sizes(sequence_length=sequence_length, micro_batches=micro_batches)
     _check_experts(layout, sizes.experts)
-    check_available(layout)
+    check_expert_groups(layout)
     if schedule is not None:
         check_schedule(layout, schedule)
     _check_ulysses(layout, sizes.heads, cp_kind)
@@ -156,13 +150,13 @@ def _check_tensor_parallel(
     repair = f"Use {_tensor_parallel_degrees(heads, kv_heads, vocab, intermediate)}."
     if heads is not None and heads % tp:
         raise LayoutError(
-            f"Tensor parallelism deals whole attention heads to ranks, but tp {tp} does not divide {heads} heads."
+            f"Tensor parallelism assigns whole attention heads to ranks, but tp {tp} does not divide {heads} heads."
             f" {repair}"
         )
     if kv_heads is not None and not _shares_kv_heads(kv_heads, tp):
         raise LayoutError(
             f"tp {tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads, so they can be"
-            f" neither dealt nor replicated evenly. {repair}"
+            f" neither sharded nor replicated evenly. {repair}"
         )
     if intermediate is not None and intermediate % tp:
         raise LayoutError(f"tp {tp} does not divide the width of the feed-forward layers, {intermediate}. {repair}")
@@ -174,14 +168,14 @@ def _check_tensor_parallel(
 
 
 def _shares_kv_heads(kv_heads: int, tp: int) -> bool:
-    """Whether each rank has whole key/value heads (tp divides them) or each head whole ranks (they divide tp)."""
+    """Check whether each rank has whole key/value heads (tp divides them) or each head whole ranks (they divide tp)."""
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 def _tensor_parallel_degrees(
     heads: int | None, kv_heads: int | None, vocab: int | None, intermediate: int | None
 ) -> str:
-    """All degrees of tensor parallelism that fit the sizes known, as a phrase."""
+    """List all degrees of tensor parallelism that fit the known sizes, as a phrase."""
     widest = heads or intermediate or kv_heads
     if widest is None:
         return f"a tp of at most {vocab}"

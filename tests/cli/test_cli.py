@@ -119,7 +119,7 @@ def losses(run: Path) -> list[str]:
 def test_sweep_runs_a_job_in_ranks_of_its_own(results: dict[str, Result], folder: Path) -> None:
     result = results["sweep"]
     assert result.code == 0, "what does not fit is skipped"
-    skipped = result.output.index("job 1 skipped: parallelism=tp3: Tensor parallelism deals")
+    skipped = result.output.index("job 1 skipped: parallelism=tp3: Tensor parallelism assigns")
     assert skipped < result.output.index("[1/1] job 0: parallelism=dp2"), "it is said before the first job starts"
     assert [row["status"] for row in csv.DictReader((folder / "sweep" / "sweep.csv").open())] == ["finished", "skipped"]
     assert not (folder / "sweep" / "1").exists()

@@ -113,7 +113,7 @@ def test_f08_micro_batches_that_do_not_fill_rounds():
 def test_f08_few_micro_batches_are_warned_about():
     warning = few_micro_batches(parse("pp4"), "GPipe", 2)
     assert warning == (
-        "A step has 2 micro-batches for 4 pipeline stages: with GPipe each rank is predicted to idle 60% of the step."
+        "A step has 2 micro-batches for 4 pipeline stages: with GPipe each rank is predicted to be idle for 60% of the step."
         " With 16 micro-batches it would be 16%."
     )
     assert few_micro_batches(parse("pp4"), "GPipe", 4) is None
@@ -191,7 +191,7 @@ def test_f13_sequence_that_tp_does_not_divide():
 def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
     message = refusal(check, parse("cp4"), sequence_length=100)
     assert message == (
-        "cp 4 cuts a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
+        "cp 4 splits a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
     )
     assert refusal(check, parse("cp4"), sequence_length=5).endswith("Use a sequence length of 8.")
     check(parse("cp4"), sequence_length=104)
@@ -287,12 +287,12 @@ def test_order_is_kept_or_set():
 @pytest.mark.parametrize(
     ("layout", "schedule", "vp", "says"),
     [
-        ("pp4_vp2", None, 4, "The layout pp4_vp2 says vp 2, but the option vp=4 says otherwise."),
+        ("pp4_vp2", None, 4, "The layout pp4_vp2 has vp 2, but the option is vp=4. Give only one"),
         ("pp4_vp3", "ZBVZeroBubble", None, "exactly 2 stages on each pipeline rank, but the layout pp4_vp3 has vp 3."),
         ("pp4", "DualPipeV", 1, "Use pp4_vp2 (vp 2), or for vp 1 the schedule GPipe, 1F1B, "),
         ("pp4_vp2", "1F1B", None, "Use pp4 (vp 1), or for vp 2 the schedule Interleaved1F1B, "),
         ("pp4", "GPipe", 2, "runs one stage on each pipeline rank, but the layout pp4_vp2 has vp 2."),
-        ("pp4", "GPipe", 0, "The degree of vp is 0"),
+        ("pp4", "GPipe", 0, "The degree of vp must be at least 1; got 0"),
     ],
 )
 def test_conflicts_about_vp_are_refused(layout: str, schedule: str | None, vp: int | None, says: str):

@@ -373,8 +373,8 @@ def test_graph_breaks_are_counted(recwarn: pytest.WarningsRecorder) -> None:
         ({"recompute": "ful"}, 'Did you mean "full"'),
         ({"recompute": "full", "recompute_every": 0}, "at least 1"),
         ({"recompute_every": 2}, "needs recompute=full"),
-        ({"recompute": "full", "recompute_keep": ("mm",)}, "is for recompute=selective"),
-        ({"recompute": "selective", "recompute_keep": "mm"}, "is a list of names"),
+        ({"recompute": "full", "recompute_keep": ("mm",)}, "needs recompute=selective"),
+        ({"recompute": "selective", "recompute_keep": "mm"}, "must be a list of names"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -393,7 +393,7 @@ def test_f18_what_cannot_work_is_refused() -> None:
     from lightning_3d.parallel.blocks import process_blocks
     from lightning_3d.strategy import Lightning3DStrategy
 
-    with pytest.raises(LayoutError, match="recompute=selective keeps results for one backward.*Use recompute=full, or 1F1B"):
+    with pytest.raises(LayoutError, match="recompute=selective keeps results for one backward.*Use recompute=full, or the schedule 1F1B"):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
     with pytest.raises(LayoutError, match="selective with compile=true cannot be traced.*Use recompute=full"):
         Lightning3DStrategy("tp2", recompute="selective", compile=True)
