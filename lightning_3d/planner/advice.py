@@ -25,7 +25,8 @@ from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Candidate, Fixed, Found, search
-from lightning_3d.planner.tables import gigabytes, margin, memory_table
+from lightning_3d.planner.tables import margin, memory_table
+from lightning_3d.storage.numbers import gigabytes
 
 _BYTES = {  # precision: (of a weight, of the optimizer's state of it, of a product)
     "bf16": (2.0, 12.0, "bf16"),

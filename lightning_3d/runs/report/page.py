@@ -53,15 +53,6 @@ def without_nan(value: Any) -> Any:
 # Numbers as people read them; `charts.js` has the same.
 
 
-def show_bytes(value: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    place = 0
-    while value >= 1024 and place + 1 < len(units):
-        value, place = value / 1024, place + 1
-    digits = 0 if place == 0 or value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {units[place]}"
-
-
 def show_seconds(value: float) -> str:
     if value >= 120:
         minutes, rest = divmod(round(value), 60)
