@@ -23,7 +23,7 @@ def render(target: Target, options: SlurmOptions) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in directives(target, options)), "set -eu"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
     lines += options.setup
-    ranks = ["srun", *_srun_options(options), options.python or sys.executable, "-m", "lightning_3d"]
+    ranks = ["srun", "--kill-on-bad-exit=1", *options.srun_options(), options.python or sys.executable, "-m", "lightning_3d"]
     name = options.name or target.name
     # A job that starts again has the same number, so it finds its folder.
     arguments = target.arguments(f"outputs/{name}_${{oc.env:SLURM_JOB_ID}}")
@@ -54,12 +54,6 @@ def directives(target: Target, options: SlurmOptions) -> list[str]:
     }
     lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return [*lines, *(["--exclusive"] if options.exclusive else []), "--requeue" if options.requeue else "--no-requeue", *options.sbatch]
-
-
-def _srun_options(options: SlurmOptions) -> list[str]:
-    # srun takes the number of tasks and nodes from the job, but since 22.05 not the cores of a task.
-    cores = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task is not None else []
-    return ["--kill-on-bad-exit=1", *cores, *options.srun]
 
 
 def _environment(options: SlurmOptions) -> dict[str, str]:

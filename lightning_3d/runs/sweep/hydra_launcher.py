@@ -14,7 +14,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.plan_run import RunPlan
-from lightning_3d.runs.check import check
+from lightning_3d.runs.check import Machine, check_for
 from lightning_3d.runs.status import FINISHED
 from lightning_3d.runs.sweep.compose_job import JobFailed, compose_job, swept_overrides, task_config
 from lightning_3d.runs.sweep.folder import SweepFolder
@@ -29,7 +29,12 @@ class SweepLauncher(Launcher):
     Args:
         metric: the number that a job returns to the sweeper, or several; None is the final validation loss, or the training
             loss where there is no validation.
+
+    Attributes:
+        machine: where the engine runs the jobs.
     """
+
+    machine = Machine.THIS
 
     def __init__(self, metric: Any = None) -> None:
         self._single = isinstance(metric, str) or not isinstance(metric, Sequence)
@@ -40,8 +45,8 @@ class SweepLauncher(Launcher):
         """How jobs are started."""
 
     def check(self, config: DictConfig) -> RunPlan:
-        """What a job's configuration would be where the engine runs it. Raises Lightning3DError where it cannot run."""
-        return check(config, None)
+        """Check a job's configuration for the machine where the engine runs it. Raises Lightning3DError where it cannot run."""
+        return check_for(config, self.machine)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take the sweep's folder, before Hydra writes into it."""

@@ -21,6 +21,7 @@ from typing import Any
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.ranks.process_ties import belong_to
+from lightning_3d.runs.slurm_request import SlurmRequest
 from lightning_3d.runs.status import read_status
 from lightning_3d.runs.sweep.jobs import Job
 from lightning_3d.runs.sweep.local_engine import Began, Ended, Event, Going, Interrupted
@@ -31,40 +32,29 @@ _CANCEL_SECONDS = 60.0
 
 
 @dataclass
-class SlurmResources:
-    """What the jobs ask for beside nodes, tasks and GPUs, which their clusters say. None: as the site has it.
+class SlurmResources(SlurmRequest):
+    """Keys of `hydra/launcher=slurm`: what each job of a sweep asks SLURM for.
 
     Attributes:
-        minutes: after which SLURM ends a job.
-        memory: of a node, as SLURM writes it.
-        cpus_per_task: of each rank.
-        setup: lines of shell that run before the ranks start.
-        srun: further options of srun. sbatch: of sbatch, by name.
+        minutes: time limit of a job.
+        sbatch: further options of sbatch, by name.
         executor: of submitit: slurm, or local, where a job is a process of this machine that starts its ranks.
     """
 
     minutes: int = 1440
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    memory: str | None = None
-    cpus_per_task: int | None = None
-    setup: list[str] = field(default_factory=list)
-    srun: list[str] = field(default_factory=list)
     sbatch: dict[str, Any] = field(default_factory=dict)
     executor: str = "slurm"
 
     def parameters(self, job: Job) -> dict[str, Any]:
-        """Of submitit's executor."""
+        """Parameters of submitit's executor for a job."""
         nodes = int(job.config["cluster"]["nodes"])
-        cores = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
         asked = {
             "slurm_partition": self.partition,
             "slurm_account": self.account,
             "slurm_qos": self.qos,
             "slurm_mem": self.memory,
             "slurm_setup": list(self.setup) or None,
-            "slurm_srun_args": [*cores, *self.srun] or None,
+            "slurm_srun_args": self.srun_options() or None,
             "slurm_additional_parameters": dict(self.sbatch) or None,
             "cpus_per_task": self.cpus_per_task,
             "gpus_per_node": job.config["cluster"]["gpus_per_node"] or None,
