@@ -17,9 +17,10 @@ from lightning_3d.config.machine import visible_gpus
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate
-from lightning_3d.planner.tables import describe, gigabytes, table
+from lightning_3d.planner.tables import describe, table
 from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.runs.metrics_file import column, read_rows
+from lightning_3d.storage.numbers import show_bytes
 
 _LAST_WORDS = 400
 
@@ -76,12 +77,8 @@ def _compared(predicted: float, measured: float | None) -> list[str]:
 
 
 def _of_memory(predicted: float, measured: float | None) -> list[str]:
-    words = [_size(predicted)]
-    return [*words, _size(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
-
-
-def _size(size: float) -> str:
-    return gigabytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    words = [show_bytes(predicted)]
+    return [*words, show_bytes(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
 
 
 def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:

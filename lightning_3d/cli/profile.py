@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_3d.cli.exit_codes import guarded
+from lightning_3d.cli.options import Command
 from lightning_3d.compat.quiet import quiet_imports
 from lightning_3d.errors import ConfigError
 from lightning_3d.profiling.shapes import Shapes
@@ -21,54 +22,35 @@ from lightning_3d.ranks.supervisor import can_fork, cores, launch
 if TYPE_CHECKING:
     from lightning_3d.config.run_config import RunConfig
 
-
-OPTIONS = ("out", "ranks", "repeats")
-
-USAGE = """\
-lightning-3d profile [--out FILE.json] [--ranks N] [--repeats N] [OVERRIDES]
-
-Measures on this machine what operations of a model cost: matrix products of the shapes that the layout cuts, attention, operations bound by
-memory, the optimizer, collectives of every kind and size inside of a node and between nodes, and a few of the model's blocks. Writes them
-to a file that `lightning-3d plan ... profile=FILE.json` and `parallelism=auto` read instead of the planner's constants.
-
-  lightning-3d profile model=llama3_1_8b data.sequence_length=4096 parallelism=tp4 parallelism.micro_batch_size=1
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_3d profile model=llama3_1_8b    with what lies between the nodes
-
-  --out FILE    profile.json unless given
-  --ranks N     on this machine; all of its GPUs unless given, 2 where it has none
-  --repeats N   of each operation; 10 unless given
-"""
+COMMAND = Command(
+    "profile",
+    "Measure what operations of a model cost on this machine: matrix products in the shapes of the layout, attention, memory-bound"
+    " operations, the optimizer, collectives of every kind and size within a node and between nodes, and a few of the model's blocks."
+    " Writes a file that lightning-3d plan ... profile=FILE.json and parallelism=auto read instead of the planner's constants.\n\n"
+    "To measure the network between nodes too, start it with torchrun:"
+    " torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_3d profile model=llama3_1_8b",
+    examples=["model=llama3_1_8b data.sequence_length=4096 parallelism=tp4 parallelism.micro_batch_size=1"],
+)
+COMMAND.option("--out", "FILE.json", "file to write; default: profile.json", default="profile.json")
+COMMAND.count("--ranks", "ranks on this machine; default: one for each GPU, 2 on a machine without GPUs")
+COMMAND.count("--repeats", "repetitions of each operation; default: 10", default=10)
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
     """Run the command and return the exit code.
 
     Args:
-        outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
     """
-    if set(arguments) & {"--help", "-h"}:
-        print_once(USAGE.rstrip(), outside)
-        return 0
-    return guarded(lambda: _run(arguments, outside), told=(OSError,), silent=outside is not None and outside.rank > 0)
+    return COMMAND.run(arguments, lambda options, overrides: _run(options, overrides, outside), outside=outside)
 
 
-def _read(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    from lightning_3d.cli.options import read_options
-
-    options, overrides = read_options(arguments, OPTIONS, "profile")
-    for name in ("ranks", "repeats"):
-        if name in options and not (options[name].isdigit() and int(options[name]) > 0):
-            raise ConfigError(f"--{name} is {options[name]}; it must be a whole number of at least 1.")
-    return options, overrides
-
-
-def _run(arguments: Sequence[str], outside: OutsideRank | None) -> int:
-    options, overrides = _read(arguments)
-    path = Path(options.get("out", "profile.json")).absolute()
+def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | None) -> int:
+    path = Path(options.out).absolute()
     if not path.parent.is_dir():
         raise ConfigError(f"There is no folder {path.parent} to write {path.name} to.")
-    run_config, accelerator, ranks = _place(overrides, options.get("ranks"), outside)
-    shapes = _shapes(run_config, accelerator, int(options.get("repeats", "10")))
+    run_config, accelerator, ranks = _place(overrides, options.ranks, outside)
+    shapes = _shapes(run_config, accelerator, options.repeats)
     where = "GPUs" if accelerator == "gpu" else "CPU"
     print_once(f"measures on {ranks} rank{'s' * (ranks > 1)} on {where}, {shapes.precision}", outside)
     if outside is not None:
@@ -94,7 +76,7 @@ def _run(arguments: Sequence[str], outside: OutsideRank | None) -> int:
     return outcome.exit_code
 
 
-def _place(overrides: Sequence[str], ranks: str | None, outside: OutsideRank | None) -> tuple[RunConfig, str, int]:
+def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | None) -> tuple[RunConfig, str, int]:
     """(configuration, cpu or gpu, number of ranks)."""
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import visible_gpus
@@ -104,7 +86,7 @@ def _place(overrides: Sequence[str], ranks: str | None, outside: OutsideRank | N
     run = check_keys(compose([*overrides, "trainer.dry=true"]))
     run.model = complete_model(run.model, dry=True)
     there, wanted = visible_gpus(), run.cluster.accelerator
-    local = outside.local_world_size if outside is not None else int(ranks or there or 2)
+    local = outside.local_world_size if outside is not None else ranks or there or 2
     if wanted == "gpu" and there < local:
         raise ConfigError(
             f"The cluster {run.cluster.name} has GPUs, and {local} ranks on this machine need as many, but it has {there}. Profile on one"

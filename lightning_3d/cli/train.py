@@ -27,7 +27,7 @@ from lightning_3d.config.files import conf_folder
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
-from lightning_3d.runs.check import check
+from lightning_3d.runs.check import check_for
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import RunFolder
 from lightning_3d.runs.sweep.compose_job import JobFailed
@@ -121,7 +121,7 @@ class BeforeRun(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the configuration and decide on the folder. Ends the process where Hydra would swallow an exception."""
         try:
-            plan = check(config, self.outside)
+            plan = check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 sys.exit(0)
@@ -202,7 +202,7 @@ class TrainJob:
 
     def _run(self, config: DictConfig) -> int:
         try:
-            plan = check(config, self.outside)
+            plan = check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 return 0

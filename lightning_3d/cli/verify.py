@@ -6,27 +6,26 @@ Takes the arguments of `lightning-3d train`, and refuses what it refuses before 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_3d.cli.exit_codes import guarded
+from lightning_3d.cli.options import Command
 from lightning_3d.compat.quiet import quiet_imports
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
-from lightning_3d.errors import ConfigError, listed
+from lightning_3d.errors import listed
 from lightning_3d.layout.layout import Layout
-from lightning_3d.runs.check import check_anywhere
+from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
 
-USAGE = """\
-lightning-3d verify [--steps N] [OVERRIDES]
-
-Trains the model of a job in small (its family, few layers, narrow) on CPU ranks of this machine, at most 8, with 2 along each axis of the
-job's layout, and in one process with plain PyTorch; prints the largest difference of loss, gradient norm and weights. Exit code 0: this
-layout computes the same; 1: it does not. OVERRIDES are those of `lightning-3d train`.
-
-  --steps N   optimizer steps; 4 by default
-"""
+COMMAND = Command(
+    "verify",
+    "Check that a layout computes what one process computes. Trains a small model of the same family (few layers, narrow) twice: on at"
+    " most 8 CPU ranks of this machine, with 2 along each axis of the job's layout, and in one process with plain PyTorch. Prints the"
+    " largest differences of loss, gradient norm and weights. Exit code 0: they agree to rounding; 1: they do not.",
+    examples=["model=llama3_70b cluster=h100_32x8 parallelism=tp8_pp4_dp8 data.global_batch_size=64"],
+)
+COMMAND.count("--steps", "optimizer steps; default: 4", default=4)
 
 _UNIFORM = ("moe_aux_loss", "moe_z_loss", "moe_bias_update", "moe_capacity_factor")
 """Options that change what is computed, which plain PyTorch has not."""
@@ -34,31 +33,11 @@ _UNIFORM = ("moe_aux_loss", "moe_z_loss", "moe_bias_update", "moe_capacity_facto
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    if set(arguments) & {"--help", "-h"}:
-        print(USAGE, end="")
-        return 0
-    return guarded(lambda: _run(*_read(arguments)), told=(RuntimeError,))
-
-
-def _read(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    rest, steps, overrides = list(arguments), 4, []
-    while rest:
-        word = rest.pop(0)
-        name, _, value = word.partition("=")
-        if name == "--steps":
-            value = value or (rest.pop(0) if rest else "")
-            if not value.isdecimal() or int(value) < 1:
-                raise ConfigError(f"--steps takes a number of optimizer steps, at least 1{f', not {value}' if value else ''}.")
-            steps = int(value)
-        elif word.startswith("-"):
-            raise ConfigError(f"{name} is no option of verify. It takes --steps N and the overrides of a run.")
-        else:
-            overrides.append(word)
-    return steps, overrides
+    return COMMAND.run(arguments, lambda options, overrides: _run(options.steps, overrides), shown=(RuntimeError,))
 
 
 def _run(steps: int, overrides: list[str]) -> int:
-    config, plan = check_anywhere(overrides)
+    config, plan = check_shapes(overrides)
     small, left_out = fold(plan.layout)
     model = {**config["model"], "config": shrink_model(config["model"]["config"], plan.layout, small), "pretrained": None}
     arguments, dropped = strategy_arguments(config, plan, small)

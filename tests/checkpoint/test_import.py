@@ -27,7 +27,7 @@ from lightning_3d.checkpoint.conversion import convert
 from lightning_3d.checkpoint.conversion.parameter_order import find_names
 from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.cli.checkpoints import convert as command
+from lightning_3d.cli.import_ import run as command
 from lightning_3d.errors import CheckpointError
 
 DEEPSPEED = [(0, "float32", 2), (1, "float32", 4), (2, "float32", 2), (1, "bfloat16", 2), (2, "bfloat16", 4), (3, "bfloat16", 4)]

@@ -22,10 +22,10 @@ from lightning_3d.storage.lock import FolderLock
 WORKS = """
 import sys, time
 from pathlib import Path
-from lightning_3d.checkpoint.lock import FolderLock
-from lightning_3d.run_folder import RunFolder
-from lightning_3d.run_status import RunStatus
-from lightning_3d.sweep.folder import SweepFolder
+from lightning_3d.runs.folder import RunFolder
+from lightning_3d.runs.status import RunStatus
+from lightning_3d.runs.sweep.folder import SweepFolder
+from lightning_3d.storage.lock import FolderLock
 path = Path(sys.argv[1])
 folder = RunFolder.claim(path / "run", numbered=False)
 RunStatus.begun().write(folder.path)
