@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +15,8 @@ import yaml
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.runs.status import RUNNING, RunStatus, read_status
 from lightning_3d.storage.checkpoint_names import checkpoints_in, recover_all, steps_of
-from lightning_3d.storage.holder import Holder, is_held, moment
+from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.lock import is_held, keep
 from lightning_3d.storage.remote_path import Place, RemotePath, place
 
 CONFIG_FILE = "config.yaml"
@@ -252,22 +252,17 @@ def read_wandb_file(path: Path) -> dict[str, str | None]:
 
 
 def _hold(path: Path) -> None:
-    """Let no other process take this folder while this one lives. File systems without locks cannot help.
+    """Let no other process take this folder while this one lives.
 
-    The descriptor stays open: closing it would give up the lock (POSIX).
+    Raises:
+        ConfigError: another process holds it, or nothing can be written there.
     """
     try:
-        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        held = keep(path / _LOCK)
     except OSError as error:
         raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        os.close(descriptor)
-        raise ConfigError(_in_progress(path, holder_of(path), "set another folder")) from None
-    except OSError:
-        pass
-    Holder.this_process().write(descriptor)
+    if not held:
+        raise ConfigError(_in_progress(path, holder_of(path), "set another folder"))
 
 
 def holder_of(path: Path) -> Holder | None:

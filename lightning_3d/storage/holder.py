@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,10 @@ class Holder:
         """What `of` reads."""
         return asdict(self)
 
-    def write(self, descriptor: int) -> None:
-        """Name this holder in an open lock file. A full disk costs the name, not the lock."""
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(self.facts()).encode(), 0)
-        except OSError:
-            return
+    def write(self, path: Path) -> None:
+        """Name this holder in a lock file. On a full disk the name is missing, but the lock holds."""
+        with suppress(OSError):
+            path.write_text(json.dumps(self.facts()), "utf-8")
 
     @property
     def is_here(self) -> bool:
@@ -100,23 +97,3 @@ class Holder:
 def moment(seconds: float) -> str:
     """A time as people write it, in this machine's zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def is_held(path: Path) -> bool | None:
-    """Whether another process holds a POSIX lock of a file; None where the file or the file system does not tell.
-
-    Not for a file that this process holds itself: to close it here would give up the lock.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return False

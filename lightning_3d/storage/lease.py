@@ -55,9 +55,7 @@ class Lease:
                 if self._read() == seen:
                     self._path.unlink(missing_ok=True)
             elif alive and now - began > patience_seconds:
-                raise CheckpointError(
-                    f"{self._folder} belongs to another run that has not ended{named(Holder.of(seen))}"
-                )
+                raise CheckpointError(f"{self._folder} {explain_held(Holder.of(seen))}")
             else:
                 time.sleep(min(0.2, _RENEWED_SECONDS))
 
@@ -127,9 +125,8 @@ def _is_gone(marker: dict[str, Any]) -> bool:
     return False
 
 
-def named(holder: Holder | None) -> str:
-    """The rest of a message that says that a folder of checkpoints is held."""
-    shared = "Two runs cannot write their checkpoints into one folder."
-    if holder is None:
-        return f". {shared} Wait until it ends, or set another folder."
-    return f" ({holder.describe()}). {shared} {holder.what_to_do('set another folder')}"
+def explain_held(holder: Holder | None) -> str:
+    """Say that a folder of checkpoints is held: the rest of a message that begins with the folder."""
+    who = f" ({holder.describe()})" if holder is not None else ""
+    what = holder.what_to_do("set another folder") if holder is not None else "Wait until it ends, or set another folder."
+    return f"belongs to another run that has not ended{who}. Two runs cannot write their checkpoints into one folder. {what}"

@@ -1,5 +1,6 @@
 """Who works in a folder: a second run is told the process, since when and what to do, and never to remove what may be alive."""
 
+import errno
 import json
 import os
 import subprocess
@@ -16,8 +17,8 @@ from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.runs.folder import RunFolder, in_progress
 from lightning_3d.runs.status import FAILED, FINISHED, RUNNING, RunStatus
 from lightning_3d.runs.sweep.folder import SweepFolder
-from lightning_3d.storage.holder import Holder, is_held, moment
-from lightning_3d.storage.lock import FolderLock
+from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.lock import FileLock, FolderLock, is_held
 
 WORKS = """
 import sys, time
@@ -121,3 +122,30 @@ def test_what_no_lock_says() -> None:
     assert elsewhere is not None and elsewhere.describe() == "process 3 on node7"
     assert elsewhere.what_to_do("wait more") == "Wait until it ends, stop it (kill 3 on node7), or wait more."
     assert Holder.of(Holder.this_process().facts()) is not None
+
+
+def test_a_forked_rank_neither_has_nor_frees_the_lock_of_its_parent(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire() and is_held(tmp_path / "lock")
+    ready, release = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        taken = FileLock(tmp_path / "lock").acquire()
+        os.write(ready[1], b"1" if taken else b"0")
+        os.read(release[0], 1)
+        os._exit(0)
+    assert os.read(ready[0], 1) == b"0", "the parent has it"
+    lock.release()
+    assert is_held(tmp_path / "lock") is False, "although the child still lives"
+    os.write(release[1], b"1")
+    os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert FileLock(tmp_path / "lock").acquire() and FileLock(tmp_path / "lock").acquire()
+    assert is_held(tmp_path / "lock") is None
+    named = Holder.read(tmp_path / "lock")
+    assert named is not None and named.process == os.getpid()

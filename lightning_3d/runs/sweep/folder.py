@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -17,6 +16,7 @@ from lightning_3d.runs.frozen_config import frozen_text, move_to
 from lightning_3d.runs.status import FINISHED, RUNNING, read_status
 from lightning_3d.runs.sweep.jobs import LOG_FILE, Job
 from lightning_3d.storage.holder import Holder
+from lightning_3d.storage.lock import FileLock
 
 LOCK_FILE = ".sweep_lock"
 EARLIER = "earlier"
@@ -38,7 +38,7 @@ class SweepFolder:
     path: Path
     created: tuple[Path, ...]
     before: frozenset[str]
-    lock: TextIO | None
+    lock: FileLock | None
 
     @classmethod
     def take(cls, path: Path, *, numbered: bool) -> SweepFolder:
@@ -69,15 +69,9 @@ class SweepFolder:
         created = missing_folders(path)
         path.mkdir(parents=True, exist_ok=True)
         before = frozenset(entry.name for entry in path.iterdir())
-        lock = (path / LOCK_FILE).open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however this process ends
-        except BlockingIOError:
-            lock.close()
-            raise
-        except OSError:  # a file system without locks, as some clusters mount them
-            pass
-        Holder.this_process().write(lock.fileno())
+        lock = FileLock(path / LOCK_FILE)
+        if not lock.acquire():
+            raise BlockingIOError
         return cls(path, created, before, lock)
 
     def close(self, *, used: bool) -> None:
@@ -93,7 +87,7 @@ class SweepFolder:
                     folder.rmdir()
                 except OSError:  # something else is in it
                     break
-        self.lock.close()
+        self.lock.release()
         self.lock = None
 
 
