@@ -228,10 +228,6 @@ def place(path: str | os.PathLike[str]) -> Place:
     return Path(rest).absolute() if protocol in _LOCAL else RemotePath(text.rstrip("/"))
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    return isinstance(place(path), RemotePath)
-
-
 def _missing(protocol: str, error: Exception) -> str:
     """How to get the backend of a protocol."""
     from fsspec.registry import known_implementations
