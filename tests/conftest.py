@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import skips
 from ranks import POOL, run_ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs of 4 steps by default, of 20 in the long sweeps: ranks inherit it."""
+    config.pluginmanager.register(skips, "lightning_3d_skips")
     if config.option.markexpr == "not full and not faults":
         os.environ.setdefault("PARITY_STEPS", "4")
     # Self-checks are remembered for this session only.
