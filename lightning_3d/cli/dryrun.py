@@ -1,6 +1,6 @@
-"""`lightning-3d dryrun`: what the ranks of a job would hold, send and compute, found out without its hardware.
+"""`lightning-3d dryrun`: run ranks of a job without its hardware, to show what they hold, send and compute.
 
-Takes the arguments of `lightning-3d train`, and refuses what it refuses before torch is imported. Nothing is written but what is asked for.
+Takes the arguments of `lightning-3d train` and makes the same checks before torch is imported. Writes only the files that are asked for.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMAND.word("rank=N[,N...]", "global ranks to run; default: the first rank of e
 
 @dataclass(frozen=True)
 class Options:
-    """The command line, without the overrides of the run."""
+    """The command line: options of this command, and the overrides of the run."""
 
     ranks: tuple[int, ...] | None
     json: Path | None
@@ -88,10 +88,13 @@ def _run(options: Options) -> int:
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:
-            raise ConfigError(f"rank={rank}: {layout} has {layout.world_size} ranks, 0 to {layout.world_size - 1}.")
+            raise ConfigError(f"rank={rank} does not exist: {layout} has {layout.world_size} ranks, 0 to {layout.world_size - 1}.")
     ranks = options.ranks or tuple(layout.group_of(0, "pp"))
     if plan.precision == "fp8":
-        raise ConfigError("precision=fp8 cannot be run dry: its matrix products have no shapes. precision=bf16 keeps the same parameters.")
+        raise ConfigError(
+            "precision=fp8 has no dry run, because its matrix products do not work on shapes alone. Use precision=bf16: its parameters are"
+            " the same."
+        )
     print(plan.describe())
 
     quiet_imports()
@@ -111,7 +114,7 @@ def _run(options: Options) -> int:
         from lightning_3d.dryrun.timeline import as_svg, idle
         from lightning_3d.dryrun.timeline import as_text as draw
 
-        print(f"\nTimeline of a step, actions as long as their operations; a rank idles {idle(bars):.1%}\n{draw(bars)}")
+        print(f"\nTimeline of a step, with each action as long as its operations; ranks are idle for {idle(bars):.1%} of it\n{draw(bars)}")
         if options.timeline is not None:
             options.timeline.write_text(as_svg(bars, plan.describe()))
     if options.json is not None:
@@ -120,12 +123,12 @@ def _run(options: Options) -> int:
 
 
 def _last_first(ranks: Sequence[int], layout: Layout) -> list[int]:
-    """The ranks of the last stages first: they know what the others must be told."""
+    """Order ranks from the last stage to the first: later stages find out what earlier ones receive from them."""
     return sorted(ranks, key=lambda rank: -layout.coordinates(rank)["pp"])
 
 
 def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> Job:
-    """The job of a configuration."""
+    """Build the job of a configuration."""
     import torch
     from hydra.utils import get_class
 
@@ -160,7 +163,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
 
 
 def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
-    """The actions of all pipeline ranks in time, as long as the operations of one that was measured; None where not all stages were run."""
+    """Place the actions of all pipeline ranks in time, each as long as its measured operations; None unless every stage was run."""
     from lightning_3d.dryrun.timeline import place
     from lightning_3d.layout.orders import training_order
 
@@ -176,14 +179,14 @@ def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | No
 
 
 def axes_of(ranks: tuple[int, ...], layout: Layout) -> str:
-    """What a group of ranks is: the axes along which they differ, joined by +."""
+    """Name a group of ranks by the axes along which they differ, joined by +."""
     places = [layout.coordinates(rank) for rank in ranks]
     differ = [axis for axis in layout.order if len({place[axis] for place in places}) > 1]
     return "+".join(differ) or "alone"
 
 
 def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, Any]) -> str:
-    """Tables for the terminal."""
+    """Write the tables for the terminal."""
     from lightning_3d.dryrun.meter import CATEGORIES
 
     lines = [f"\nThe model has {reports[0].whole:,} parameters.\n"]
@@ -203,7 +206,7 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
             " Libraries and the allocator take more."
         )
     for report in reports:
-        lines.append(f"\nRank {report.rank} in a step: {report.usage.flops:.4g} operations, and")
+        lines.append(f"\nRank {report.rank} in a step: {report.usage.flops:.4g} floating-point operations and these collectives:")
         lines += _collective_lines(report, plan.layout)
     return "\n".join(lines)
 
@@ -213,14 +216,14 @@ def _collective_lines(report: RankReport, layout: Layout) -> list[str]:
     for call, count in report.usage.collectives.items():
         rows[axes_of(call.ranks, layout), call.name, call.bytes] += count
     ordered = sorted(rows.items(), key=lambda row: (row[0][0], -row[0][2] * row[1]))
-    lines = [f"  {'group':<12} {'collective':<24} {'times':>7} {'bytes each':>15} {'together':>12}"]
+    lines = [f"  {'group':<12} {'collective':<24} {'calls':>7} {'bytes each':>15} {'total':>12}"]
     for (axes, name, size), count in ordered:
         lines.append(f"  {axes:<12} {name:<24} {count:>7} {size:>15,} {show_bytes(size * count):>12}")
     return lines
 
 
 def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequence[Bar]] | None) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Return everything as plain values, for JSON."""
     return {
         "layout": plan.layout.name,
         "ranks": plan.layout.world_size,

@@ -72,7 +72,7 @@ def _export(options: Namespace) -> int:
 
 
 def _tokenizer_of_run(path: Place) -> Path | None:
-    """The folder of the tokenizer, or of the pretrained model, that the run of a checkpoint in its run folder used."""
+    """Find the folder of the tokenizer, or of the pretrained model, in the configuration of the run that wrote a checkpoint."""
     for folder in path.parents[:2] if isinstance(path, Path) else ():
         if (folder / "config.yaml").is_file():
             config: Any = yaml.safe_load((folder / "config.yaml").read_text())

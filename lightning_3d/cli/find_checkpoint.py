@@ -27,6 +27,6 @@ def find_checkpoint(name: str) -> Place:
     if (path / "config.yaml").is_file() and not (path / MANIFEST).is_file():
         newest = newest_checkpoint(path)
         if newest is None:
-            raise CheckpointError(f"The run folder {path} holds no complete checkpoint.")
+            raise CheckpointError(f"The run folder {path} has no complete checkpoint.")
         return place(newest)
     return path

@@ -47,7 +47,7 @@ def _convert(options: Namespace) -> int:
         rename=(old, new) if options.rename is not None else None,
         plain_only=options.plain_only,
     )
-    print(f"{options.output}: from {found.kind}, step {found.step}, {found.weights} weights, {found.states} states of the optimizer,")
+    print(f"{options.output}: from {found.kind}, step {found.step}, {found.weights} weights, {found.states} optimizer states,")
     print(f"  {show_bytes(found.nbytes)}; any layout loads it")
     for sentence in found.lost:
         print(f"  {sentence}")

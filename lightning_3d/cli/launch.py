@@ -62,7 +62,7 @@ KINDS = {
 
 
 def option_rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The options of each group of launchers, with their defaults and meanings: (names of launchers, rows)."""
+    """List the options of each group of launchers, with defaults and meanings: (names of the launchers, rows)."""
     for options in dict.fromkeys(kind.options for kind in KINDS.values()):
         names = [name for name, kind in KINDS.items() if kind.options is options]
         meant = meanings(options)
@@ -104,7 +104,7 @@ def _run(dry: bool, words: list[str]) -> int:
 
 
 def _kind(words: list[str]) -> str:
-    """The one word that is not an override: it may stand anywhere on the command line."""
+    """Find the one word that is not an override; it may be anywhere on the command line."""
     kinds = [word for word in words if "=" not in word and not word.startswith(("~", "+"))]
     if len(kinds) == 1 and kinds[0] in KINDS:
         return kinds[0]

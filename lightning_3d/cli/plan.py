@@ -1,4 +1,4 @@
-"""`lightning-3d plan`: the fastest layouts of a model on a cluster, and how good such predictions are. Imports no torch."""
+"""`lightning-3d plan`: find the fastest layouts of a model on a cluster. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _length_left_open(run: RunConfig, overrides: Sequence[str]) -> str:
-    """Says so where a plan is for the short samples that some data has, and the model is made for longer ones."""
+    """Point out that a plan is for the short samples of the data although the model takes longer ones; empty otherwise."""
     from lightning_3d.models.families import read_spec
 
     longest = read_spec(run.model["config"]).max_positions
@@ -57,13 +57,13 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.runs.report.page import ASSETS
 
     if not folder.is_dir():
-        raise ConfigError(f"There is no folder {folder} to write plan.json and plan.html to.")
+        raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
     run = check_keys(compose([*overrides, "trainer.dry=true"]))
     run.cluster.check()
     run.plan.check()
     run.model = complete_model(run.model, dry=True)
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
-        raise ConfigError("data.sequence_length and data.global_batch_size must be given, in tokens and in sequences.")
+        raise ConfigError("data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given.")
     machine = machine_of(run.cluster, run.profile)
     if validated and machine is not None:
         require_here(machine, run.cluster)
@@ -91,8 +91,8 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (ASSETS / "style.css").read_text("utf-8")
     (folder / "plan.html").write_text(page(found, machine, title, style, reserve), encoding="utf-8")
-    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
-    print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
+    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules simulated"
+    print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
     if validated:
         return validate(overrides, found.best[:validated], steps)
     return 0

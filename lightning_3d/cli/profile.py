@@ -1,4 +1,4 @@
-"""`lightning-3d profile`: measures operations of a model on this machine's ranks, for the planner. torch is imported after all checks."""
+"""`lightning-3d profile`: measure operations of a model on this machine, for the planner. torch is imported after all checks."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | None) -> int:
     path = Path(options.out).absolute()
     if not path.parent.is_dir():
-        raise ConfigError(f"There is no folder {path.parent} to write {path.name} to.")
+        raise ConfigError(f"--out must be a file in an existing folder; there is no folder {path.parent}.")
     run_config, accelerator, ranks = _place(overrides, options.ranks, outside)
     shapes = _shapes(run_config, accelerator, options.repeats)
     where = "GPUs" if accelerator == "gpu" else "CPU"
-    print_once(f"measures on {ranks} rank{'s' * (ranks > 1)} on {where}, {shapes.precision}", outside)
+    print_once(f"measuring on {ranks} rank{'s' * (ranks > 1)} on {where}, {shapes.precision}", outside)
     if outside is not None:
         set_master_address(outside)
         _rank(shapes, accelerator, str(path))
@@ -72,12 +72,12 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
     if outcome.message is not None:
         print(outcome.message, file=sys.stderr, flush=True)
     if outcome.exit_code == 0:
-        print(f"{path} is written; lightning-3d plan reads it with profile={path}")
+        print(f"Wrote {path}. To use it: lightning-3d plan profile={path} ...")
     return outcome.exit_code
 
 
 def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | None) -> tuple[RunConfig, str, int]:
-    """(configuration, cpu or gpu, number of ranks)."""
+    """Decide where to measure: (configuration, cpu or gpu, number of ranks)."""
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import visible_gpus
     from lightning_3d.config.plan_run import check_keys
@@ -89,8 +89,8 @@ def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | N
     local = outside.local_world_size if outside is not None else ranks or there or 2
     if wanted == "gpu" and there < local:
         raise ConfigError(
-            f"The cluster {run.cluster.name} has GPUs, and {local} ranks on this machine need as many, but it has {there}. Profile on one"
-            " of its machines, or the CPU with cluster=local_cpu."
+            f"The cluster {run.cluster.name} has GPUs, so {local} rank{'s' * (local > 1)} on this machine need{'s' * (local == 1)} {local}"
+            f" GPU{'s' * (local > 1)}, but it has {there}. Profile on a machine of that cluster, or profile the CPU with cluster=local_cpu."
         )
     accelerator = "gpu" if wanted != "cpu" and there >= local else "cpu"
     return run, accelerator, outside.world_size if outside is not None else local
@@ -107,7 +107,7 @@ def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
     seq, rows = run.data.get("sequence_length"), run.parallelism.micro_batch_size or 1
     check_sizes(**{"data.sequence_length": seq, "parallelism.micro_batch_size": rows})
     if seq is None:
-        raise ConfigError("data.sequence_length must be given, in tokens.")
+        raise ConfigError("data.sequence_length (in tokens) must be given.")
     if run.parallelism.layout == "auto":
         degrees = tuple(tp for tp in (1, 2, 4, 8) if model.heads % tp == 0 and max(model.ffn, model.expert_ffn) % tp == 0)
     else:
@@ -118,7 +118,7 @@ def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
 
 
 def _rank(shapes: Shapes, accelerator: str, path: str) -> None:
-    """What every rank does; rank 0 writes the file, when it is complete."""
+    """Measure in one rank. Rank 0 writes the file when all measurements are complete."""
     quiet_imports()
     from lightning_3d.planner.profile_file import FORMAT
     from lightning_3d.profiling.operations import profile_rank

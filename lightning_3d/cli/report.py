@@ -34,7 +34,7 @@ def make(folder: Path) -> Path:
         ConfigError: the folder does not exist, or holds neither a run nor a sweep.
     """
     if not folder.is_dir():
-        raise ConfigError(f"There is no folder {folder} to report on.")
+        raise ConfigError(f"There is no folder {folder}. Give the folder of a run or of a sweep.")
     if not (folder / SWEEP_FILE).is_file():
         return write_report(folder)
     for metrics in sorted(folder.glob("*/metrics.csv")):

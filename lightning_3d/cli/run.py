@@ -1,8 +1,7 @@
-"""`lightning-3d run CONFIG.yaml`: trains from a complete configuration, such as the one that every run leaves in its folder,
-without composing anything.
+"""`lightning-3d run CONFIG.yaml`: train from a complete configuration, such as the one that every run leaves in its folder.
 
-A configuration that lies in the run folder it names takes that folder, once: a sweep writes it there and starts it. To
-repeat a run, name a new folder. torch is imported after all checks.
+Nothing is composed. A configuration file in the run folder that it names starts that run, once: sweeps write it there. To repeat a run,
+name a new folder. torch is imported after all checks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
     config = read_frozen(path)
     if options.folder is not None and options.resume is not None:
-        raise ConfigError("--resume goes on in the folder of the run, so --folder cannot be given with it.")
+        raise ConfigError("--resume continues in the folder of the run, so it cannot be combined with --folder.")
     if options.folder is not None:
         config = move_to(config, Path(options.folder).absolute())
     plan = plan_run(OmegaConf.create(config), outside, Advice())
@@ -72,21 +71,21 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
 
 
 def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:
-    """The folder of a run that ended early.
+    """Reopen the folder of a run that ended early.
 
     Raises:
-        ConfigError: there is no checkpoint to go on from, or the run has not ended.
+        ConfigError: there is no checkpoint to resume, or the run has not ended.
     """
     reopened = RunFolder.reopen(folder, config)
     if checkpoint:
         return replace(reopened, resume=checkpoint)
     if reopened.resume is None:
-        raise ConfigError(f"{folder} has no complete checkpoint to resume from. --folder NEW repeats the run in a new folder.")
+        raise ConfigError(f"{folder} has no complete checkpoint to resume. To repeat the run in a new folder, use --folder NEW.")
     return reopened
 
 
 def _take(folder: Path, config: Path) -> RunFolder:
-    """The folder that was prepared with this very file, else a new one."""
+    """Take the folder that was prepared with this very file, else a new one."""
     file = folder / CONFIG_FILE
     if file.exists() and file.samefile(config):
         return RunFolder.adopt(folder)

@@ -1,4 +1,4 @@
-"""What is launched: the composed and checked configuration as nodes, ranks and a command line."""
+"""A run to launch: a composed and checked configuration as nodes, ranks and a command line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Target:
     """A run on the nodes of its cluster.
 
     Attributes:
-        name: what the job is called unless the user names it: lower-case letters, digits and dashes.
-        nodes, ranks_per_node: their product is the ranks of the layout.
-        gpus_per_node: 0 where ranks run on CPU cores.
-        overrides: of the run, as the user gave them.
-        folder: of the run, where the user names it.
+        name: default name of the job: lower-case letters, digits and dashes.
+        nodes: number of nodes.
+        ranks_per_node: ranks on each node; times `nodes` they are the ranks of the layout.
+        gpus_per_node: GPUs of each node; 0 where ranks run on CPU cores.
+        overrides: overrides of the run, as the user gave them.
+        folder: run folder; None unless the user names it.
     """
 
     name: str
@@ -32,10 +33,10 @@ class Target:
     folder: str | None
 
     def arguments(self, folder: str | None = None) -> list[str]:
-        """Arguments of `lightning-3d` on the nodes: the same overrides.
+        """Return the arguments of `lightning-3d` on the nodes: the same overrides.
 
         Args:
-            folder: of a run that goes on where it was when it is started again; None leaves folder and start to the overrides.
+            folder: run folder of a run that resumes when it is restarted; None: the overrides alone decide.
         """
         added = []
         if folder is not None:
@@ -79,6 +80,6 @@ def _name(config: DictConfig, layout: str) -> str:
 
 
 def as_name(words: str) -> str:
-    """Words as a name that SLURM and Kubernetes take."""
+    """Turn words into a name that SLURM and Kubernetes accept."""
     name = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
