@@ -137,7 +137,7 @@ class RunFolder:
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
-        """Take a folder that was prepared for this run and holds only its configuration. Of several processes that try at once, one succeeds.
+        """Take a folder that was prepared for this run: it holds only the configuration. Of several processes that try, one succeeds.
 
         Raises:
             ConfigError: a run took it before, or it cannot be written.

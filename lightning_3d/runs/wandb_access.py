@@ -47,7 +47,7 @@ def check_access(offline: bool, otherwise: str) -> None:
         ConfigError: the package is not installed, or there is no API key for an online run.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError('logger=wandb needs the package wandb. Install it (pip install "lightning-3d[wandb]"), or leave out logger=wandb.')
+        raise ConfigError('logger=wandb needs the package wandb. Install it: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
     if is_offline(offline):
         return
     settings, url = _settings(), _url()
