@@ -1,4 +1,4 @@
-"""`hydra/launcher=slurm`: each job of `-m` is a job of SLURM, on the nodes that its cluster says."""
+"""`hydra/launcher=slurm`: each job of `-m` is a SLURM job on as many nodes as its cluster has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
 
 
 class Lightning3DSlurmLauncher(SweepLauncher):
-    """Jobs run on a SLURM cluster whose nodes see the files of this machine.
+    """Launcher that runs jobs on a SLURM cluster whose nodes see the files of this machine.
 
     Args:
-        jobs_at_once: jobs that are queued or running at the same time; None is all.
-        poll_seconds: between looks at the queue.
+        metric: see `SweepLauncher`.
+        jobs_at_once: most jobs that are queued or running at the same time; None: all.
+        poll_seconds: seconds between checks of the queue.
         resources: see `SlurmResources`.
     """
 

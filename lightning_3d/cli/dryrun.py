@@ -99,13 +99,13 @@ def _run(options: Options) -> int:
 
     quiet_imports()
     from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.dryrun.shapes import Told
+    from lightning_3d.dryrun.shapes import Found
 
-    job, told = job_of(config, plan, whole=options.whole), Told()
+    job, found = job_of(config, plan, whole=options.whole), Found()
     reports = []
     for rank in _last_first(ranks, layout):
         started = time.monotonic()
-        reports.append(dry_run(job, rank, told))
+        reports.append(dry_run(job, rank, found))
         print(f"rank {rank}: {reports[-1].micro_batches} of {plan.micro_batches} micro-batches run in {time.monotonic() - started:.1f} s")
     reports.sort(key=lambda report: report.rank)
     print(as_text(reports, plan, config))

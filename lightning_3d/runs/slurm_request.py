@@ -15,7 +15,7 @@ class SlurmRequest:
         qos: quality of service.
         memory: memory of each node, as SLURM writes it: 500G; 0 is all of it.
         cpus_per_task: CPU cores for each rank.
-        setup: shell lines that run before the ranks start: ["module load cuda"].
+        setup: shell lines that run once, on the first node, before the ranks start: ["module load cuda"].
         srun: further options of srun, each as "--option=value".
     """
 

@@ -71,7 +71,7 @@ def test_a_file_of_ddp(ddp: tuple[Path, list[float]], tmp_path: Path, capsys: py
     """With tied parameters, two parameter groups, a scheduler, a buffer, from the middle of an epoch."""
     path, expected = ddp
     assert command([str(path), "--output", str(tmp_path / "new.ckpt")]) == 0
-    assert f"step {foreign.STEPS}, 39 weights, 114 states of the optimizer" in capsys.readouterr().out
+    assert f"step {foreign.STEPS}, 39 weights, 114 optimizer states" in capsys.readouterr().out
     state, saved = load_full_state_dict(tmp_path / "new.ckpt"), torch.load(path, weights_only=True)
     assert state.keys() == saved["state_dict"].keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in saved["state_dict"].items())

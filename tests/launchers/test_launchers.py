@@ -77,7 +77,7 @@ def test_torchrun_on_several_nodes(large: Target) -> None:
     assert not any("is_host" in word for word in words), "torchrun finds out"
     first = torchrun.render(large, TorchrunOptions(endpoint="10.0.0.1:1234", address="10.0.0.1", env={"NCCL_DEBUG": "INFO"}))
     assert "--rdzv-conf=is_host=1" in first and first.startswith("env NCCL_DEBUG=INFO ")
-    for endpoint, message in ((None, "launch.endpoint=HOST:29500"), ("host:port", "write HOST:PORT"), (":1", "write HOST:PORT")):
+    for endpoint, message in ((None, "launch.endpoint=HOST:29500"), ("host:port", "must be HOST:PORT"), (":1", "must be HOST:PORT")):
         with pytest.raises(ConfigError, match=message):
             torchrun.render(large, TorchrunOptions(endpoint=endpoint))
 
@@ -228,7 +228,7 @@ def test_other_options_of_pods(large: Target) -> None:
     ("options", "message"),
     [
         (KubernetesOptions(volumes={"runs": "/mnt"}), "launch.image must be given"),
-        (KubernetesOptions(image="x"), "would be in the pod .*launch.volumes"),
+        (KubernetesOptions(image="x"), "would be inside the pod .*launch.volumes"),
         (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "'Runs'; Kubernetes takes"),
         (KubernetesOptions(image="x", volumes={"runs": "mnt"}), "absolute path"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "a letter first: my-run"),

@@ -159,7 +159,7 @@ def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Re
         ("cut off", "cut.json cannot be read: no JSON"),
         ("negative seconds", "negative.json is broken: ValueError, -"),
         ("few operations", "few.json is broken: ValueError, nothing of kind copy was measured"),
-        ("no GPUs", "has GPUs, and 2 ranks on this machine need as many, but it has 0"),
+        ("no GPUs", "has GPUs, so 2 ranks on this machine need 2 GPUs, but it has 0"),
         ("no ranks", "--ranks must be a whole number of at least 1; got 0."),
         ("no folder", "There is no folder /nowhere/at"),
         ("no such option", 'lightning-3d profile has no option --rank. Did you mean "--ranks"?'),

@@ -66,9 +66,9 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         refusal(run)
         with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}another folder"):
             RunFolder.reopen(run, {})
-        with pytest.raises(ConfigError, match=rf"holds a run already \(status: running; {since}\)"):
+        with pytest.raises(ConfigError, match=rf"already holds a run \(status: running; {since}\)"):
             RunFolder.adopt(run)
-        with pytest.raises(ConfigError, match=rf"Another sweep is at work in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"):
+        with pytest.raises(ConfigError, match=rf"Another sweep is in progress in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"):
             SweepFolder.take(tmp_path / "sweep", numbered=False)
         monkeypatch.setattr("lightning_3d.storage.lock._PATIENCE_SECONDS", 0)
         with pytest.raises(CheckpointError, match=rf"belongs to another run that has not ended \({since}\)\. Two runs .*{do}another"):
@@ -76,8 +76,8 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         assert in_progress(run) and RunFolder.claim(run, numbered=True).path.name == "run_1"
     assert in_progress(run) is False and is_held(run / ".lock") is False
     said = refusal(run)
-    assert f"which has ended without a word: its process is gone (process {process.pid} of {me.user} on {me.host}" in said
-    assert said.endswith("Set hydra.run.dir to a new folder. trainer.auto_resume=true continues that run.")
+    assert f"which ended without recording why: its process is gone (process {process.pid} of {me.user} on {me.host}" in said
+    assert said.endswith("Set hydra.run.dir to a new folder. To resume that run, set trainer.auto_resume=true.")
     assert RunFolder.reopen(run, {}).path == run, "a lock that is left of a killed process holds nobody up"
 
 
@@ -104,8 +104,8 @@ def test_a_folder_of_a_run_on_another_host(tmp_path: Path) -> None:
     left_by(tmp_path / "run", RUNNING, "node7", 4711)
     assert in_progress(tmp_path / "run") is None
     said = refusal(tmp_path / "run")
-    assert "in progress on another host when it last said so (process 4711 on node7, since " in said
-    assert "This host cannot see whether it still is: look there before anything else." in said
+    assert "It was in progress on another host (process 4711 on node7, since " in said
+    assert "and this host cannot see whether it still is: check there first." in said
 
 
 def test_a_folder_without_locks_is_judged_by_the_process(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class SweepFolder:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise ConfigError(f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir to another folder.") from error
+                raise ConfigError(f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir.") from error
         other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
         if holder is None:
             raise ConfigError(f"Another sweep is in progress in {path}. Wait until it ends, or {other}.")
@@ -136,7 +136,7 @@ def prepare(sweep: Path, job: Job) -> Path | None:
             (job.folder / name).write_text(text, encoding="utf-8")
         (job.folder / CONFIG_FILE).write_text(frozen_text(job.config), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir to another folder.") from error
+        raise ConfigError(f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir.") from error
     return moved
 
 

@@ -89,8 +89,8 @@ def finished_before(job: Job) -> Outcome:
 def check_metric(name: str) -> None:
     """Raises ConfigError for a number that no job has."""
     if name not in METRICS:
-        near = did_you_mean(str(name), METRICS)
-        raise ConfigError(f'hydra.launcher.metric must be {listed(METRICS, last='or')}; got "{name}".{near}')
+        names, near = listed(METRICS, last="or"), did_you_mean(str(name), METRICS)
+        raise ConfigError(f'hydra.launcher.metric must be {names}; got "{name}".{near}')
 
 
 def read_numbers(folder: Path) -> dict[str, float]:

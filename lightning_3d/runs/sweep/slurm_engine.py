@@ -83,7 +83,7 @@ class SlurmEngine:
         try:
             import submitit
         except ImportError as error:
-            raise ConfigError("hydra/launcher=slurm needs the package submitit. Install it: pip install "lightning-3d[slurm]".") from error
+            raise ConfigError('hydra/launcher=slurm needs the package submitit. Install it: pip install "lightning-3d[slurm]".') from error
         absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
         if resources.executor == "slurm" and absent:
             raise ConfigError(f"hydra/launcher=slurm needs SLURM on this machine, but {absent[0]} is not installed.")
@@ -119,7 +119,7 @@ class SlurmEngine:
             raise
 
     def _submit_into(self, running: dict[Job, Any], job: Job) -> None:
-        """Submit in a thread, which no signal interrupts, so that a job that SLURM accepted is known and cancelled however the sweep ends."""
+        """Submit in a thread, which no signal interrupts, so that a job that SLURM accepted is cancelled however the sweep ends."""
         failed: list[Exception] = []
         over = threading.Event()
 
