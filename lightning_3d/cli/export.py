@@ -46,8 +46,8 @@ def _export(options: Namespace) -> int:
         raise ConfigError(
             f"--tokenizer must be a folder with a tokenizer in the format of Transformers; there is no folder {options.tokenizer}."
         )
-    beside = Path.cwd() if isinstance(path, RemotePath) else path.parent
-    output = Path(options.output).expanduser().absolute() if options.output else beside / f"{path.name}-huggingface"
+    default_folder = Path.cwd() if isinstance(path, RemotePath) else path.parent
+    output = Path(options.output).expanduser().absolute() if options.output else default_folder / f"{path.name}-huggingface"
 
     import torch
 

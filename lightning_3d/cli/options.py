@@ -141,7 +141,7 @@ class Command:
         return f"lightning-3d {self.name} has no option {word}.{near} Its options: {', '.join([*names, '--help'])}."
 
     def _explain(self, error: argparse.ArgumentError) -> str:
-        """An error of argparse in our words."""
+        """Rewrite an error of argparse as our messages are written."""
         if "expected one argument" in error.message:
             return f"{error.argument_name} needs a value. {self._see_help()}"
         if "ignored explicit argument" in error.message:
@@ -184,7 +184,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)
 
     def error(self, message: str) -> Any:
-        """Called for what is no `ArgumentError`: words that must be given and were not."""
+        """Raise ConfigError for what argparse does not report as an `ArgumentError`: required words that are missing."""
         missing = re.fullmatch(r"the following arguments are required: (.*)", message)
         what = f"{listed(missing[1].split(', '))} must be given" if missing else message
         raise ConfigError(f"{what}. See {self.prog} --help.")

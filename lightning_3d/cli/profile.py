@@ -126,6 +126,6 @@ def _rank(shapes: Shapes, accelerator: str, path: str) -> None:
     content = profile_rank(shapes, accelerator)
     if int(os.environ["RANK"]) == 0:
         about = {"format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        beside = Path(f"{path}.part")
-        beside.write_text(json.dumps(about | content, indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+        draft = Path(f"{path}.part")
+        draft.write_text(json.dumps(about | content, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)

@@ -19,7 +19,7 @@ from lightning_3d.compat.torch_fake import as_fake, can_be_remembered, device_of
 
 @dataclass(frozen=True)
 class _Made:
-    """How to make a result again.
+    """Recipe to make a result again.
 
     Attributes:
         source: index of the input tensor that the result is, or is a view of; None: it has its own memory.

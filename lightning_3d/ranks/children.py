@@ -31,7 +31,7 @@ class Reporter(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank itself has failed."""
+        """True once this rank itself has failed."""
 
     def speak_for(self, failure: Failure) -> None:
         """Report the failure of a rank that ended without an error of its own."""

@@ -136,7 +136,7 @@ class FailureReporter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank has noted an exception."""
+        """True once this rank has noted an exception."""
         return self._noted is not None
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -19,14 +19,14 @@ from lightning_3d.ranks.environment import OutsideRank
 
 
 class Machine(Enum):
-    """Where a run that is checked will run."""
+    """Machine for which a run is checked."""
 
     THIS = auto()
     """This machine, now."""
     NODES = auto()
     """The nodes of its cluster, which see the files of this machine. The cluster need not say how many there are."""
     COUNTED_NODES = auto()
-    """The same, but the cluster must say how many nodes and GPUs it has."""
+    """Nodes whose cluster must say how many nodes and GPUs it has."""
     REMOTE_NODES = auto()
     """Counted nodes that do not see the files of this machine."""
     NONE = auto()

@@ -196,7 +196,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
         except FileNotFoundError:
             continue
-        except OSError:  # another run is beside it
+        except OSError:  # another run is in it
             return
 
 

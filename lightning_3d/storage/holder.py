@@ -66,12 +66,12 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this host."""
+        """True if it is, or was, a process of this host."""
         return self.host == socket.gethostname()
 
     @property
     def exists(self) -> bool:
-        """Whether a process of this host has its id."""
+        """True if a process of this host has its id."""
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:

@@ -80,7 +80,7 @@ def keep(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None where the file or the file system does not show it."""
+    """Check whether a process holds the lock of a file; None where the file or the file system does not show it."""
     if not path.is_file():
         return None
     probe = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)

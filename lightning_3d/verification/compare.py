@@ -70,7 +70,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether all differences are within their limits: they come from rounding alone."""
+        """True if all differences are within their limits, so that they come from rounding alone."""
         return all(value <= limit for value, limit in zip((self.loss, self.grad_norm, self.weight), self.limits, strict=True))
 
     def __str__(self) -> str:

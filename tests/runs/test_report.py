@@ -177,7 +177,7 @@ def test_a_fit_of_ones_own_that_fails_has_a_report(tmp_path: Path) -> None:
 def test_states_without_numbers_are_told(tmp_path: Path) -> None:
     write_report(metrics(tmp_path / "none"), About("m", "tp1", status="failed"))
     page = Page(tmp_path / "none" / "report.html")
-    assert "No step has ended." in page.words and "before its first step ended" in page.words
+    assert "No step has finished." in page.words and "before its first step ended" in page.words
     assert "No step was traced." in page.words and page.data["timeline"] is None and page.data["memory"] == []
     event = Event("forward", 0, 0, 0, 0.0, 1.0)
     trace = StepTrace(1, "tp1", ("tp", "cp", "pp", "dp"), "1F1B", (RankTrace(0, "h", Memory(8, 8, 16, None), work_of([event]), (event,)),))

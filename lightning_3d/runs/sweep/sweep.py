@@ -75,12 +75,12 @@ class Sweep:
 
     @property
     def has_results(self) -> bool:
-        """Whether a job has finished."""
+        """True once a job has finished."""
         return any(outcome.status == FINISHED for outcome in self.outcomes.values())
 
     @property
     def _used(self) -> bool:
-        """Whether a job is, or was, to be run."""
+        """True once there is a job to run."""
         return any(outcome.folder is not None for outcome in self.outcomes.values())
 
     def _plan(self, entries: Sequence[Entry]) -> list[Job]:
