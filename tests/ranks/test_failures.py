@@ -70,7 +70,7 @@ def test_lost_peers_wait_for_the_cause(stores: list[TCPStore]) -> None:
 def test_lost_peers_alone_are_shown_once(stores: list[TCPStore]) -> None:
     ended = finish_all(stores, [CLOSED, CLOSED, CLOSED], [0.0, 0.0, 0.0])
     assert sorted(bool(output) for _, output in ended) == [False, False, True]
-    assert "after it lost a peer that left no word" in "".join(output for _, output in ended)
+    assert "because another rank disappeared without an error" in "".join(output for _, output in ended)
 
 
 def test_a_mistake_that_all_ranks_find_is_shown_once(stores: list[TCPStore]) -> None:
@@ -87,11 +87,11 @@ def test_noting_early_and_finishing_elsewhere_shows_the_error_once(stores: list[
     assert "ValueError: noted" in output.getvalue()
 
 
-def test_tell_all_gives_every_rank_the_words_of_rank_0(stores: list[TCPStore]) -> None:
+def test_broadcast_gives_every_rank_the_words_of_rank_0(stores: list[TCPStore]) -> None:
     heard: dict[int, str] = {}
 
     def tell(rank: int) -> None:
-        heard[rank] = StoreBoard(stores[rank], WORLD).tell_all("folder", f"of rank {rank}", rank)
+        heard[rank] = StoreBoard(stores[rank], WORLD).broadcast("folder", f"of rank {rank}", rank)
 
     threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:
