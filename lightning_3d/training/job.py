@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.compat.imports import light_imports
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
@@ -161,10 +161,7 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
         threads = int(os.environ["OMP_NUM_THREADS"])
     fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
     if fork:
-        quiet_imports()
-        from lightning_3d.training.run import preload
-
-        preload(frozen)
+        _import_all(frozen)
         fork = can_fork()
     outcome = launch(run_rank, (frozen,), count, logs=folder.path / LOGS, fork=fork, threads=threads)
     if outcome.message is not None:
@@ -184,11 +181,19 @@ def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureRepo
 
 
 def run_rank(frozen: dict[str, Any]) -> None:
-    """The job of every rank."""
-    quiet_imports()
+    """Train, as one of the ranks."""
+    _import_all(frozen)  # again: a forked rank has everything already, a rank of torchrun or SLURM has nothing
     from lightning_3d.training.run import train
 
     train(frozen)
+
+
+def _import_all(frozen: dict[str, Any]) -> None:
+    """Import what a rank needs, all of it here, where it costs less."""
+    with light_imports():
+        from lightning_3d.training.run import preload
+
+        preload(frozen)
 
 
 def _may_fork(start_method: str, accelerator: str) -> bool:

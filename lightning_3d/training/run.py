@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -145,20 +144,31 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
 
 
 def preload(config: Mapping[str, Any]) -> None:
-    """Import what the ranks will need and only import when they get to it, so that ranks forked afterwards have it."""
+    """Import what a rank otherwise imports when it first needs it, so that ranks forked afterwards have it.
+
+    DeepSpeed only on CPU: for GPUs its import asks CUDA for devices, which must wait until Lightning has chosen this rank's.
+    """
     quiet()
     model_type = config["model"]["config"]["model_type"]
     names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
     sharded = config["parallelism"]["zero_stage"] > 0
-    if sharded:
-        names += ["deepspeed", "lightning_3d.parallel.zero.deepspeed_backend"]
+    try:
+        if sharded and config["cluster"]["accelerator"] == "cpu":
+            import_deepspeed(torch.device("cpu"))  # before the backend, which imports it for whatever device it finds
+        if sharded:
+            names.append("lightning_3d.parallel.zero.deepspeed_backend")
+    except ImportError as error:
+        _log_skipped("deepspeed", error)
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:  # the rank that needs it says so
-            logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
-    if sharded and "deepspeed" in sys.modules and config["cluster"]["accelerator"] == "cpu":
-        import_deepspeed(torch.device("cpu"))  # with what its first engine imports
+        except ImportError as error:
+            _log_skipped(name, error)
+
+
+def _log_skipped(name: str, error: ImportError) -> None:
+    """Record what `preload` could not import. The rank that needs it says so."""
+    logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
 
 
 def quiet() -> None:
