@@ -27,17 +27,19 @@ from lightning_3d.checkpoint.parameter_groups import (
 )
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import MODEL, LocalState, OptimizerOwner
-from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointStore
+from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointOptions, CheckpointStore, SaveMode
 from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.remote_path import place
 
 __all__ = [
     "BATCHES",
     "PATH",
+    "CheckpointOptions",
     "CheckpointStore",
     "LocalState",
     "Names",
     "ORDERS",
+    "SaveMode",
     "describe_optimizer",
     "load_full_state_dict",
     "load_optimizer",

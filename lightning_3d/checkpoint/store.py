@@ -8,7 +8,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -59,26 +61,58 @@ _NO_END = timedelta(days=14)
 log = logging.getLogger(__name__)
 
 
-class CheckpointStore:
-    """Checkpoints of one run. `save` and `load` are collective over the world; what goes over the network are descriptions.
-
-    Args:
-        verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
-        fall_back: where a checkpoint is damaged, load the newest good one beside it instead.
-        asynchronous: saves that may fail are written in the background, from copies. One at a time: the next one waits.
-        timeout_seconds: a save that has not come to its end so long after it began ends the run: the storage hangs.
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """How a run saves and loads checkpoints.
 
     Attributes:
-        outcome: what became of the saves of the latest fit.
+        verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
+        fall_back: where a checkpoint is damaged, load the newest good one in the same folder instead.
+        asynchronous: write `SaveMode.BACKGROUND` saves in the background, from copies on the host. False: training waits for each.
+        timeout_seconds: time after which a save that has not finished ends the run.
     """
 
-    def __init__(
-        self, *, verify: bool = True, fall_back: bool = False, asynchronous: bool = True, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> None:
-        self._verify = verify
-        self._fall_back = fall_back
-        self._asynchronous = asynchronous
-        self._timeout = timeout_seconds
+    verify: bool = True
+    fall_back: bool = False
+    asynchronous: bool = True
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+
+class SaveMode(Enum):
+    """When a save is finished, and what a failure of the storage does."""
+
+    BACKGROUND = "background"
+    """Written while training continues. A failure is a warning, and earlier checkpoints stay."""
+
+    BLOCKING = "blocking"
+    """Complete when `save` returns: something needs the folder at once, for example to link to it. A failure is a warning."""
+
+    REQUIRED = "required"
+    """Complete when `save` returns. A failure is raised."""
+
+
+class _Raised(Enum):
+    """Which errors of a save are raised; the others become a warning."""
+
+    ALL = "all"
+    ALL_BUT_STORAGE = "all but storage"
+    NONE = "none"
+
+    def covers(self, error: BaseException) -> bool:
+        return self is _Raised.ALL or (self is _Raised.ALL_BUT_STORAGE and not isinstance(error, StorageError))
+
+
+class CheckpointStore:
+    """Checkpoints of one run. `save` and `load` are collective over the world; only descriptions are sent between ranks.
+
+    At most one save is in progress: the next one waits for it.
+
+    Attributes:
+        outcome: result of the saves of the latest fit.
+    """
+
+    def __init__(self, options: CheckpointOptions | None = None) -> None:
+        self._options = options or CheckpointOptions()
         self._has_waited = False
         self._folders: set[Place] = set()
         self._locks: dict[Place, FolderLock | Lease] = {}
@@ -145,27 +179,24 @@ class CheckpointStore:
         local: LocalState,
         owner: OptimizerOwner | None,
         about: Mapping[str, Any],
-        *,
-        must: bool = True,
-        now: bool = False,
+        mode: SaveMode = SaveMode.REQUIRED,
     ) -> bool:
-        """Write a checkpoint folder that appears under its name when it is complete.
+        """Write a checkpoint folder that appears under its name when it is complete. Collective.
 
         Args:
-            path: the folder's final name, the same on all ranks. What is there is replaced.
+            path: final name of the folder, the same on all ranks. An earlier checkpoint there is replaced.
             checkpoint: Lightning's dict, with the rank's own tensors in "state_dict". Optimizer state and random number generators
                 are saved if it has "optimizer_states".
-            owner: of the optimizer's state; None if there is none.
-            about: goes into the manifest.
-            must: raise where the storage fails; otherwise warn, and what is saved already stays.
-            now: not in the background: somebody needs the folder at once, to link to it for example.
+            owner: owner of the optimizer's state; None if there is none.
+            about: facts for the manifest.
+            mode: when the save is finished, and what a failure does.
 
         Returns:
-            Whether it was written, or is being written.
+            True if it was written or is being written, False if it failed with a warning.
 
         Raises:
             CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
-            StorageHangs: this save, or the one before, does not come to an end.
+            StorageHangs: this save, or the one before, does not finish.
         """
         self.wait()
         final = place(path)
@@ -175,7 +206,8 @@ class CheckpointStore:
         facts = {**about, **facts, "optimizer_state": with_optimizer}
         tensors = TensorSave()
         self.outcome.step = int(checkpoint.get("global_step", 0))
-        later = self._asynchronous and not must and not now
+        later = self._options.asynchronous and mode is SaveMode.BACKGROUND
+        raised = _Raised.ALL if mode is SaveMode.REQUIRED else _Raised.ALL_BUT_STORAGE
         try:
             temporary, files = on_rank_zero(lambda: self._begin_in_time(final, state))
             tensors.plan(_collector(checkpoint, local, owner if with_optimizer else None))
@@ -188,10 +220,10 @@ class CheckpointStore:
             finish = partial(tensors.finish, temporary, commit, self._own_group())
             self._pending = BackgroundSave(final, tensors, finish, self._end_turn())
         except CheckpointError as error:
-            return self._give_up(final, error, must)
+            return self._give_up(final, error, raised)
         finally:
             self._end_turn()()
-        return later or self._wait(must)
+        return later or self._wait(raised)
 
     def _own_group(self) -> dist.ProcessGroup | None:
         """For what a save in the background sends, while training uses the other groups."""
@@ -218,43 +250,43 @@ class CheckpointStore:
                 " each other. Save less often, or to a faster disk. This is told once."
             )
 
-    def _wait(self, must: bool = False) -> bool:
+    def _wait(self, raised: _Raised = _Raised.ALL_BUT_STORAGE) -> bool:
         pending = self._pending
         if pending is None:
             return True
-        if pending.ends_within(self._timeout):
+        if pending.ends_within(self._options.timeout_seconds):
             pending.require_peers()
-        through_rank_zero(lambda: pending.join(self._timeout), lambda parts: parts)
+        through_rank_zero(lambda: pending.join(self._options.timeout_seconds), lambda parts: parts)
         self._pending = None
-        return self._settle(pending, must)
+        return self._settle(pending, raised)
 
     def finish(self) -> None:
         """As `wait`, where the other ranks cannot be asked. Local; says what has failed and raises nothing but StorageHangs."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.join(self._timeout)
-            self._settle(pending, tell=True)
+            pending.join(self._options.timeout_seconds)
+            self._settle(pending, _Raised.NONE)
 
-    def _settle(self, pending: BackgroundSave, must: bool = False, tell: bool = False) -> bool:
-        """What follows the end of a save. Returns whether it is a checkpoint now."""
+    def _settle(self, pending: BackgroundSave, raised: _Raised) -> bool:
+        """Record the end of a save. Returns whether the checkpoint is complete."""
         if pending.error is not None:
-            return self._give_up(pending.path, pending.error, must, tell)
+            return self._give_up(pending.path, pending.error, raised)
         self.outcome.has_written(pending.path)
         self._remove_postponed(pending.path)
         return True
 
-    def _give_up(self, path: Place, error: BaseException, must: bool, tell: bool = False) -> bool:
-        """Remove what was written. Errors of the storage are told and raised only if `must`, others always but with `tell`."""
+    def _give_up(self, path: Place, error: BaseException, raised: _Raised) -> bool:
+        """Remove what was written, then raise the error or warn. Returns False."""
         if _leads() and not isinstance(error, StorageHangs):
             _abandon(path)
-        if not tell and (must or not isinstance(error, StorageError)):
+        if raised.covers(error):
             raise error
         self.outcome.has_lost(path, error)
         self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
         return False
 
     def _begin_in_time(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
-        return in_time(lambda: self._begin(final, state), self._timeout, f"The begin of the checkpoint {final}")
+        return in_time(lambda: self._begin(final, state), self._options.timeout_seconds, f"The begin of the checkpoint {final}")
 
     def _begin(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
         """Make the temporary folder, alone in the one that it is in: of a run's own until its end, of others for this save. Names with a
@@ -289,7 +321,7 @@ class CheckpointStore:
         where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
-            self._pending.join(self._timeout)
+            self._pending.join(self._options.timeout_seconds)
         if is_checkpoint and not folder.another_is_as_new(where):
             self._postponed.add(where)
             if self._pending is None:
@@ -310,7 +342,7 @@ class CheckpointStore:
         try:
             return self._load(wanted)
         except CheckpointError as error:
-            others = on_rank_zero(lambda: _others(wanted)) if self._fall_back else []
+            others = on_rank_zero(lambda: _others(wanted)) if self._options.fall_back else []
             for other in others:
                 try:
                     loaded = self._load(other)
@@ -322,7 +354,7 @@ class CheckpointStore:
 
     def _load(self, path: Place) -> dict[str, Any]:
         manifest = on_rank_zero(lambda: folder.read_manifest(path))
-        if self._verify:
+        if self._options.verify:
             _verify(path, folder.files_of(manifest))
         return {**folder.read_trainer_state(path, manifest), PATH: str(folder.contents(path, manifest))}
 

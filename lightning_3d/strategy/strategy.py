@@ -27,7 +27,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import CheckpointStore, Names, name_groups
+from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, Names, name_groups
 from lightning_3d.checkpoint.outcome import NotSaved
 from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, run_after_closure, steps_after_this_batch
 from lightning_3d.compat.lightning_data import batches_to_come, evaluation_place, keep_sample_order
@@ -94,7 +94,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         fp8: linear layers of the model's blocks multiply in float8, see `fp8.py`; with Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
-            saved, see `CheckpointStore`.
+            saved, see `CheckpointOptions`.
         checkpoint_check_space: refuse a fit before its first step when the checkpoints of its callbacks do not fit on the local disk.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
@@ -190,10 +190,7 @@ class Lightning3DStrategy(TrainerCheckpoints):
         self._group_names: Names = []
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store = CheckpointStore(
-            verify=checkpoint_verify,
-            fall_back=checkpoint_fall_back,
-            asynchronous=checkpoint_asynchronous,
-            timeout_seconds=checkpoint_timeout_seconds,
+            CheckpointOptions(checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds)
         )
         self._check_space = checkpoint_check_space
         find_last_at_urls()

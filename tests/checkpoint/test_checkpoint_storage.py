@@ -353,10 +353,10 @@ def test_f33_a_save_that_hangs_ends_the_run_and_names_rank_and_file(asynchronous
 def test_f33_a_folder_that_cannot_be_made_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_checkpoint_damage import save
 
-    from lightning_3d.checkpoint import CheckpointStore
+    from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
 
     gone = threading.Event()
     monkeypatch.setattr(folder, "begin", lambda *args, **kwargs: gone.wait(60))
     with pytest.raises(StorageHangs, match=f"The begin of the checkpoint {tmp_path / 'a'} has not come to its end after 0.2 s"):
-        save(tmp_path / "a", 1, CheckpointStore(timeout_seconds=0.2), must=False)
+        save(tmp_path / "a", 1, CheckpointStore(CheckpointOptions(timeout_seconds=0.2)), mode=SaveMode.BACKGROUND)
     gone.set()

@@ -7,7 +7,7 @@ import torch
 from test_checkpoint_damage import PlainState
 from torch import Tensor
 
-from lightning_3d.checkpoint import CheckpointStore, load_full_state_dict
+from lightning_3d.checkpoint import CheckpointStore, SaveMode, load_full_state_dict
 from lightning_3d.checkpoint import host_buffers as staging
 from lightning_3d.checkpoint.slices import flat_range
 from lightning_3d.checkpoint.writing import _describe, _offer, _one_writer_each
@@ -40,7 +40,7 @@ def test_replicas_that_are_cut_in_another_way_write_nothing() -> None:
 
 
 def save(path: Path, step: int, state: dict[str, Tensor], store: CheckpointStore) -> bool:
-    return store.save(path, {"global_step": step, "state_dict": state}, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+    return store.save(path, {"global_step": step, "state_dict": state}, PlainState(), None, {}, SaveMode.BACKGROUND)  # type: ignore[arg-type]
 
 
 def test_saves_in_the_background_of_other_tensors_than_before(tmp_path: Path) -> None:
