@@ -404,7 +404,7 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
     missing, uninstalled, unknown = run_commands([train("c", override) for override in refused], timeout=120)
     for done in (first, again, shown, exported, resumed):
         assert done.code == 0, done.output
-    assert "goes on from dir://run/checkpoints/step_4.ckpt" in again.output
+    assert "resuming from dir://run/checkpoints/step_4.ckpt" in again.output
     assert "step        4" in shown.output and "whole       yes" in shown.output
     assert (tmp_path / "model" / "model.safetensors").is_file()
     steps = [2, 4, 6, 8]
@@ -431,7 +431,7 @@ def test_f27_a_run_that_is_killed_in_a_save_goes_on_at_a_url(tmp_path: Path, mon
     [killed] = run_commands([[*line, *ambush]], timeout=400)
     assert "SIGKILL" in killed.output, killed.output
     [again] = run_commands([[*line, "trainer.auto_resume=true"]], timeout=400)
-    assert again.code == 0 and "goes on from dir://run/step_2.ckpt" in again.output, again.output
+    assert again.code == 0 and "resuming from dir://run/step_2.ckpt" in again.output, again.output
     run = tmp_path / "store" / "run"
     assert sorted(path.name for path in run.iterdir()) == ["step_2.ckpt", "step_4.ckpt", "step_6.ckpt"]
     assert [len(list(path.iterdir())) for path in run.iterdir()] == [2, 2, 2], "a manifest and the folder that it names"

@@ -192,7 +192,7 @@ def command_lines(tmp_path: Path) -> None:
     assert "each has 0.4 MB, and up to 2 lie there at once" in refused.output and "force=true" in refused.output
     assert failed.code == 1 and "Traceback" not in failed.output, failed.output
     newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
-    assert f"checkpoint         {newest} (step 1); that of step 2 could not be written" in failed.output, failed.output
+    assert f"checkpoint         {newest} (step 1); the checkpoint of step 2 could not be written" in failed.output, failed.output
     assert failed.output.count("No space left on device") >= 1 and f"  checkpoint: {newest} (step 1)\n  resume: " in failed.output
     status = read_status(disk / "new" / "run")
     assert status is not None and (status.status, status.exit_code) == ("failed", 1)

@@ -221,7 +221,7 @@ def test_validation_does_not_shuffle() -> None:
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(ConfigError, match="8 cannot be dealt evenly to 3 data-parallel ranks. Use 6 or 9"):
+    with pytest.raises(ConfigError, match="8 cannot be split evenly over 3 data-parallel ranks. Use 6 or 9"):
         as_rank(Counting(), 3, 0).train_dataloader()
 
 
@@ -258,7 +258,7 @@ def test_a_position_in_another_order_is_refused(change: dict[str, int]) -> None:
 def test_f26_a_resumed_run_without_a_position_is_refused() -> None:
     data = as_rank(Counting(), 1, 0)
     data.trainer.global_step, data.trainer.ckpt_path = 5, "run/step5.ckpt"
-    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but holds no position in the data"):
+    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but has no position in the data"):
         first_tokens(data)
 
 
@@ -318,7 +318,7 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
         ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.; it is truncated"),
         ({"tokens": 90}, "corpus.json says 90 tokens"),
         ({"dtype": "uint32"}, "its size fits uint16: correct dtype"),
-        ({"dtype": "int64"}, "dtype in .* is 'int64'. Token files hold uint16 or uint32"),
+        ({"dtype": "int64"}, "dtype in .* must be uint16 or uint32; got 'int64'"),
         ({"tokens": "many"}, "tokens in .* is 'many'"),
         ({"tokens": -1}, "tokens in .* is -1"),
         ({"vocab_size": None}, "vocab_size in .* is None"),
@@ -327,7 +327,7 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
         ({"token": 3}, "has the unknown entry token"),
         ({"text": "{"}, "cannot be read as JSON"),
         ({"text": "[1]"}, "holds list, not a JSON object"),
-        ({"text": None}, r"has no corpus\.json beside it"),
+        ({"text": None}, r"has no corpus\.json next to it"),
     ],
     ids=str,
 )

@@ -140,7 +140,7 @@ def test_what_is_too_long(tokenizer: Path, tmp_path: Path) -> None:
     long_prompt, long_answer = turns(" ".join(["w1"] * 20), "w2"), turns("w1", " ".join(["w2"] * 20))
     rows = [{"messages": talk} for talk in (long_prompt, long_answer, turns("w1", "w2"), turns("w3", "w4"))]
     data = module(tmp_path, rows, tokenizer, val_fraction=0.0)
-    with pytest.warns(UserWarning, match="2 of 4 conversations .* longer .*=16 and cut; 1 have no answer"):
+    with pytest.warns(UserWarning, match="2 of 4 conversations .* longer .*=16 and are truncated; 1 have no answer"):
         data.prepare_data()
     data.setup()
     assert data.train_set is not None
