@@ -45,7 +45,7 @@ class FolderLock:
                     )
                 time.sleep(0.2)
         except OSError as error:
-            raise StorageError(f"No checkpoint can be written to {folder}: {error.strerror}.") from error
+            raise StorageError(f"Cannot write checkpoints to {folder}: {error.strerror}.") from error
 
     def _take(self) -> bool:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)

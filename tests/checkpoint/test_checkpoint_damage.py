@@ -219,7 +219,7 @@ def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
     flip_bit(tmp_path / "step_3" / SHARD)
     os.truncate(tmp_path / "step_2" / SHARD, 10)
     assert "step_3" in refusal(tmp_path / "step_3")
-    with pytest.warns(UserWarning, match="step_3 is damaged.*Instead of it, .*step_1 at step 1 is loaded"):
+    with pytest.warns(UserWarning, match="step_3 is damaged.*Loading .*step_1 \\(step 1\\) instead"):
         assert CheckpointStore(CheckpointOptions(fall_back=True)).load(tmp_path / "step_3")["global_step"] == 1
     flip_bit(tmp_path / "step_1" / SHARD)
     assert "step_3" in refusal(tmp_path / "step_3", CheckpointStore(CheckpointOptions(fall_back=True)))
@@ -309,7 +309,7 @@ def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path) -> None:
         save(tmp_path / "a", 1)
         with pytest.raises(StorageError, match=f"{SHARD} could not be written: OSError"):
             save(tmp_path / "a", 2, numel=10_000)
-        with pytest.warns(UserWarning, match=f"b could not be written, and training goes on without it: .*{SHARD}"):
+        with pytest.warns(UserWarning, match=f"b could not be written; training continues without it: .*{SHARD}"):
             assert not save(tmp_path / "b", 2, mode=SaveMode.BACKGROUND, numel=10_000)
         assert step_of(tmp_path / "a") == 1
         assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
@@ -352,7 +352,7 @@ def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path)
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     save(tmp_path / "run" / "a", 1)
     for wrong in (tmp_path / "run", tmp_path):
-        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder with something else than a checkpoint in it"):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder with other contents than a checkpoint"):
             save(wrong, 2)
     (tmp_path / "empty").mkdir()
     assert save(tmp_path / "empty", 3) and step_of(tmp_path / "empty") == 3
@@ -375,7 +375,7 @@ def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: py
         for step in (3, 4):
             assert save(tmp_path / "last", step, store)
         assert checkpoints_in(tmp_path) == [tmp_path / "last", tmp_path / "step_2"] and step_of(tmp_path / "last") == 4
-    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed, and training goes on: OSError"):
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed; training continues: OSError"):
         patched.setattr(Path, "rename", refuse)
         store.remove(tmp_path / "step_2")
     assert save(tmp_path / "step_5", 5, store)
@@ -436,7 +436,7 @@ def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Pa
         save(tmp_path / "a", 1, store, mode=SaveMode.BACKGROUND)
         save(tmp_path / "b", 2, store, mode=SaveMode.BACKGROUND, numel=10_000)
         store.remove(tmp_path / "a")
-        with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
+        with pytest.warns(UserWarning, match="b could not be written; training continues without it"):
             store.wait()
         assert step_of(tmp_path / "a") == 1
         save(tmp_path / "c", 3, store, mode=SaveMode.BACKGROUND)

@@ -269,7 +269,7 @@ def test_f23_a_data_set_shorter_than_one_global_batch_is_refused() -> None:
     data = Counting(train_tokens=56)
     with pytest.raises(
         DataError,
-        match="56 tokens .* 7 samples of 8: fewer than one global batch of 8. Use a global batch of at most 7",
+        match="56 tokens .* 7 samples of 8, fewer than one global batch of 8. Use a global batch of at most 7",
     ):
         data.setup("fit")
 
