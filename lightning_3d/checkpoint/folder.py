@@ -257,7 +257,7 @@ def _require_folder(path: Place) -> None:
         hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
-        kind = "an unfinished checkpoint or another folder" if path.is_dir() else "a file"
+        kind = "a checkpoint that was never finished, or another folder" if path.is_dir() else "a file"
         inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
         hint = f" {inside[0]} is one." if inside else how_to_convert(path)
         raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}")

@@ -136,7 +136,7 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert 'Did you mean "step_1"?' in refusal(checkpoint.with_name("step_11"))
     link = checkpoint.with_name("last")
     link.symlink_to(checkpoint.with_name("step_9"))
-    assert f"{link} points to {checkpoint.with_name('step_9')}, which is not there" in refusal(link)
+    assert f"{link} points to {checkpoint.with_name('step_9')}, which does not exist" in refusal(link)
     (checkpoint / MANIFEST).unlink()
     assert "never finished" in refusal(checkpoint)
     checkpoint.with_name("old").write_bytes(b"a file")

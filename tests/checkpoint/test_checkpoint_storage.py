@@ -167,7 +167,7 @@ def too_little_room(tmp_path: Path) -> None:
     ended = start(fit, (TWO, 20, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "logs")
     assert ended.codes == [2, 2] and not values.exists(), str(ended)
     size, needed, free = re.findall(r"([\d.]+) MB", ended.told[0])
-    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 lie there at once" in ended.told[0], ended.told
+    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 exist at once" in ended.told[0], ended.told
     assert float(needed) == pytest.approx(10 * float(size), abs=0.6) and float(free) == pytest.approx(1.0, abs=0.1)
     ended = start(fit, (TWO, 2, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "again")
     assert ended.codes == [0, 0], f"one fits, and no more are to be saved: {ended}"
@@ -189,7 +189,7 @@ def command_lines(tmp_path: Path) -> None:
     line = ["train", *QUICK, run, "trainer.checkpoint_every_n_steps=1"]
     refused, failed = run_here([line, [*line, "force=true"]])
     assert refused.code == 2 and refused.output.count("lightning_3d: ") == 1, refused.output
-    assert "each has 0.4 MB, and up to 2 lie there at once" in refused.output and "force=true" in refused.output
+    assert "each has 0.4 MB, and up to 2 exist at once" in refused.output and "force=true" in refused.output
     assert failed.code == 1 and "Traceback" not in failed.output, failed.output
     newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
     assert f"checkpoint         {newest} (step 1); the checkpoint of step 2 could not be written" in failed.output, failed.output

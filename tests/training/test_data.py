@@ -278,7 +278,7 @@ def test_f23_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py file under"):
         stdlib_of(tmp_path).setup("fit")
     write_tokens(tmp_path / "empty.bin", np.empty(0, dtype=np.uint16), vocab_size=4)
-    with pytest.raises(DataError, match="0 samples of 16: fewer than one global batch of 4. Use more data"):
+    with pytest.raises(DataError, match="0 samples of 16, fewer than one global batch of 4. Use more data"):
         TokenFiles(train_path=tmp_path / "empty.bin", sequence_length=16, global_batch_size=4).setup("fit")
 
 
