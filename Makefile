@@ -1,29 +1,33 @@
 # make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
-# make test       lint, types and tests
-# make test-full  the long sweeps
+# make test       lint, types and tests, in two workers; WORKERS=1 runs one test after the other
+# make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
 # make docs       the documentation, into site/
+# make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
 # Each makes the environment it needs in .venv first. `make train ARGS="parallelism=tp4_pp2"` passes overrides on.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SHARD ?=
+AGAIN ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults lint docs clean-venv
+.PHONY: train test test-full test-faults lint docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m full $(ARGS)
+	$(BIN)/python tools/test_full.py --shard "$(SHARD)" --again="$(AGAIN)" -- $(ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m faults $(ARGS)
@@ -36,6 +40,9 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed-test
 	$(BIN)/python docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+browser:
+	@sh tools/install_chromium.sh
 
 clean-venv:
 	rm -rf $(VENV)

@@ -1,12 +1,12 @@
-"""A model of your own, which nobody wrote a plan for, in two dimensions: 4 CPU ranks, tensor x pipeline parallel.
+"""Train your own model, with your own plan, on 4 CPU ranks: tensor x pipeline parallel.
 
     python examples/custom_module.py
     python examples/custom_module.py --layout tp4
     python examples/custom_module.py --layout tp2_pp2_dp2 --devices 8
 
-The model is plain PyTorch. The plan says for `tp` how layers are cut: `colwise` by outputs, `rowwise` by inputs, so that a pair of them
-needs one sum over the ranks; and for `pp` which modules follow each other, with the names of what goes in and comes out. Of a list of
-modules each pipeline rank keeps some.
+The model is plain PyTorch. For `tp`, the plan says how layers are sharded: `colwise` by outputs, `rowwise` by inputs. A pair of the two
+needs one all-reduce. For `pp`, it lists the modules in the order in which they run, with the names of their inputs and outputs. A list of
+modules is split among the pipeline ranks.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Fine-tune a checkpoint of Transformers that lies on the disk, export what came of it, and generate with Transformers: 2 CPU ranks.
+"""Fine-tune a Transformers checkpoint from disk on 2 CPU ranks, export it, and generate text with Transformers.
 
     python examples/finetune.py
     python examples/finetune.py --pretrained /models/SmolLM2-135M --layout pp2 --steps 50
 
-Without `--pretrained` a tiny model with random weights is written first, in the place of a downloaded one.
+Without `--pretrained`, the script first writes a tiny model with random weights, in place of a downloaded one.
 """
 
 import argparse

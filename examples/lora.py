@@ -1,10 +1,10 @@
-"""LoRA adapters of PEFT on a sharded model: 4 CPU ranks, two tensor-parallel in each of two pipeline stages.
+"""Train LoRA adapters of PEFT on a sharded model: 4 CPU ranks, two pipeline stages with two tensor-parallel ranks each.
 
     pip install -e .[peft]
     python examples/lora.py
     python examples/lora.py --layout pp2_dp2 --zero-stage 3 --checkpoint adapters.ckpt
 
-The model is tiny and begins at random. Pretrained weights: `load_pretrained(LlamaForCausalLM(config), folder)` in its place.
+The model is tiny and starts from random weights. For pretrained weights, use `load_pretrained(LlamaForCausalLM(config), folder)` instead.
 """
 
 import argparse

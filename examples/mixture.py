@@ -1,9 +1,9 @@
-"""A mixture of experts whose experts are dealt to ranks, kept in balance by a loss: 4 CPU ranks.
+"""Train a mixture of experts on 4 CPU ranks, with its experts spread over the ranks and balanced by a loss.
 
     python examples/mixture.py
     python examples/mixture.py --layout tp2_ep2_dp2 --aux-loss 0.1
 
-`ep4` needs no ranks of its own: the 8 experts of each layer lie on the 4 ranks of `dp4`, two on each, and tokens travel to them.
+`ep4` adds no ranks: each of the 4 ranks of `dp4` holds two of the 8 experts of each layer, and tokens are sent to the rank of their expert.
 """
 
 import argparse

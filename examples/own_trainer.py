@@ -1,9 +1,9 @@
-"""An ordinary LightningModule with its own Trainer, on 8 CPU ranks in three dimensions.
+"""Train an ordinary LightningModule with your own Trainer on 8 CPU ranks, in three dimensions.
 
     python examples/own_trainer.py
     torchrun --nproc-per-node 8 examples/own_trainer.py
 
-Only the two lines marked below differ from what runs on one device.
+Only the two lines marked below differ from a script for one device.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Two layouts and two learning rates for the same small model, and which was best: a sweep of four runs on 2 CPU ranks each.
+"""Compare two layouts and two learning rates for a small model, in a sweep of four runs on 2 CPU ranks each.
 
     python examples/sweep.py
     python examples/sweep.py parallelism=tp2,pp2,dp2 optimizer.lr=3e-3 trainer.max_steps=50
 
-It is one command, `lightning-3d train -m ...`, and then its table. `sweep.html` in the folder shows the same to look at.
+It runs one command, `lightning-3d train -m ...`, and reads its table. `sweep.html` in the sweep's folder shows the results.
 """
 
 import csv

@@ -68,7 +68,7 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
     taken = None
     found: dict[str, str | None] = {}
     if outside.rank == 0:
-        before = json.loads(board.told_before("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
+        before = json.loads(board.earlier_broadcast("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
             require_access(loggers)
             taken = take(Path(before["folder"]) if "folder" in before else None)
@@ -76,7 +76,7 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
         except ConfigError as error:
             found = {"refused": str(error)}
     if isinstance(board, StoreBoard):
-        found = json.loads(board.tell_all("run_folder", json.dumps(found), outside.rank))
+        found = json.loads(board.broadcast("run_folder", json.dumps(found), outside.rank))
     if "refused" in found:
         raise ConfigError(str(found["refused"]))
     return Place(Path(str(found["folder"])), found["resume"], taken, reporter)

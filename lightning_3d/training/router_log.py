@@ -49,7 +49,7 @@ class RouterLog(Callback):
 
     def _begin(self, last_step: int) -> None:
         """Start the file with the rows of an earlier one up to `last_step`."""
-        kept = [row for row in read_rows(self._path) if int(row["step"]) <= last_step]
+        kept = read_rows(self._path, last_step=last_step)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

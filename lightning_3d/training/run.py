@@ -156,7 +156,7 @@ def preload(config: Mapping[str, Any]) -> None:
         if sharded and config["cluster"]["accelerator"] == "cpu":
             import_deepspeed(torch.device("cpu"))  # before the backend, which imports it for whatever device it finds
         if sharded:
-            names.append("lightning_3d.parallel.zero.deepspeed_backend")
+            names.append("lightning_3d.parallel.zero")
     except ImportError as error:
         _log_skipped("deepspeed", error)
     for name in names:

@@ -323,7 +323,7 @@ def test_f37_a_run_that_was_taken_for_dead_writes_no_more(bucket: RemotePath, mo
         try:
             save_at(bucket / "b", 2, store)
         except CheckpointError as error:
-            assert "taken over by another run" in str(error)
+            assert "Another run took over" in str(error)
             break
         assert time.monotonic() < deadline
     store.close()

@@ -13,7 +13,13 @@ from documented import ALL, FILES, Block, Command, commands, here, sandbox, trai
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-COMMANDS = [command for block in ALL if block.language == "bash" and "needs" not in block.notes for command in commands(block)]
+def starts_here(command: Command) -> bool:
+    """Neither about the environment of a checkout, nor a benchmark, which has tests of its own."""
+    return command.words[0] not in ("make", "pip") and not command.words[1].startswith(("tools/", "benchmarks/"))
+
+
+RUNNABLE = [command for block in ALL if block.language == "bash" and "needs" not in block.notes for command in commands(block)]
+COMMANDS = [command for command in RUNNABLE if train_arguments(command.words) is not None or starts_here(command)]
 SCRIPTS = [block for block in ALL if block.language == "python" and "__main__" in block.text]
 LIGHTNING_3D = [sys.executable, "-m", "lightning_3d"]
 
@@ -50,12 +56,10 @@ def start(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def real(command: Command, folder: Path) -> list[str] | None:
-    """What to start for a command, with fewer steps; None for what is about the environment of a checkout."""
+def real(command: Command, folder: Path) -> list[str]:
+    """Program and arguments to start for a command, with fewer steps."""
     words = here(command.words, folder)
     arguments = train_arguments(words)
-    if words[0] == "make":
-        return None
     if arguments is not None:
         less = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
         less += ["data.sequence_length=64"] if "data=tokens" in arguments else []
@@ -68,15 +72,12 @@ def real(command: Command, folder: Path) -> list[str] | None:
         return [*LIGHTNING_3D, *words[1:], *dry]
     if words[0] == "python" and words[1] in FILES:
         return [sys.executable, *words[1:]]
-    return None
+    raise AssertionError(f"this test cannot start {shlex.join(words)}")
 
 
 @pytest.mark.parametrize("command", [pytest.param(command, id=re.sub(r"[^\w.=,:-]+", " ", command.name)) for command in COMMANDS])
 def test_command(command: Command, prepared: Path) -> None:
-    words = real(command, prepared)
-    if words is None:
-        pytest.skip("of the environment of a checkout")
-    start(words, prepared)
+    start(real(command, prepared), prepared)
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in SCRIPTS])

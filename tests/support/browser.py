@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from skips import NO_BROWSER
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -65,7 +66,7 @@ def chromium() -> str:
     """The browser; the test is skipped where there is none."""
     found = os.environ.get("LIGHTNING_3D_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip("there is no Chromium: install it (Debian: apt-get install chromium), or set LIGHTNING_3D_CHROMIUM to its path")
+        pytest.skip(f"{NO_BROWSER}; `make browser` installs it, or set LIGHTNING_3D_CHROMIUM to its path")
     return found
 
 

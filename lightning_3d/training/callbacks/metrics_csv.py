@@ -66,7 +66,7 @@ class MetricsCSV(Callback):
         if not trainer.is_global_zero:
             return
         self._clock = StepClock()
-        kept = [row for row in read_rows(self._path) if int(row["step"]) <= trainer.global_step]
+        kept = read_rows(self._path, last_step=trainer.global_step)
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError, LayoutError
-from lightning_3d.layout import Layout
+from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along, replicated
 from lightning_3d.parallel.zero import make_backend
