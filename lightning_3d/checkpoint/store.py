@@ -327,7 +327,7 @@ class CheckpointStore:
         if is_checkpoint and not folder.another_is_as_new(where):
             self._postponed.add(where)
             if self._pending is None:
-                self._say(f"{where} is kept until another checkpoint is written, because it is the newest complete one in its folder.")
+                self._say(f"{where} is kept until another checkpoint is written: it is the newest complete checkpoint in its folder.")
         else:
             self._remove(where)
 

@@ -142,7 +142,7 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     checkpoint.with_name("old").write_bytes(b"a file")
     assert "is a file" in refusal(checkpoint.with_name("old"))
     assert "pip install dropboxdrivefs" in refusal("dropbox://bucket/a.ckpt")  # type: ignore[arg-type]
-    assert 'knows no "nothing://"' in refusal("nothing://bucket/a.ckpt")  # type: ignore[arg-type]
+    assert 'does not support "nothing://"' in refusal("nothing://bucket/a.ckpt")  # type: ignore[arg-type]
     assert "a chain of file systems" in refusal("simplecache::s3://bucket/a.ckpt")  # type: ignore[arg-type]
 
 
