@@ -1,4 +1,4 @@
-"""Whether the checkpoints of a fit fit on the disk: their size is compared with the free space before the first step."""
+"""Compare the size of a fit's checkpoints with the free disk space before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _STATES = 2
-"""States of the size of a parameter that an optimizer is taken to keep where it cannot be asked: Adam's."""
+"""Assumed number of states per parameter for an optimizer that cannot be measured: Adam's."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Demand:
     free: int
 
     def check(self) -> None:
-        """Raise ConfigError where that cannot be."""
+        """Raise ConfigError if the checkpoints cannot fit."""
         if self.new * self.size <= self.free:
             return
         most = self.new + self.there
-        count = "one" if most == 1 else f"up to {most} lie there at once, the one that is being written among them"
-        there = f" ({self.there} {'is' if self.there == 1 else 'are'} there)" if self.there else ""
+        count = "one is kept" if most == 1 else f"up to {most} exist at once, including the one being written"
+        there = f" ({self.there} {'exists' if self.there == 1 else 'exist'} already)" if self.there else ""
         fits = self.free // self.size + self.there - 1  # one more is there while it is written
         fewer = f", keep fewer (trainer.keep_last={fits}, or save_top_k={fits} of the callback)" if 0 < fits < most - 1 else ""
         raise ConfigError(

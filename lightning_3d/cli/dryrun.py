@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.cli.output_file import output_file
-from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_3d.cli.options import Command
-from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.errors import ConfigError
 from lightning_3d.profiling.shapes import Shapes
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address

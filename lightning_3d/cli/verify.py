@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_3d.cli.options import Command
-from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import listed

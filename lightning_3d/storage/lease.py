@@ -45,7 +45,7 @@ class Lease:
         try:
             self._acquire(patience_seconds)
         except OSError as error:
-            raise StorageError(f"No checkpoint can be written to {folder}: {reason(error)}.") from error
+            raise StorageError(f"Cannot write checkpoints to {folder}: {reason(error)}.") from error
         self._renewal = threading.Thread(target=self._renew, name=f"hold {folder}", daemon=True)
         self._renewal.start()
 

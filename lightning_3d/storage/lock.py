@@ -122,7 +122,7 @@ class FolderLock:
                     raise CheckpointError(f"{folder} {explain_held(Holder.read(folder / _NAME))}")
                 time.sleep(0.2)
         except OSError as error:
-            raise StorageError(f"No checkpoint can be written to {folder}: {error.strerror}.") from error
+            raise StorageError(f"Cannot write checkpoints to {folder}: {error.strerror}.") from error
         self._held = True
 
     def check(self) -> None:

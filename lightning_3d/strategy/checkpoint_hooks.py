@@ -23,6 +23,7 @@ from lightning_3d.checkpoint import (
     ORDERS,
     CheckpointStore,
     LocalState,
+    SaveMode,
     describe_optimizer,
     load_optimizer,
     load_weights,
@@ -134,9 +135,13 @@ class CheckpointHooks(RankHooks):
         checkpoint[BATCHES] = trainer.num_training_batches
         checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
         told_to_end = isinstance(sys.exception(), SIGTERMException)  # the exit code of SIGTERM stays, even where the save fails
-        must = (trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING) and not told_to_end
-        now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, must=must, now=now)
+        training = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        if not training and not told_to_end:
+            mode = SaveMode.REQUIRED
+        else:
+            mode = SaveMode.BLOCKING if self._at_once or links else SaveMode.BACKGROUND
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, mode)
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
         """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.

@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import CheckpointStore, name_groups
+from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, name_groups
 from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, run_after_closure
 from lightning_3d.compat.lightning_data import keep_sample_order
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
@@ -79,7 +79,7 @@ class Lightning3DStrategy(CheckpointHooks):
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
-            saved, see `CheckpointStore`.
+            saved, see `CheckpointOptions`.
         checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
             local disk.
         order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
@@ -167,10 +167,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self._sources = ModelSources(plan, pipeline_module, check_mode(self_check), seed)
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store = CheckpointStore(
-            verify=checkpoint_verify,
-            fall_back=checkpoint_fall_back,
-            asynchronous=checkpoint_asynchronous,
-            timeout_seconds=checkpoint_timeout_seconds,
+            CheckpointOptions(checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds)
         )
         self._check_space = checkpoint_check_space
         self._timeout = timeout or timedelta(minutes=30)

@@ -269,7 +269,7 @@ def test_the_strategy_may_be_a_class_of_the_user() -> None:
         return make_strategy({"parallelism": {**parallelism, **changes}, "precision": {"name": "fp32"}, "trainer": {}, "seed": 7})
 
     assert type(strategy(layout="dp2")) is Mine
-    with pytest.raises(ConfigError, match="parallelism._target_ is torch.nn.Identity, which is no Lightning3DStrategy"):
+    with pytest.raises(ConfigError, match="parallelism._target_ is torch.nn.Identity, which is not a Lightning3DStrategy"):
         strategy(_target_="torch.nn.Identity")
     with pytest.raises(ConfigError, match=r"parallelism \(nowhere.Strategy\) cannot be made"):
         strategy(_target_="nowhere.Strategy")

@@ -149,4 +149,4 @@ def test_restart_goes_on_in_the_same_folder(
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
     assert losses(tmp_path) == pytest.approx(on_one_node(FOUR), rel=1e-5)
     told = "".join(output for _, output in results)
-    assert told.count("goes on from ") == (every == 1), told
+    assert told.count("resuming from ") == (every == 1), told

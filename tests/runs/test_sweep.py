@@ -332,7 +332,7 @@ def test_metric_that_does_not_exist() -> None:
     ("log", "reason"),
     [
         ("lightning_3d: There is no checkpoint x.\n", "There is no checkpoint x."),
-        ("step 1\nlightning_3d: rank 1 of 2 failed:\nTraceback\n  File\nValueError: no\nlightning_3d: what the ranks printed is in x\n",
+        ("step 1\nlightning_3d: rank 1 of 2 failed:\nTraceback\n  File\nValueError: no\nlightning_3d: the output of the ranks is in x\n",
          "rank 1 of 2 failed: ValueError: no"),
         ("lightning_3d: A step has 2 micro-batches\nKilled\n", "Killed"),
         ("", ""),

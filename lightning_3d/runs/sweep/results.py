@@ -23,7 +23,7 @@ METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
 
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
-_WARNINGS = (f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
+_WARNINGS = (f"{_OURS}the output of the ranks", f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
 _HINT = "Set the environment variable HYDRA_FULL_ERROR"
 
 
