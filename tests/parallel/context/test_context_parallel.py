@@ -434,7 +434,7 @@ def test_ranks_that_share_a_sequence_read_the_same_batch() -> None:
 
 
 def test_wrong_kinds() -> None:
-    with pytest.raises(ConfigError, match='cp_kind is "Ring". Did you mean "ring". It must be ring or ulysses'):
+    with pytest.raises(ConfigError, match='cp_kind must be ring or ulysses; got "Ring". Did you mean "ring"'):
         Lightning3DStrategy("cp2", cp_kind="Ring")
 
 

@@ -23,10 +23,11 @@ from lightning_3d.parallel.expert.losses import balancing_loss, scores_of, token
 BOTH = {"moe_aux_loss": 0.1, "moe_z_loss": 0.01}
 CASES: list[tuple[str, str, str, dict[str, float]]] = [
     ("mixtral", "pp2_dp2", "1F1B", BOTH),
-    ("deepseek_v3", "ep4_pp2_dp4", "GPipe", {"moe_aux_loss": 0.1, "moe_bias_update": 0.01}),
+    ("deepseek_v3", "ep2_pp2_dp2", "GPipe", {"moe_aux_loss": 0.1, "moe_bias_update": 0.01}),
 ]
 MORE: list[tuple[str, str, str, dict[str, float]]] = [
     ("qwen3_moe", "tp2_pp2_ep2_dp2", "ZBVZeroBubble", BOTH),
+    ("deepseek_v3", "ep4_pp2_dp4", "GPipe", {"moe_aux_loss": 0.1, "moe_bias_update": 0.01}),
     ("mixtral", "dp2", "1F1B", BOTH),
     ("mixtral", "dp4_ep4", "1F1B", BOTH),
     ("mixtral", "pp2", "ZBVZeroBubble", BOTH),

@@ -68,6 +68,7 @@ CHOSEN = [
     (EVERYWHERE, "tp2_pp2_dp2", "1F1B", "zero1", "llama"),
     (EVERYWHERE, "tp2_pp2_dp2", "1F1B", "zero2 eager", "llama"),
     (EVERYWHERE, "tp2_pp2_dp2", "1F1B", "zero3 by block, eager", "llama"),
+    (EVERYWHERE, "pp2_dp2", "1F1B", "zero3 by block, eager", "llama"),
 ]
 
 
@@ -75,7 +76,7 @@ def names(values: Any) -> str | None:
     return "all-linear" if values is EVERYWHERE else "queries" if values is QUERIES else None
 
 
-@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 5), ids=names)
+@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(CHOSEN, 6), ids=names)
 def test_layouts(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model)
 

@@ -74,7 +74,7 @@ SCRIPT = """
     import torch.distributed as dist
     from torch import nn
 
-    from lightning_3d.layout.layout import Layout
+    from lightning_3d.layout import Layout
     from lightning_3d.parallel.mesh import Mesh
     from lightning_3d.parallel.sharding import replicated
     from lightning_3d.parallel.zero import make_backend
@@ -111,7 +111,7 @@ def test_deepspeed_is_silent_and_imports_no_compiler(tmp_path: Path) -> None:
 PRELOADED = """
     import os, sys
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from lightning_3d.launch import can_fork
+    from lightning_3d.ranks.supervisor import can_fork
     from lightning_3d.training.run import preload
 
     preload({"model": {"config": {"model_type": "llama"}}, "parallelism": {"zero_stage": 1}, "cluster": {"accelerator": "cpu"}})
