@@ -159,7 +159,7 @@ class CallOrder:
         if self.looks and self._clean and has_nan(hidden):
             raise PlanError(
                 f"{self._plan.model} mixes a value of an earlier pipeline stage into the hidden states before {reader} reads them, outside"
-                f" the blocks, and that value is not on this stage: only the hidden states are sent. {_ADVICE}"
+                f" the blocks. That value is not on this stage: only the hidden states are sent. {_ADVICE}"
             )
 
     def leave_block(self, hidden: Any) -> None:
