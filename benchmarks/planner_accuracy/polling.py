@@ -39,7 +39,7 @@ def polled_seconds(run: Run) -> float:
     order = training_order(job.schedule, layout.pp, layout.vp, job.micro_batches)
     span = play(order, slow, work.message - _FORWARD, back=work.message - _BACKWARD).seconds
     usual = step_of(job, run.machine)
-    return span + usual.data + usual.optimizer + job.stack.host_step
+    return span + usual.data + usual.optimizer + job.stack.host.step
 
 
 def polling(compared: Sequence[Comparison]) -> list[list[str]]:
@@ -48,7 +48,7 @@ def polling(compared: Sequence[Comparison]) -> list[list[str]]:
     found: dict[int, list[tuple[float, float]]] = {}
     for one in compared:
         layout = one.run.job.layout
-        if one.run.seconds and one.run.job.stack.name == "nanotron" and layout.pp > 1 and layout.tp <= 8:
+        if one.run.seconds and one.run.software.name == "nanotron" and layout.pp > 1 and layout.tp <= 8:
             ratios = polled_seconds(one.run) / one.run.seconds, one.seconds / one.run.seconds
             found.setdefault(layout.world_size, []).append(ratios)
     rows = []

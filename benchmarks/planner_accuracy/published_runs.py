@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_accuracy.software import SOURCES, published_machine
+from benchmarks.planner_accuracy.allocator import software_of
+from benchmarks.planner_accuracy.software import SOURCES, Published, published_machine
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule
@@ -47,9 +48,14 @@ class Run:
         return self.model, self.job.layout.world_size
 
     @property
+    def software(self) -> Published:
+        """The software that was measured."""
+        return software_of(self.job)
+
+    @property
     def room(self) -> float:
         """Bytes of a GPU that the software's allocator fills before it gives back what it has in reserve."""
-        return self.machine.memory * self.job.stack.filled
+        return self.machine.memory * self.software.allocator.filled
 
     @property
     def core(self) -> bool:

@@ -61,7 +61,7 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
     for one in compared:
         if one.measured_rate is not None:
             job = one.run.job
-            cells.setdefault((job.stack.name, one.run.model, job.seq, job.layout.world_size), []).append(one)
+            cells.setdefault((one.run.software.name, one.run.model, job.seq, job.layout.world_size), []).append(one)
     found = []
     for cell, members in sorted(cells.items()):
         if len(members) > 1:
@@ -140,7 +140,7 @@ def slow_shares(compared: Sequence[Comparison]) -> dict[tuple[str, int], float]:
 
 
 def _where(one: Comparison) -> tuple[str, int]:
-    return one.run.job.stack.name, one.run.job.layout.world_size
+    return one.run.software.name, one.run.job.layout.world_size
 
 
 def contradictions(compared: Sequence[Comparison]) -> Table:
@@ -150,7 +150,7 @@ def contradictions(compared: Sequence[Comparison]) -> Table:
         job = one.run.job
         if one.run.seconds is not None and job.layout.tp <= 8:
             settings = job.seq, job.global_batch, job.micro_batch, job.zero, job.precision, job.recompute, job.schedule
-            alike.setdefault((job.stack.name, one.run.gpu, job.layout, *settings), []).append(one)
+            alike.setdefault((one.run.software.name, one.run.gpu, job.layout, *settings), []).append(one)
     ratios: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for members in alike.values():
         for small, large in permutations(members, 2):

@@ -11,7 +11,7 @@ from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_3d.config.run_config import RunConfig
+    from lightning_3d.config.run_config import CompleteRun
 
 COMMAND = Command(
     "plan",
@@ -34,11 +34,9 @@ def run(arguments: list[str]) -> int:
     return COMMAND.run(arguments, lambda options, overrides: _plan(overrides, Path(options.out), options.validate or 0, options.steps))
 
 
-def _length_left_open(run: RunConfig, overrides: Sequence[str]) -> str:
+def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
     """Point out that a plan is for the short samples of the data although the model takes longer ones; empty otherwise."""
-    from lightning_3d.models.families import read_spec
-
-    longest = read_spec(run.model["config"]).max_positions
+    longest = run.spec.max_positions
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""
@@ -50,7 +48,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.config.plan_run import check_keys
-    from lightning_3d.models.pretrained_config import complete_model
+    from lightning_3d.config.run_config import complete_run
     from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
     from lightning_3d.planner.html_page import page
     from lightning_3d.planner.tables import as_data, describe, found_table, margin, memory_table
@@ -58,10 +56,10 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
 
     if not folder.is_dir():
         raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
-    run = check_keys(compose([*overrides, "trainer.dry=true"]))
-    run.cluster.check()
-    run.plan.check()
-    run.model = complete_model(run.model, dry=True)
+    keys = check_keys(compose([*overrides, "trainer.dry=true"]))
+    keys.cluster.check()
+    keys.plan.check()
+    run = complete_run(keys)
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
         raise ConfigError("data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given.")
     machine = machine_of(run.cluster, run.profile)

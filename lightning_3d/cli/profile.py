@@ -20,7 +20,7 @@ from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_a
 from lightning_3d.ranks.supervisor import can_fork, cores, launch
 
 if TYPE_CHECKING:
-    from lightning_3d.config.run_config import RunConfig
+    from lightning_3d.config.run_config import CompleteRun
 
 COMMAND = Command(
     "profile",
@@ -76,15 +76,14 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
     return outcome.exit_code
 
 
-def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | None) -> tuple[RunConfig, str, int]:
+def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | None) -> tuple[CompleteRun, str, int]:
     """Decide where to measure: (configuration, cpu or gpu, number of ranks)."""
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import visible_gpus
     from lightning_3d.config.plan_run import check_keys
-    from lightning_3d.models.pretrained_config import complete_model
+    from lightning_3d.config.run_config import complete_run
 
-    run = check_keys(compose([*overrides, "trainer.dry=true"]))
-    run.model = complete_model(run.model, dry=True)
+    run = complete_run(check_keys(compose([*overrides, "trainer.dry=true"])))
     there, wanted = visible_gpus(), run.cluster.accelerator
     local = outside.local_world_size if outside is not None else ranks or there or 2
     if wanted == "gpu" and there < local:
@@ -96,14 +95,13 @@ def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | N
     return run, accelerator, outside.world_size if outside is not None else local
 
 
-def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
+def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.layout.layout import Layout
     from lightning_3d.layout.sizes import check_sizes
-    from lightning_3d.models.families import read_spec
     from lightning_3d.planner.architecture import Architecture
 
-    model = Architecture.from_spec(read_spec(run.model["config"]))
+    model = Architecture.from_spec(run.spec)
     seq, rows = run.data.get("sequence_length"), run.parallelism.micro_batch_size or 1
     check_sizes(**{"data.sequence_length": seq, "parallelism.micro_batch_size": rows})
     if seq is None:
@@ -114,7 +112,7 @@ def _shapes(run: RunConfig, accelerator: str, repeats: int) -> Shapes:
         degrees = tuple(sorted({1, Layout.parse(run.parallelism.layout).tp}))
     precision = choose_precision(run, accelerator)
     precision = "bf16" if precision in ("bf16_mixed", "fp8") else precision  # what of them is not bf16 keeps its constants
-    return Shapes(run.model["config"], run.model.get("attn_implementation"), precision, degrees, rows, seq, repeats)
+    return Shapes(run.model["config"], model, run.model.get("attn_implementation"), precision, degrees, rows, seq, repeats)
 
 
 def _rank(shapes: Shapes, accelerator: str, path: str) -> None:

@@ -113,12 +113,13 @@ class BeforeRun(Callback):
 
     def __init__(self) -> None:
         self.outside = outside_rank()
+        self.plan: RunPlan | None = None
         self.place: Place | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the configuration and choose the folder. Ends the process itself, because Hydra swallows exceptions of callbacks."""
         try:
-            plan = check_for(config, outside=self.outside)
+            self.plan = plan = check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 sys.exit(0)
@@ -148,8 +149,8 @@ class BeforeRun(Callback):
                 config.hydra.sweeper.max_failure_rate = 1.0  # Optuna's: a failed job does not stop the others
 
     def on_job_start(self, config: DictConfig, *, task_function: Any, **kwargs: Any) -> None:
-        """Hand the chosen folder over to the job."""
-        task_function.place = self.place
+        """Hand the checked run and the chosen folder over to the job."""
+        task_function.plan, task_function.place = self.plan, self.place
 
     def _take_folder(self, config: DictConfig, run_plan: RunPlan) -> None:
         given = _is_given(config, "hydra.run.dir")
@@ -179,6 +180,7 @@ class TrainJob:
     def __init__(self, outside: OutsideRank | None, command: CommandLine) -> None:
         self.outside = outside
         self.command = command
+        self.plan: RunPlan | None = None
         self.place: Place | None = None
         self.exit_code = 0
         self.sweep: Sweep | None = None
@@ -194,12 +196,12 @@ class TrainJob:
         self.exit_code = self.exit_code or code
         if code > 128:  # a signal ends a sweep, not one job of it
             sys.exit(code)
-        self.place = None
+        self.plan = self.place = None
         return code
 
     def _run(self, config: DictConfig) -> int:
         try:
-            plan = check_for(config, outside=self.outside)
+            plan = self.plan or check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 return 0

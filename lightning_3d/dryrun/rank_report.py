@@ -85,7 +85,7 @@ class Measured:
         """Assign parameters and the backend's tensors to their categories, and fresh storages to `category`."""
         module = strategy.lightning_module
         self.meter.hold(PARAMETERS, [*module.parameters(), *module.buffers()])
-        for kind, tensors in strategy._backend.held().items():
+        for kind, tensors in strategy.built.backend.held().items():
             self.meter.hold(kind, tensors)
         self.meter.settle(category)
 

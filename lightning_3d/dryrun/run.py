@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
@@ -28,12 +27,11 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, rank_of_stage
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.pipeline import runs_now
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.parallel.pipeline.transport import AHEAD
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
-from lightning_3d.strategy.step import MicroBatches, cut_batch
-from lightning_3d.strategy.step.checks import most_micro_batches
+from lightning_3d.strategy.step import MicroBatches
+from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 STEPS = 2
@@ -54,33 +52,31 @@ class DryStrategy(Lightning3DStrategy):
     @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
-        assert self.layout is not None
-        self.mesh = Mesh(self.layout)
+        self._mesh = Mesh(self.layout or Layout())
 
     def _materialize(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.meter.materialize(root)
 
     @override
     def _build(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.user_module
         self.report.whole = sum(parameter.numel() for parameter in module.parameters())
         super()._build()
-        assert self.model_parts is not None and self._runner is not None
+        built = self.built
+        built.splitter = _FirstMicroBatches(cast(BatchSplitter, built.splitter), self.micro_batches)
         for layer in module.modules():
             if isinstance(layer, DispatchedExperts):
                 layer.expert_parallel.balanced = True
         self.report.parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.report.stages = tuple(self.model_parts.parameters)
-        self._runner.after_first_backward = None
+        self.report.stages = tuple(built.parts.parameters)
+        built.runner.after_first_backward = None
         if not self.engine.owns_last:
-            self._runner.told = self.found.totals
+            built.runner.known_totals = self.found.totals
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None and self._backend is not None and self.model_parts is not None
         with self.meter:
-            self._backend.shard(self.lightning_module, self.model_parts.blocks, self.root_device, runs_now)
+            self.built.shard()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -91,30 +87,11 @@ class DryStrategy(Lightning3DStrategy):
                 group["foreach"] = True  # torch's default on GPUs
 
     @override
-    def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
-        """Return the first micro-batches of the batch, without the checks that compare data between ranks."""
-        assert self.layout is not None and self.lightning_module is not None
-        schedule = find_schedule(self.schedule)
-        agree = partial(most_micro_batches, mesh=self._require_mesh(), device=self.root_device) if self._runs_together(training) else None
-        all_of_them = cut_batch(
-            batch,
-            self.micro_batch_size,
-            schedule=schedule,
-            pp=self.layout.pp,
-            vp=self.layout.vp,
-            split_batch=self._split_batch,
-            agree=agree,
-        )
-        step = self.lightning_module.trainer.fit_loop.batch_idx
-        return replace(all_of_them, batches=all_of_them.batches[: self.micro_batches[step]])
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._metered():
             result = super().training_step(*args, **kwargs)
         if self.engine.owns_last:
-            assert self._runner is not None
-            self.found.totals = self._runner.totals
+            self.found.totals = self.built.runner.totals
             self.found.known("totals")
         return result
 
@@ -143,6 +120,22 @@ class DryStrategy(Lightning3DStrategy):
     @override
     def teardown(self) -> None:
         """Do nothing: nothing is kept."""
+
+
+@dataclass(frozen=True)
+class _FirstMicroBatches:
+    """The first micro-batches of each batch, without the checks that compare this rank's data with others'.
+
+    Attributes:
+        counts: how many of each batch.
+    """
+
+    splitter: BatchSplitter
+    counts: tuple[int, ...]
+
+    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches:
+        whole = self.splitter.split_unchecked(batch, loader, index, training=training)
+        return replace(whole, batches=whole.batches[: self.counts[index]])
 
 
 class _Environment(ClusterEnvironment):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_3d.compat.torch_fake import data_dependent_errors, device_of_fake, fake_backend, fake_mode, is_fake
 from lightning_3d.dryrun.meter import Meter
 from lightning_3d.dryrun.shape_cache import ShapeCache, tensors_in
+from lightning_3d.strategy.step.totals import BatchTotals
 
 NEW, FEW, MANY = 16, 4096, 2**20
 """Most elements of a real tensor: of a new floating-point one, of one computed from real ones, and of integers and flags."""
@@ -136,7 +137,7 @@ class Found:
     """
 
     objects: dict[int, list[Any]] = field(default_factory=dict)
-    totals: tuple[float, ...] | None = None
+    totals: BatchTotals | None = None
     known: Callable[[str], None] = lambda what: None
 
 

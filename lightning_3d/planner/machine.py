@@ -1,4 +1,4 @@
-"""What a cluster can do: rates of its GPUs and links, and how much of these software reaches. Pure Python."""
+"""Rates of a cluster's GPUs and links, and the share of them that software reaches. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from math import ceil, log2
 
 from lightning_3d.layout.layout import Layout
 
-_LARGE_LATENCIES = 3.4e-6, 14.0e-6
-"""Seconds of a step of a ring over links and between nodes, protocol Simple (NCCL 2.30, src/graph/tuning.cc, hwLatencies)."""
-
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a vendor's rates software reaches: the constants that are calibrated, one set for a type of GPU.
+    """Shares of a vendor's rates that software reaches: calibrated constants, one set for each type of GPU.
 
     Attributes:
         matmul: share of the peak that a large matrix product reaches.
@@ -125,17 +122,6 @@ def gather(machine: Machine, ranks: Group, size: float) -> float:
         return 0.0
     steps = (n - ranks.nodes) * machine.link_latency + (ranks.nodes - 1) * machine.network_latency
     return steps + (n - 1) / n * size / ring_rate(machine, ranks)
-
-
-def gather_apart(machine: Machine, ranks: Group, size: float, messages: int, share: float) -> float:
-    """Seconds of as many all-gathers as there are `messages`, one after the other, of `size` bytes in all: the latencies of NCCL's protocol
-    for large messages for each step of each, and a `share` of the bandwidth between nodes."""
-    n = ranks.size
-    if n == 1:
-        return 0.0
-    steps = (n - ranks.nodes) * _LARGE_LATENCIES[0] + (ranks.nodes - 1) * _LARGE_LATENCIES[1]
-    rate = min(machine.link * machine.efficiency.link, machine.network * ranks.local * share if ranks.nodes > 1 else float("inf"))
-    return messages * steps + (n - 1) / n * size / rate
 
 
 def all_reduce(machine: Machine, ranks: Group, size: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.compose import plain
-from lightning_3d.config.plan_run import RunPlan, check_keys, plan_run
+from lightning_3d.config.plan_run import RunPlan, plan_run
 from lightning_3d.errors import ConfigError, LayoutError, listed
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
 from lightning_3d.planner.advice import Advice
@@ -47,7 +47,7 @@ def check_for(config: DictConfig, machine: Machine = Machine.THIS, outside: Outs
         _require_complete(config)
     plan = _plan(_as_seen_from(config, machine), outside)
     if machine in _NODES:
-        _check_nodes(config, plan, machine)
+        _check_nodes(plan, machine)
     return plan
 
 
@@ -126,9 +126,9 @@ def _require_complete(config: DictConfig) -> None:
         raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
 
 
-def _check_nodes(config: DictConfig, plan: RunPlan, machine: Machine) -> None:
+def _check_nodes(plan: RunPlan, machine: Machine) -> None:
     """Raises ConfigError or LayoutError where nodes and ranks do not go together."""
-    cluster, ranks = check_keys(config).cluster, plan.layout.world_size
+    cluster, ranks = plan.run.cluster, plan.layout.world_size
     if machine is not Machine.NODES and cluster.gpus_per_node is None:
         raise ConfigError(
             f"The cluster {cluster.name} does not say how many nodes and GPUs it has. Name a cluster of a known size, such as"

@@ -264,7 +264,7 @@ HOLD = """
 import sys, time
 import object_store
 from lightning_3d.checkpoint import lease
-from lightning_3d.remote_path import RemotePath
+from lightning_3d.storage.remote_path import RemotePath
 object_store.register()
 lease._RENEWED_SECONDS = 0.1
 if len(sys.argv) > 2:

@@ -40,7 +40,7 @@ def test_f28_f30_damaged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> 
     pointer, not_finished, damaged, fallen_back = run_commands(lines, timeout=600)
     for result, words in (
         (damaged, [str(last), "__0_0.distcp is not what was written"]),
-        (pointer, [str(link), "points to", "which is not there"]),
+        (pointer, [str(link), "points to", "which does not exist"]),
         (not_finished, [str(unfinished), "no manifest.json"]),
     ):
         assert result.code == 2 and "Traceback" not in result.output, result.output

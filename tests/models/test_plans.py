@@ -198,7 +198,7 @@ def test_experts_are_cut_or_dealt() -> None:
 
 
 def test_expert_parallelism_needs_a_plan_for_experts() -> None:
-    with pytest.raises(PlanError, match="ep=2, but the model's plan says nothing of experts"):
+    with pytest.raises(PlanError, match="ep=2, but the model's plan has no experts"):
         read_plan(tiny_llama(num_attention_heads=4)).for_experts(2)
 
 

@@ -7,6 +7,7 @@ compared with what is shown. `test_docs_run.py` runs the commands.
 import ast
 import builtins
 import contextlib
+import functools
 import importlib.util
 import re
 import subprocess
@@ -119,6 +120,13 @@ def check_command(command: Command, folder: Path) -> None:
         assert words[0] in ("git", "cd"), "a command that no test knows"
 
 
+@functools.cache
+def help_of(name: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "lightning_3d", name, "--help"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0
+    return done.stdout
+
+
 def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     """Of `lightning-3d`, other than train."""
     if name == "launch":
@@ -130,10 +138,9 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
         check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
     else:
         assert name in ("run", "export", "import", "inspect", "report"), f"there is no lightning-3d {name}"
-        done = subprocess.run([sys.executable, "-m", "lightning_3d", name, "--help"], env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0
+        text = help_of(name)
         for option in (word for word in arguments if word.startswith("--")):
-            assert option in done.stdout
+            assert option in text
 
 
 @pytest.mark.parametrize("page", sorted({command.block.page for command in COMMANDS}))

@@ -149,7 +149,7 @@ def test_mistake_of_the_user_is_found_behind_what_its_teardown_raised() -> None:
 SCRIPT = """
     import os, sys, time
     from lightning_3d.errors import LayoutError
-    from lightning_3d.failures import FailureReporter
+    from lightning_3d.ranks.reporter import FailureReporter
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reporter = FailureReporter.connect(rank, world_size)
     reporter._grace = 2.0
@@ -205,7 +205,7 @@ def test_rank_that_waits_for_ever_is_ended_when_another_fails() -> None:
 def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() -> None:
     ended = run_script(
         """
-        from lightning_3d.failures import show_refusals_plainly
+        from lightning_3d.ranks.reporter import show_refusals_plainly
         try:
             raise ValueError("caught on all ranks")
         except ValueError as error:

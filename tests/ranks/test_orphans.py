@@ -23,7 +23,7 @@ TRAIN = ["train.py", "parallelism=dp2", "cluster=local_cpu", "trainer.max_steps=
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from lightning_3d.launch import launch
+from lightning_3d.ranks.supervisor import launch
 if __name__ == "__main__":
     launch(time.sleep, (600,), 2, logs=Path("logs"), fork=False)
 """
@@ -100,8 +100,8 @@ CHILDREN = """\
     import os, subprocess, sys, threading
     from functools import partial
     from types import SimpleNamespace
-    from lightning_3d import children
-    from lightning_3d.ties import die_with
+    from lightning_3d.ranks import children
+    from lightning_3d.ranks.process_ties import die_with
     children.LAST_SECONDS = 1.0
     def begin():
         return [subprocess.Popen(["sleep", seconds], preexec_fn=partial(die_with, os.getpid())) for seconds in sys.argv[1:]]

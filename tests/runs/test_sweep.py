@@ -221,7 +221,7 @@ def test_jobs_at_once(tmp_path: Path) -> None:
         entry.folder.mkdir()
     ended = [event for event in LocalEngine(at_once=2).run(entries) if isinstance(event, Ended)]
     assert [event.exit_code for event in ended] == [0, 0]
-    with pytest.raises(ConfigError, match="jobs_at_once is 0, but must be at least 1"):
+    with pytest.raises(ConfigError, match="jobs_at_once must be at least 1; got 0"):
         LocalEngine(0)
 
 

@@ -20,7 +20,7 @@ from sweeps import by_default
 import lightning_3d
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
-from lightning_3d.layout.model_rules import check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.families import read_spec
 from lightning_3d.parallel.nested import rows_of
 from lightning_3d.parallel.pipeline.transport import Transport
@@ -29,6 +29,7 @@ from lightning_3d.parallel.tensor import resolve_plan as cuts
 from lightning_3d.parallel.tensor.collectives import _Copy
 from lightning_3d.parallel.zero.backend import DataParallelBackend
 from lightning_3d.parallel.zero.partial_gradients import PartialSums
+from lightning_3d.parallel.zero.trained import TrainedParameters
 from lightning_3d.verification.compare import Difference
 from lightning_3d.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 
@@ -66,18 +67,16 @@ def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> 
     folded, _ = fold(big)
     small = shrink_model(config, big, folded)
     spec, before = read_spec(small), read_spec(config)
-    check_model(
-        folded,
+    sizes = ModelSizes(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        sequence_length=SEQUENCE,
         max_positions=spec.max_positions,
-        sequence_parallel=True,
         experts=spec.experts or None,
     )
+    check_model(folded, sizes, sequence_length=SEQUENCE, sequence_parallel=True)
     transformers_config(small)
     assert (spec.model_type, spec.tied, bool(spec.experts)) == (before.model_type, before.tied, bool(before.experts))
     assert {window is None for window in spec.windows} == {window is None for window in before.windows}
@@ -226,7 +225,7 @@ def halve_gradients() -> None:
 
 
 def count_replicas() -> None:
-    DataParallelBackend._counts = lambda self, entry: True  # type: ignore[method-assign]
+    TrainedParameters.counts = lambda self, entry: True  # type: ignore[method-assign]
 
 
 def lose_a_message() -> None:
@@ -274,7 +273,7 @@ def test_command_lines(tmp_path: Path) -> None:
     results = dict(zip(quick, run_commands([LINES[name] for name in quick]), strict=True))
     assert results["help"].code == 0 and "--steps N" in results["help"].output
     option = "lightning-3d verify has no option --json"
-    for name, words in (("steps", "at least 1; got 0"), ("option", option), ("layout", "Tensor parallelism deals")):
+    for name, words in (("steps", "at least 1; got 0"), ("option", option), ("layout", "Tensor parallelism assigns")):
         result = results[name]
         assert (result.code, result.torch, result.left) == (2, False, []), result.output
         assert result.output.startswith("lightning_3d: ") and words in result.output
