@@ -127,7 +127,7 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "Cannot read the configuration .*: No such file"),
         ("a: [", "is not valid YAML"),
         ("- a", "has no run_folder"),
         ("a: 1", "has no run_folder"),

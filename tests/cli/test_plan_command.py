@@ -179,7 +179,7 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
         ("no such model", "llama9"),
         ("no such option", 'lightning-3d plan has no option --evalute. Did you mean "--evaluate"?'),
         ("a script now", "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"),
-        ("no such folder", "There is no folder /nowhere/at/all"),
+        ("no such folder", "there is no folder /nowhere/at/all"),
         ("left open", "parallelism.zero_stage must be given"),
     ],
 )

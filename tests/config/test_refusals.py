@@ -138,7 +138,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["32 nodes", "torchrun --nnodes 32 --nproc-per-node 8"],
     ),
     "no_gpus": (["cluster.accelerator=gpu"], ["8 ranks on this machine need as many GPUs", "it has 0", "cluster=local_cpu"]),
-    "run_folder": (["hydra.run.dir=/proc/runs/1"], ["/proc/runs/1 cannot be made"]),
+    "run_folder": (["hydra.run.dir=/proc/runs/1"], ["Cannot create the run folder /proc/runs/1"]),
     "command": ([], ['no command "trian"', 'Did you mean "train"']),
 }
 

@@ -229,9 +229,9 @@ def test_other_options_of_pods(large: Target) -> None:
     [
         (KubernetesOptions(volumes={"runs": "/mnt"}), "launch.image must be given"),
         (KubernetesOptions(image="x"), "would be inside the pod .*launch.volumes"),
-        (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "'Runs'; Kubernetes takes"),
-        (KubernetesOptions(image="x", volumes={"runs": "mnt"}), "absolute path"),
-        (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "a letter first: my-run"),
+        (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "launch.volumes must be at most 63 .* got 'Runs'"),
+        (KubernetesOptions(image="x", volumes={"runs": "mnt"}), "must be absolute"),
+        (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "a letter first, such as my-run"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="a" * 60), "at most 47"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, namespace="a.b"), "launch.namespace"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, shm="64 GB"), "launch.shm"),

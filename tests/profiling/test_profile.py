@@ -163,7 +163,7 @@ def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Re
         ("few operations", "few.json is damaged: ValueError: nothing of kind copy was measured"),
         ("no GPUs", "has GPUs, so 2 ranks on this machine need 2 GPUs, but it has 0"),
         ("no ranks", "--ranks must be a whole number of at least 1; got 0."),
-        ("no folder", "There is no folder /nowhere/at"),
+        ("no folder", "there is no folder /nowhere/at"),
         ("no such option", 'lightning-3d profile has no option --rank. Did you mean "--ranks"?'),
         ("larger than the machine", "--validate runs layouts on this machine, which has no GPU, but the plan is for 256 GPUs (h100_32x8)"),
         ("no number", "--validate must be a whole number of at least 1; got some."),

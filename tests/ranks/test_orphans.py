@@ -100,7 +100,7 @@ CHILDREN = """\
     import os, subprocess, sys, threading
     from functools import partial
     from types import SimpleNamespace
-    from lightning_3d import children
+    from lightning_3d.ranks import children
     from lightning_3d.ranks.process_ties import die_with
     children.LAST_SECONDS = 1.0
     def begin():

@@ -324,7 +324,7 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
 
 def test_metric_that_does_not_exist() -> None:
     check_metric("tokens_per_second")
-    with pytest.raises(ConfigError, match='there is no number "losss". Did you mean "loss"'):
+    with pytest.raises(ConfigError, match='got "losss". Did you mean "loss"'):
         check_metric("losss")
 
 

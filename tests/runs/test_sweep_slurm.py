@@ -102,7 +102,7 @@ def test_jobs_have_nodes_and_a_task_for_each_rank(tmp_path: Path) -> None:
 
 def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="needs SLURM on this machine, but there is no sbatch"):
+    with pytest.raises(ConfigError, match="needs SLURM on this machine, but sbatch is not installed"):
         SlurmEngine(SlurmResources())
     with pytest.raises(ConfigError, match="jobs_at_once is 0"):
         SlurmEngine(SlurmResources(executor="local"), 0)
