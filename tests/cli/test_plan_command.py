@@ -178,7 +178,7 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
         ("more than all reserved", "plan.memory_reserve must be a finite number between 0 and 0.9; got 1.0."),
         ("no such model", "llama9"),
         ("no such option", "--evalute is no option of lightning-3d plan"),
-        ("no such file", "There is no file x.csv with measured runs."),
+        ("a script now", "python -m benchmarks.planner_accuracy FILE.csv"),
         ("no such folder", "There is no folder /nowhere/at/all"),
         ("left open", "parallelism.zero_stage must be given"),
     ],
