@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -167,44 +166,6 @@ def real_values() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
-
-
-def torch_pipeline_order(
-    schedule: str, stages: Sequence[int], num_stages: int, pp: int, micro_batches: int
-) -> dict[int, list[tuple[int, str, int]]]:
-    """Actions of every rank that a schedule class of torch.distributed.pipelining (2.11 to 2.13) computes.
-
-    The classes want live stages and a process group; they read only the few attributes given here to lay out their order, which is
-    not public. Returns for each rank (stage, letter in F B I W, micro-batch). Combined actions (DualPipeV) are flattened.
-    """
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    stand_ins = [
-        SimpleNamespace(
-            stage_index=stage,
-            num_stages=num_stages,
-            group_size=pp,
-            group_rank=0,
-            is_first=stage == 0,
-            is_last=stage == num_stages - 1,
-            has_backward=True,
-            submod=None,
-            stage_index_to_group_rank={},
-        )
-        for stage in stages
-    ]
-    schedule_class: Any = get_schedule_class(schedule)
-    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-    order = schedule_class(stand_ins, micro_batches, loss_fn=lambda output, target: output).pipeline_order
-    actions: dict[int, list[tuple[int, str, int]]] = {}
-    for rank, listed in order.items():
-        single = [part for action in listed if action is not None for part in (action.sub_actions or (action,))]
-        actions[rank] = [
-            (action.stage_index, letters[action.computation_type.name], action.microbatch_index)
-            for action in single
-            if action.computation_type.name in letters
-        ]
-    return actions
 
 
 def backward_input(

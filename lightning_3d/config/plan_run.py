@@ -35,7 +35,7 @@ from lightning_3d.config.run_config import (
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_batch, few_micro_batches
 from lightning_3d.layout.layout import AXES, Layout, divisors
-from lightning_3d.layout.model_rules import check_cp_kind, check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_model
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.layout.sizes import check_number, check_sizes
@@ -356,18 +356,21 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
         )
     if layout.cp > 1:
         check_fields(spec.model_type, run.model["config"].get)
-    check_model(
-        layout,
+    sizes = ModelSizes(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        sequence_length=run.data.get("sequence_length"),
         max_positions=spec.max_positions,
-        sequence_parallel=run.parallelism.sequence_parallel is not False,
         experts=spec.experts or None,
+    )
+    check_model(
+        layout,
+        sizes,
         schedule=schedule,
+        sequence_length=run.data.get("sequence_length"),
+        sequence_parallel=run.parallelism.sequence_parallel is not False,
         cp_kind=run.parallelism.cp_kind,
     )
     if run.data.get("sequence_length") is None:

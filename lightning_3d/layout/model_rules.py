@@ -6,7 +6,7 @@ Each check raises an error that says what is wrong, with the numbers and the nea
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
@@ -70,62 +70,72 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         )
 
 
-def check_model(
-    layout: Layout,
-    *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    layers: int | None = None,
-    vocab: int | None = None,
-    intermediate: int | None = None,
-    sequence_length: int | None = None,
-    max_positions: int | None = None,
-    sequence_parallel: bool = False,
-    experts: int | None = None,
-    schedule: str | None = None,
-    micro_batches: int | None = None,
-    cp_kind: str = "ring",
-) -> None:
-    """Refuse a layout that does not fit a model. Whatever is None is unknown and not checked.
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model that a layout must divide or fill. Whatever is None is unknown and not checked.
 
-    Args:
-        layout: resolved (`resolve_layout`).
-        heads: attention (query) heads. kv_heads: key/value heads; None when as many.
+    Attributes:
+        heads: attention (query) heads.
+        kv_heads: key/value heads; None where there are as many as query heads.
         layers: transformer blocks.
         vocab: rows of the embedding. tp need not divide them: shards may be uneven, but none may be empty.
         intermediate: width of the feed-forward layers.
-        sequence_length: tokens in a sequence. max_positions: the longest sequence that the model knows.
-        sequence_parallel: tensor-parallel ranks share each sequence.
+        max_positions: tokens in the longest sequence that the model accepts.
         experts: number of experts of a mixture; None for a dense model.
-        schedule: name of the pipeline schedule. micro_batches: of one optimizer step. cp_kind: how context-parallel ranks attend.
 
     Raises:
-        ConfigError: a size that is no positive whole number; a sequence longer than the model's positions.
+        ConfigError: a size that is not a positive whole number.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    layers: int | None = None
+    vocab: int | None = None
+    intermediate: int | None = None
+    max_positions: int | None = None
+    experts: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(**vars(self))
+
+
+def check_model(
+    layout: Layout,
+    sizes: ModelSizes,
+    *,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    sequence_length: int | None = None,
+    sequence_parallel: bool = False,
+    cp_kind: str = "ring",
+) -> None:
+    """Refuse a layout that does not fit a model, or the steps that it is to train with. Whatever is None is not checked.
+
+    Args:
+        layout: resolved (`resolve_layout`).
+        schedule: name of the pipeline schedule.
+        micro_batches: number of them in one optimizer step.
+        sequence_length: tokens in a sequence.
+        sequence_parallel: whether tensor-parallel ranks share each sequence.
+        cp_kind: how context-parallel ranks attend to each other's tokens.
+
+    Raises:
+        ConfigError: a size that is not a positive whole number; a sequence longer than the model's positions.
         LayoutError: anything that the layout does not divide or fill.
     """
-    check_sizes(
-        heads=heads,
-        kv_heads=kv_heads,
-        layers=layers,
-        vocab=vocab,
-        intermediate=intermediate,
-        sequence_length=sequence_length,
-        max_positions=max_positions,
-        experts=experts,
-        micro_batches=micro_batches,
-    )
-    _check_experts(layout, experts)
+    check_sizes(sequence_length=sequence_length, micro_batches=micro_batches)
+    _check_experts(layout, sizes.experts)
     check_expert_groups(layout)
     if schedule is not None:
         check_schedule(layout, schedule)
-    _check_ulysses(layout, heads, cp_kind)
-    _check_tensor_parallel(layout, heads, kv_heads, vocab, intermediate)
-    if layers is not None:
-        _check_layers(layout, layers, schedule)
-    if sequence_length is not None and max_positions is not None and sequence_length > max_positions:
+    _check_ulysses(layout, sizes.heads, cp_kind)
+    _check_tensor_parallel(layout, sizes.heads, sizes.kv_heads, sizes.vocab, sizes.intermediate)
+    if sizes.layers is not None:
+        _check_layers(layout, sizes.layers, schedule)
+    if sequence_length is not None and sizes.max_positions is not None and sequence_length > sizes.max_positions:
         raise ConfigError(
-            f"The sequence has {sequence_length} tokens, but the model has only {max_positions} positions."
-            f" Use a sequence length of at most {max_positions}."
+            f"The sequence has {sequence_length} tokens, but the model has only {sizes.max_positions} positions."
+            f" Use a sequence length of at most {sizes.max_positions}."
         )
     if sequence_length is not None:
         _check_sequence(layout, sequence_length, sequence_parallel)

@@ -27,7 +27,8 @@ from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Candidate, Fixed, Found, search
 from lightning_3d.planner.stack import Stack
-from lightning_3d.planner.tables import gigabytes, margin, memory_table
+from lightning_3d.planner.tables import margin, memory_table
+from lightning_3d.storage.numbers import gigabytes
 
 _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, precision of matrix products)
     "bf16": (2.0, 12.0, "bf16"),

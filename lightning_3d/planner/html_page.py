@@ -10,7 +10,8 @@ from lightning_3d.errors import plural
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import step_of
-from lightning_3d.planner.tables import PARTS, describe, gigabytes, margin, reason, share_of_peak, tokens_per_second
+from lightning_3d.planner.tables import PARTS, describe, margin, reason, share_of_peak, tokens_per_second
+from lightning_3d.storage.numbers import gigabytes
 
 _STAGES = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#0c9bb5", "#b5524a")
 _PARTS = ("forward", "backward", "send", "receive", "reduce", "optimizer")

@@ -11,6 +11,7 @@ from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import Step
+from lightning_3d.storage.numbers import gigabytes
 
 PARTS = ("compute", "communication", "host", "bubble", "data", "optimizer")
 """Parts of a step's seconds, by their names in `Step`."""
@@ -23,11 +24,6 @@ _MEANING = {
     "data": "reducing gradients",
     "optimizer": "the optimizer",
 }
-
-
-def gigabytes(size: float) -> str:
-    """Format bytes as GB (10**9), as vendors count them."""
-    return f"{size / 1e9:.1f} GB"
 
 
 def memory_table(memory: Memory) -> str:

@@ -62,7 +62,7 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
     taken = None
     told: dict[str, str | None] = {}
     if outside.rank == 0:
-        before = json.loads(board.told_before("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
+        before = json.loads(board.earlier_broadcast("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
             require_access(loggers)
             taken = take(Path(before["folder"]) if "folder" in before else None)
@@ -70,7 +70,7 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
         except ConfigError as error:
             told = {"refused": str(error)}
     if isinstance(board, StoreBoard):
-        told = json.loads(board.tell_all("run_folder", json.dumps(told), outside.rank))
+        told = json.loads(board.broadcast("run_folder", json.dumps(told), outside.rank))
     if "refused" in told:
         raise ConfigError(str(told["refused"]))
     return Place(Path(str(told["folder"])), told["resume"], taken, reporter)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.training.callbacks.metrics_csv import rows_until
+from lightning_3d.runs.metrics_file import read_rows
 
 COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 """Columns of `routers.csv`: `max_load` is the tokens of the fullest expert divided by the mean, `tokens` those of each expert."""
@@ -49,7 +49,7 @@ class RouterLog(Callback):
 
     def _begin(self, last_step: int) -> None:
         """A file with what is kept of an earlier one."""
-        kept = rows_until(self._path, last_step)
+        kept = read_rows(self._path, last_step=last_step)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

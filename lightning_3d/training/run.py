@@ -151,7 +151,7 @@ def preload(config: Mapping[str, Any]) -> None:
     names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
     sharded = config["parallelism"]["zero_stage"] > 0
     if sharded:
-        names += ["deepspeed", "lightning_3d.parallel.zero.deepspeed_backend"]
+        names += ["deepspeed", "lightning_3d.parallel.zero"]
     for name in names:
         try:
             importlib.import_module(name)

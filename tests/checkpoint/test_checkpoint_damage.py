@@ -452,7 +452,7 @@ def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Pa
 HOLD = """
 import sys, time
 from pathlib import Path
-from lightning_3d.checkpoint.lock import FolderLock
+from lightning_3d.storage.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

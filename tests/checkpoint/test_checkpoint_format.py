@@ -206,7 +206,7 @@ def resume_and_count(path: str, layout: str, **strategy: Any) -> tuple[int, int,
         trainer, rows = make_trainer(layout, 1, [], checkpoint_verify=False, **strategy)
         trainer.fit_loop.epoch_loop.max_steps = 1
         trainer.fit(Wide(), datamodule=rows, ckpt_path=path)
-    shards = trainer.strategy._backend.optimizer_shards()
+    shards = trainer.strategy.built.backend.optimizer_shards()
     moments = sum(value.nbytes for shard in shards for value in shard.values.values() if isinstance(value, torch.Tensor))
     weights = sum(p.nbytes for p in trainer.lightning_module.parameters()) if strategy["zero_stage"] < 3 else moments // 2
     return counted, weights + moments, slices

@@ -61,7 +61,7 @@ def test_f27_from_the_command_line(tmp_path: Path) -> None:
         for everyone, run in runs.items()
     ]
     for killed in run_commands(lines, timeout=400):
-        assert killed.code == 1 and "ended by SIGKILL" in killed.output, killed.output
+        assert killed.code == 1 and "killed by SIGKILL" in killed.output, killed.output
     again = run_commands([[*run, "trainer.auto_resume=true"] for run in runs.values()], timeout=400)
     for everyone, resumed in zip(runs, again, strict=True):
         folder = tmp_path / str(everyone) / "checkpoints"

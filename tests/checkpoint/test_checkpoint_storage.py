@@ -208,7 +208,7 @@ class Predict(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
         strategy: Any = trainer.strategy
-        mesh, backend = strategy._require_mesh(), strategy._backend
+        mesh, backend = strategy.mesh, strategy.built.backend
         _, self.everything = checkpoint_bytes(trainer.lightning_module, strategy.specs, mesh, trainer.optimizers, backend)
 
 

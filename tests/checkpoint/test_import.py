@@ -27,7 +27,7 @@ from lightning_3d.checkpoint.conversion import convert
 from lightning_3d.checkpoint.conversion.parameter_order import find_names
 from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.cli.checkpoints import convert as command
+from lightning_3d.cli.import_ import run as command
 from lightning_3d.errors import CheckpointError
 
 DEEPSPEED = [(0, "float32", 2), (1, "float32", 4), (2, "float32", 2), (1, "bfloat16", 2), (2, "bfloat16", 4), (3, "bfloat16", 4)]
@@ -71,7 +71,7 @@ def test_a_file_of_ddp(ddp: tuple[Path, list[float]], tmp_path: Path, capsys: py
     """With tied parameters, two parameter groups, a scheduler, a buffer, from the middle of an epoch."""
     path, expected = ddp
     assert command([str(path), "--output", str(tmp_path / "new.ckpt")]) == 0
-    assert f"step {foreign.STEPS}, 39 weights, 114 states of the optimizer" in capsys.readouterr().out
+    assert f"step {foreign.STEPS}, 39 weights, 114 optimizer states" in capsys.readouterr().out
     state, saved = load_full_state_dict(tmp_path / "new.ckpt"), torch.load(path, weights_only=True)
     assert state.keys() == saved["state_dict"].keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in saved["state_dict"].items())

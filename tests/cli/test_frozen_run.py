@@ -68,7 +68,7 @@ def test_prepared_folder_is_taken_once(results: dict[str, Result], folder: Path)
     again = results["again"]
     assert again.code == 2
     assert again.output == (
-        f"lightning_3d: {folder / 'prepared'} holds a run already (status: finished). --folder NEW repeats it in a new folder.\n"
+        f"lightning_3d: {folder / 'prepared'} already holds a run (status: finished). To repeat it in a new folder, use --folder NEW.\n"
     )
     assert results["into another"].code == 2 and "Set --folder to a new folder" in results["into another"].output
 
@@ -129,12 +129,12 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
     ("text", "message"),
     [
         (None, "cannot be read: No such file"),
-        ("a: [", "is no YAML"),
-        ("- a", "names no run_folder"),
-        ("a: 1", "names no run_folder"),
+        ("a: [", "is not valid YAML"),
+        ("- a", "has no run_folder"),
+        ("a: 1", "has no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
-        ("run_folder: ${hydra:runtime.output_dir}", "not that in .hydra"),
-        ("run_folder: null", "names no run_folder"),
+        ("run_folder: ${hydra:runtime.output_dir}", "not the one in .hydra"),
+        ("run_folder: null", "has no run_folder"),
         ("3", "has no keys"),
     ],
 )
@@ -149,7 +149,7 @@ def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp
 def test_of_two_runs_one_takes_a_prepared_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     RunFolder.adopt(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds a run already \(status: running; process \d+ "):
+    with pytest.raises(ConfigError, match=r"already holds a run \(status: running; process \d+ "):
         RunFolder.adopt(tmp_path)
 
 

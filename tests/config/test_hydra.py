@@ -273,7 +273,7 @@ def test_the_strategy_may_be_a_class_of_the_user() -> None:
         strategy(_target_="torch.nn.Identity")
     with pytest.raises(ConfigError, match=r"parallelism \(nowhere.Strategy\) cannot be made"):
         strategy(_target_="nowhere.Strategy")
-    with pytest.raises(LayoutError, match="^micro_batch_size is 0"):
+    with pytest.raises(LayoutError, match="^micro_batch_size must be at least 1; got 0"):
         strategy(micro_batch_size=0)
 
 

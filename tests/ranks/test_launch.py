@@ -209,7 +209,7 @@ def test_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
     outcome = run(leave_on, 2, 7, logs=tmp_path)
     assert outcome.exit_code == 1
     assert outcome.message is not None
-    assert "rank 2 of 3 failed:\nit ended with exit code 7" in outcome.message
+    assert "rank 2 of 3 failed:\nit exited with code 7" in outcome.message
 
 
 def test_sys_exit_0_is_no_failure(tmp_path: Path) -> None:

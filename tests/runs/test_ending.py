@@ -48,7 +48,7 @@ def test_the_newest_checkpoint_is_looked_for_where_callbacks_write(tmp_path: Pat
     began = RunStatus.begun()
     assert last_lines(tmp_path / "run", config, began.after(1), None, None) == [
         "lightning_3d: the run failed before the first step ended",
-        "  checkpoint: none was written",
+        "  checkpoint: none",
     ]
     own = checkpoint(tmp_path / "run" / "checkpoints" / "step_4.ckpt", 4)
     other = checkpoint(tmp_path / "fast" / "step_6.ckpt", 6)

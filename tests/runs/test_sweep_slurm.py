@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.launchers.target import check_for_nodes
+from lightning_3d.runs.check import Machine, check_for
 from lightning_3d.runs.sweep.jobs import Job
 from lightning_3d.runs.sweep.local_engine import Began, Ended, Interrupted, interruptible
 from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources, run_task
@@ -117,6 +117,6 @@ def test_jobs_are_checked_for_other_machines_than_this() -> None:
     from lightning_3d.config.compose import compose
 
     config = compose(["cluster=h100_2x8", "parallelism=tp8_dp2", "model=llama3_1_8b", "data.global_batch_size=16"])
-    assert check_for_nodes(config).accelerator == "gpu" and config.trainer.dry is False
+    assert check_for(config, Machine.COUNTED_NODES).accelerator == "gpu" and config.trainer.dry is False
     with pytest.raises(ConfigError, match="does not say how many nodes"):
-        check_for_nodes(compose([]))
+        check_for(compose([]), Machine.COUNTED_NODES)

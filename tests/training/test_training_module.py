@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.runs.metrics_file import read_rows
 from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary
-from lightning_3d.training.callbacks.metrics_csv import COLUMNS, rows_until
+from lightning_3d.training.callbacks.metrics_csv import COLUMNS
 from lightning_3d.training.callbacks.progress_bar import format_seconds, progress_line
 from lightning_3d.training.data.packing import Tokens
 from lightning_3d.training.data.python_stdlib import PythonStdlib
@@ -357,7 +358,7 @@ def test_several_batches_of_a_step_are_one_row(tmp_path: Path) -> None:
     callbacks = MetricsCSV(tmp_path / "metrics.csv"), ProgressBar(every=1, stream=out), Summary("smallest", stream=table)
     fit = trainer(tmp_path, *callbacks, max_steps=3, val_check_interval=6, accumulate_grad_batches=2)
     fit.fit(module, datamodule=alphabet())
-    rows = rows_until(tmp_path / "metrics.csv", 9)
+    rows = read_rows(tmp_path / "metrics.csv", last_step=9)
     assert [row["step"] for row in rows] == ["1", "2", "3"] and len(module.told) == 6
     assert [float(row["loss"]) for row in rows] == pytest.approx([sum(module.told[at : at + 2]) / 2 for at in (0, 2, 4)])
     assert [row["tokens"] for row in rows] == ["128"] * 3 and [row["tokens_seen"] for row in rows] == ["128", "256", "384"]
@@ -377,7 +378,7 @@ class Uneven(Callback):
 def test_batches_of_a_step_weigh_as_many_tokens_as_they_have(tmp_path: Path) -> None:
     fit = trainer(tmp_path, Uneven(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0, accumulate_grad_batches=2)
     fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
-    rows = rows_until(tmp_path / "metrics.csv", 9)
+    rows = read_rows(tmp_path / "metrics.csv", last_step=9)
     assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.25", "0.25", "120")] * 2
 
 
@@ -385,8 +386,8 @@ def test_rows_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     cells = ["2.0", "", "1e-3"] + [""] * (len(COLUMNS) - 4)
     path.write_text("\n".join([",".join(COLUMNS), ",".join(["1", *cells]), "2,1.9,,1e-"]))
-    assert [row["step"] for row in rows_until(path, 9)] == ["1"]
-    assert rows_until(tmp_path / "nowhere.csv", 9) == []
+    assert [row["step"] for row in read_rows(path, last_step=9)] == ["1"]
+    assert read_rows(tmp_path / "nowhere.csv", last_step=9) == []
 
 
 class FromStrategy(Callback):
@@ -399,7 +400,7 @@ class FromStrategy(Callback):
 def test_metrics_come_from_the_strategy_when_it_has_them(tmp_path: Path) -> None:
     fit = trainer(tmp_path, FromStrategy(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0)
     fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
-    rows = rows_until(tmp_path / "metrics.csv", 9)
+    rows = read_rows(tmp_path / "metrics.csv", last_step=9)
     assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.5", "0.25", "60")] * 2
 
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.runs.metrics_file import column
+from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
 from lightning_3d.training.step_clock import StepClock
 
@@ -70,7 +70,7 @@ class MetricsCSV(Callback):
         if not trainer.is_global_zero:
             return
         self._clock = StepClock()
-        kept = rows_until(self._path, trainer.global_step)
+        kept = read_rows(self._path, last_step=trainer.global_step)
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,17 +181,6 @@ def _of_routers(routers: Any) -> dict[str, float]:
         return {}
     numbers = {"router/aux_loss": routers.aux_loss, "router/z_loss": routers.z_loss}
     return numbers | {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, routers.max_over_mean, strict=True)}
-
-
-def rows_until(path: Path, step: int) -> list[dict[str, str]]:
-    """Rows of a metrics file whose step is at most `step`; none when there is no file. A last row cut off by a crash is
-    left out.
-    """
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
-    return [row for row in rows if int(row["step"]) <= step]
 
 
 def _csv_lines(rows: Iterable[dict[str, Any]]) -> str:
