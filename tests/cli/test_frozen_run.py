@@ -186,8 +186,8 @@ def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[s
 def test_a_run_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its folder is made; with parallelism=auto each check searches for the fastest layout."""
     checked, started = [], []
-    check = train.check
-    monkeypatch.setattr(train, "check", lambda config, outside: checked.append(check(config, outside)) or checked[-1])
+    check = train.check_for
+    monkeypatch.setattr(train, "check_for", lambda *arguments, **more: checked.append(check(*arguments, **more)) or checked[-1])
     monkeypatch.setattr(train, "run_job", lambda config, plan, *rest: started.append(plan) or 0)
     quiet = ["logger=none", "callbacks=none", "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
     assert train.run(["parallelism=tp1", f"hydra.run.dir={tmp_path / 'run'}", *quiet], None) == 0
