@@ -23,10 +23,10 @@ _AHEAD_SHARPNESS = 10
 
 
 def software_of(job: Job) -> Published:
-    """The software of a job.
+    """Return the software of a job.
 
     Raises:
-        TypeError: it is not one of `software.py`.
+        TypeError: the software is not `Published`.
     """
     if not isinstance(job.stack, Published):
         raise TypeError("The job runs this package, whose allocator is not described here.")
@@ -34,7 +34,7 @@ def software_of(job: Job) -> Published:
 
 
 def queue_of(step: Step, job: Job) -> float:
-    """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster.
+    """Predict how far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster.
 
     In a pipeline the first rank starts pp - 1 forward passes before it waits for a gradient. At pp - 2 of them the GPU is busy with one, as
     far as the host is not the slower one.
@@ -45,7 +45,7 @@ def queue_of(step: Step, job: Job) -> float:
 
 
 def allocated(job: Job, *, queue: float = 1.0, room: float = float("inf"), first: bool = False) -> Memory:
-    """Memory of the rank that needs most.
+    """Predict the memory of the rank that needs most.
 
     Args:
         queue: share of the tensors that may wait to be freed during collectives that do wait; 0 where the host is slower than the GPU. With

@@ -1,4 +1,4 @@
-"""Calibration of the constants marked [fit] in `lightning_3d.planner.constants` and `software`, checked on cells that were left out.
+"""Calibrate the constants marked [fit] in `lightning_3d.planner.constants` and `software`, and check them on cells that were left out.
 
 Each constant in turn is multiplied and divided by a factor as long as the mean absolute logarithm of predicted / measured shrinks; then the
 factor becomes smaller. Constants belong to a type of GPU or to a software, never to a model, a layout or a run.
@@ -91,7 +91,7 @@ def gpu_type(run: Run) -> str:
 
 
 def with_values(run: Run, values: Values) -> Run:
-    """A run with these constants instead of its own."""
+    """Return a run with these constants instead of its own."""
     gpu, software = gpu_type(run), run.software.name
     of_gpu: Any = {name: value for (owner, name), value in values.items() if owner == gpu}
     machine = replace(run.machine, efficiency=replace(run.machine.efficiency, **of_gpu))
@@ -100,7 +100,7 @@ def with_values(run: Run, values: Values) -> Run:
 
 
 def _with_fields(stack: Published, values: Mapping[str, float]) -> Published:
-    """A software with other values of fields, some of them in a part: `host.step`."""
+    """Return a software with other values of fields; `host.step` is a field of a part."""
     changes: dict[str, Any] = {}
     for name, value in values.items():
         part, _, entry = name.rpartition(".")
@@ -148,7 +148,7 @@ def _time_error(run: Run, values: Values) -> float:
 
 
 def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Values], float], rounds: int) -> Values:
-    """The values after some rounds of coordinate descent."""
+    """Run some rounds of coordinate descent and return the values."""
 
     def cost(sample: Sample, tried: Values) -> float:
         return sample.weight * min(abs(error(sample.run, tried)), _MOST)
@@ -177,7 +177,7 @@ def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Va
 
 
 def cross_validate(runs: Sequence[Run], folds: int, predict: Callable[[Run], Comparison]) -> list[Comparison]:
-    """Every run predicted with constants that were calibrated without its whole cell, a model on a number of GPUs."""
+    """Predict every run with constants that were calibrated without its cell, a model on a number of GPUs."""
     cells = sorted({run.cell for run in runs})
     compared = []
     for fold in range(folds):

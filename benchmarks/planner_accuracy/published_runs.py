@@ -44,7 +44,7 @@ class Run:
 
     @property
     def cell(self) -> tuple[str, int]:
-        """What is left out as a whole when constants are checked on runs that they were not calibrated with."""
+        """Model and number of GPUs. Cross-validation leaves out all runs of a cell together."""
         return self.model, self.job.layout.world_size
 
     @property
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def core(self) -> bool:
-        """Whether somebody would want it: at least 20 % of the peak where that is stated, tensor parallelism of at most 8."""
+        """True for a run that is useful in practice: an MFU of at least 20 % where it is stated, and tp of at most 8."""
         return self.job.layout.tp <= 8 and (self.mfu is None or self.mfu >= 20)
 
 
@@ -113,7 +113,7 @@ def read_runs(path: Path) -> tuple[list[Run], int]:
 
 
 def _notes(path: Path) -> dict[str, str]:
-    """What codes in the column `notes` mean, from the file FILE_notes.csv beside FILE.csv, if there is one."""
+    """Read the meaning of codes in the column `notes` from FILE_notes.csv next to FILE.csv, if it exists."""
     beside = path.with_name(f"{path.stem}_notes.csv")
     if not beside.is_file():
         return {}
@@ -122,7 +122,7 @@ def _notes(path: Path) -> dict[str, str]:
 
 
 def run_of(row: Mapping[str, str]) -> Run | None:
-    """A row as a run; None for one whose layout or batch is not stated."""
+    """Convert a row to a run; None where its layout or batch is not stated."""
     if any((_number(row, name) or 0) < 1 for name in _STATED):
         return None
     gpus = _whole(row, "gpus")

@@ -1,4 +1,4 @@
-"""The training software of published runs, as the planner describes it: constants that were read or fitted from these runs."""
+"""Training software of published runs: constants that were read from its source or fitted to these runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RATES = {
     # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network:
     # vendors' datasheets
     # The memory is 95 % of what nvidia-smi shows (81,559 MiB of an H100): nanotron's runs that come nearer to it are several times slower,
-    # because the allocator frees and allocates anew in every step.
+    # because the allocator frees and allocates again in every step.
     "h100": (81.2e9, 3.35e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
     "h100_96gb": (95.0e9, 2.4e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),  # HBM2e, as in torchtitan's tables
     "a100": (81.6e9, 2.039e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9),

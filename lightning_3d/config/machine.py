@@ -115,7 +115,8 @@ def choose_precision(run: RunConfig, accelerator: str) -> str:
         )
     if name == "fp8":
         if run.cluster.lacks_fp8:
-            raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; the cluster {run.cluster.name} has others")
+            lacking = f"the GPUs of the cluster {run.cluster.name} have none"
+            raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; {lacking}")
         planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
         check_fp8_device(accelerator, None if planned else listed_capability())
         if not planned:

@@ -301,7 +301,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
 
 
 def _check_resume(given: str) -> None:
-    """What a look at the folder shows; the ranks compare the files with their hashes."""
+    """Check what the folder itself shows; the ranks compare the files with their hashes."""
     path = place(given)
     try:
         recover(path)

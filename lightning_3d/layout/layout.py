@@ -285,7 +285,7 @@ def _guess(name: str) -> str | None:
 
 
 def _without_repetition(name: str) -> str:
-    """The name with only the last of each repeated axis."""
+    """Return the name with only the last of each repeated axis."""
     last = {part.rstrip("-0123456789"): part for part in name.split("_")}
     return "_".join(last.values())
 

@@ -39,13 +39,13 @@ class ScheduleInfo:
         return 2 if self.v_shaped or self.looped else 1
 
     def allows_vp(self, vp: int) -> bool:
-        """Whether `vp` stages per rank are possible, for pp > 1."""
+        """Check whether `vp` stages per rank are possible, for pp > 1."""
         if self.v_shaped:
             return vp == 2
         return vp >= 1 if self.looped else vp == 1
 
     def min_micro_batches(self, pp: int, vp: int) -> int:
-        """The fewest micro-batches that the schedule runs with."""
+        """Return the fewest micro-batches that the schedule accepts."""
         return pp * vp if self.fills_stages else 1
 
     def divisor(self, pp: int, m: int) -> int:
@@ -53,7 +53,7 @@ class ScheduleInfo:
         return max(1, m // pp) if self.in_rounds else 1
 
     def accepts(self, pp: int, vp: int, m: int) -> bool:
-        """Whether `m` micro-batches work. Without a pipeline (pp * vp == 1) any number does."""
+        """Check whether `m` micro-batches work. Without a pipeline (pp * vp == 1) any number does."""
         if m < 1:
             return False
         if pp * vp == 1:
@@ -98,7 +98,7 @@ def find_schedule(name: str) -> ScheduleInfo:
 
 
 def default_schedule(vp: int = 1) -> ScheduleInfo:
-    """The schedule when the user names none: 1F1B, or its interleaved form for more than one stage per rank."""
+    """Return the default schedule: 1F1B, or its interleaved form for more than one stage per rank."""
     return SCHEDULES["1F1B" if vp == 1 else "Interleaved1F1B"]
 
 

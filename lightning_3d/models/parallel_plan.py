@@ -30,7 +30,7 @@ OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_s
 
 @dataclass(frozen=True)
 class Cut:
-    """How one module or parameter is sharded over the tensor-parallel ranks.
+    """Rule by which one module or parameter is sharded over the tensor-parallel ranks.
 
     Attributes:
         style: style of Transformers' plans, see `DENSE_STYLES`.

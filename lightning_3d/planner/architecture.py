@@ -202,7 +202,7 @@ class Architecture:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         return self.layers * (self.dense_block + self.routed_block) + self.embedding * (1 if self.tied else 2) + self.hidden
 
     def context(self, seq: int) -> float:

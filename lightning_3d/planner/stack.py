@@ -1,4 +1,4 @@
-"""The software that trains, as the planner describes it: its constants, and the points at which other software differs. Pure Python."""
+"""Constants of the software that trains, and the points at which other software differs. Pure Python."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Stack:
 
     @property
     def split(self) -> Split:
-        """How blocks are split into stages."""
+        """Rule by which blocks are split into stages."""
         return balanced
 
     @property
@@ -115,31 +115,40 @@ class Stack:
 
     @property
     def scatters(self) -> bool:
-        """Whether ZeRO scatters gradients; otherwise it reduces all of them on every rank."""
+        """True if ZeRO scatters gradients; otherwise it reduces all of them on every rank."""
         return True
 
     def host_seconds(self, layout: Layout, machine: Machine) -> float:
-        """Seconds that the host needs to start forward and backward of a block."""
+        """Return the seconds that the host needs to start forward and backward of a block."""
         return self.host.block if layout.tp == 1 else self.host.block + self.host.collectives
 
     def attention_rate(self, machine: Machine) -> float:
-        """Operations a second of fused attention."""
+        """Return the operations a second of fused attention."""
         return machine.peak * machine.efficiency.attention
 
     def attention_saved(self, key_width: int) -> float:
-        """Bytes that attention keeps of a token beyond what its backward pass needs. `key_width`: of keys and values together."""
+        """Return the bytes that attention keeps of a token beyond what its backward pass needs.
+
+        Args:
+            key_width: width of keys and values together.
+        """
         return 0.0
 
     def selective_bytes(self, whole: float, core: float) -> float:
-        """Bytes that a block keeps with selective recomputation, of `whole` bytes without; half of attention's own are `core`."""
+        """Return the bytes that a block keeps with selective recomputation.
+
+        Args:
+            whole: bytes without recomputation.
+            core: half of the bytes that attention itself keeps.
+        """
         return whole - core
 
     def logit_bytes(self, micro_batches: int) -> float:
-        """Bytes of one logit at the peak of a step."""
+        """Return the bytes of one logit at the peak of a step."""
         return self.footprint.logit
 
     def optimizer_bytes(self, stepped: float, held: float) -> float:
-        """Bytes that are read and written in an optimizer step.
+        """Return the bytes that are read and written in an optimizer step.
 
         Args:
             stepped: trained parameters whose step this rank does.
@@ -148,5 +157,5 @@ class Stack:
         return stepped * self.traffic.parameter
 
     def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
-        """Seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None where gathering overlaps."""
+        """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None where gathering overlaps."""
         return None

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_cli import FAULTY, QUICK, losses
 
+from lightning_3d.cli import train
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
@@ -180,3 +181,14 @@ def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[s
     assert losses(tmp_path / "run") == losses(folder / "train")
     status = read_status(tmp_path / "run")
     assert status is not None and status.status == "finished"
+
+
+def test_a_run_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its folder is made; with parallelism=auto each check searches for the fastest layout."""
+    checked, started = [], []
+    check = train.check_for
+    monkeypatch.setattr(train, "check_for", lambda *arguments, **more: checked.append(check(*arguments, **more)) or checked[-1])
+    monkeypatch.setattr(train, "run_job", lambda config, plan, *rest: started.append(plan) or 0)
+    quiet = ["logger=none", "callbacks=none", "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    assert train.run(["parallelism=tp1", f"hydra.run.dir={tmp_path / 'run'}", *quiet], None) == 0
+    assert started == checked and len(checked) == 1

@@ -104,8 +104,8 @@ def test_a_profile_gives_back_the_rates_that_it_was_made_with(folder: Path) -> N
     assert (machine.bandwidth, machine.memory_rate) == pytest.approx((2.5e12, 2e12))
     assert (machine.link * machine.efficiency.link, machine.link_latency) == pytest.approx((300e9, 2e-6), rel=1e-4)
     stack = stack_of_profile(profile, machine, OURS)
-    assert (stack.host_block, stack.host_step, stack.optimizer_traffic) == pytest.approx((4e-3, 1e-3, 30), rel=1e-4)
-    assert stack.logit_bytes == pytest.approx(4e9 / 4096 / 128256)
+    assert (stack.host.block, stack.host.step, stack.traffic.parameter) == pytest.approx((4e-3, 1e-3, 30), rel=1e-4)
+    assert stack.footprint.logit == pytest.approx(4e9 / 4096 / 128256)
 
 
 def test_a_plan_with_slower_products_is_slower(folder: Path) -> None:

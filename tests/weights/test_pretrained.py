@@ -346,7 +346,7 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "scrambled": (scramble, "00001-of-.*is truncated or damaged"),
     "file": (lose_a_file, r"1 of \d+ files that model.safetensors.index.json names are missing in .*00001-of"),
     "weights": (lose_the_weights, "has neither model.safetensors nor model.safetensors.index.json. It contains config.json"),
-    "pickle": (keep_only_a_pickle, "pytorch_model.bin is a pickle.*it never is.*save_pretrained"),
+    "pickle": (keep_only_a_pickle, "pytorch_model.bin is a pickle.*so it is not loaded.*save_pretrained"),
     "lfs": (point, "Git LFS pointer.*git lfs pull"),
     "tensor": (misplace, "names 1 tensor missing in their files: 'model.layers.9.gone'"),
 }
