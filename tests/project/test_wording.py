@@ -17,7 +17,7 @@ FORBIDDEN = {
     "deal": (r"(deal|deals|dealt|dealing)(?! with)", "distribute, shard, assign"),
     "give up": (r"(give|gives|gave|given|giving) up", "stop, release, fail"),
     "beside": (r"beside", "next to, in addition to, outside"),
-    "cut": (r"(cut|cuts|cutting)(?! off)", "shard, split, truncate"),
+    "cut": (r"(cut|cuts|cutting)(?! off|\()", "shard, split, truncate"),
     "stand": (r"(stand|stands|stood)(?! for)", "is, appears"),
     "lie": (r"(lie|lies)(?! between)", "is, is stored"),
     "is no": (r"(?<!there )(is|are) no (?!longer|more|less)", "is not a"),
