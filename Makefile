@@ -1,5 +1,5 @@
 # make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
-# make test       lint, types and tests
+# make test       lint, types and tests, in two workers; WORKERS=1 runs one test after the other
 # make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
 # make docs       the documentation, into site/
 # make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
@@ -11,6 +11,7 @@ VENV ?= .venv
 ARGS ?=
 SHARD ?=
 AGAIN ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
@@ -23,7 +24,7 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python tools/test_full.py --shard "$(SHARD)" --again="$(AGAIN)" -- $(ARGS)

@@ -9,7 +9,6 @@ in `conf/`. Meanings are the comments next to the keys there, or the `Attributes
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import types
@@ -30,6 +29,8 @@ from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
 from lightning_3d.config.options.lora import LoraOptions  # noqa: E402
 from lightning_3d.config.options.plan import PlanOptions  # noqa: E402
 from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig  # noqa: E402
+from lightning_3d.launchers.options import meanings  # noqa: E402
+from lightning_3d.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 Row = tuple[str, str, str, str]
@@ -87,18 +88,6 @@ def header(file: Path) -> str:
         if not line.startswith("# @package"):
             lines.append(line[1:].strip())
     return " ".join("\n".join(lines).partition("\n\n")[0].split())
-
-
-def attributes(kind: type) -> dict[str, str]:
-    """The `Attributes:` of a dataclass and of those that it is made of."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-        for entry in re.split(r"\n(?=    \w)", text):
-            names, _, meaning = " ".join(entry.split()).partition(": ")
-            for name in names.split(", ") if meaning else ():
-                found[name] = meaning
-    return found
 
 
 # Types and defaults
@@ -166,7 +155,7 @@ def escaped(text: str) -> str:
 
 def structured(group: str, kind: type, file: Path) -> str:
     """Keys of a group that has a dataclass and one file."""
-    said, values, meant = comments(file), read(file), attributes(kind)
+    said, values, meant = comments(file), read(file), meanings(kind)
     rows: list[Row] = []
     for key, hint, default in leaves(kind):
         if not key.startswith("_"):
@@ -193,7 +182,7 @@ def nested_meaning(kind: type, key: str) -> str:
     hint = get_type_hints(kind).get(name)
     if not inner or not is_dataclass(hint):
         return ""
-    return ": ".join(filter(None, (attributes(kind).get(name, "").rstrip("."), attributes(hint).get(inner, ""))))
+    return ": ".join(filter(None, (meanings(kind).get(name, "").rstrip("."), meanings(hint).get(inner, ""))))
 
 
 def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
@@ -299,7 +288,7 @@ def launch() -> str:
     parts = []
     for options in dict.fromkeys(launcher.options for launcher in KINDS.values()):
         names = [name for name, launcher in KINDS.items() if launcher.options is options]
-        meant = attributes(options)
+        meant = meanings(options)
         rows = [(f"launch.{key}", type_name(hint), written(value), meant.get(key, "")) for key, hint, value in leaves(options)]
         parts.append(f"### lightning-3d launch {' and '.join(names)}\n\n{table(rows)}")
     return "\n\n".join(parts)
@@ -308,8 +297,8 @@ def launch() -> str:
 def hydra_launcher(name: str) -> str:
     """Keys of a launcher of sweeps."""
     file = conf_folder() / "hydra" / "launcher" / f"{name}.yaml"
-    said = comments(file)
-    rows = [(f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, "") or f"SLURM's option `--{key}`")
+    said = meanings(SlurmResources) | comments(file)
+    rows = [(f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, ""))
             for key, value in read(file).items() if not key.startswith("_")]  # fmt: skip
     return f"{header(file)}\n\n{table(rows)}"
 

@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Which of some classes a vector belongs to."""
+    """A classifier of vectors."""
 
     def __init__(self, features: int, classes: int, width: int = 64, layers: int = 4) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Classifier(nn.Module):
 
 
 class Module(LightningModule):
-    """As for one device."""
+    """An ordinary LightningModule, written for one device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Module(LightningModule):
 
 
 def clusters(rows: int = 512) -> TensorDataset:
-    """Points around ten centres."""
+    """Make points around ten centres."""
     generator = torch.Generator().manual_seed(1)
     centres = torch.randn(10, 16, generator=generator)
     target = torch.randint(10, (rows,), generator=generator)
@@ -103,7 +103,7 @@ def main() -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    replicas = Layout.parse(options.layout).dp  # which share a batch
+    replicas = Layout.parse(options.layout).dp  # data-parallel replicas, which share a batch
     trainer.fit(Module(), DataLoader(clusters(), batch_size=64 // replicas, shuffle=True))
     if trainer.is_global_zero:
         numbers = trainer.callback_metrics

@@ -22,7 +22,7 @@ from lightning_3d.cli import main as lightning_3d
 
 
 class FineTuned(LightningModule):
-    """Each rank reads its slices of the files; no rank holds the whole model."""
+    """A pretrained model: each rank reads its slices of the files, and no rank holds the whole model."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class FineTuned(LightningModule):
 
 
 def make_pretrained(folder: Path) -> Path:
-    """A folder as `hf download` leaves it, by the first process, before it starts the others."""
+    """Write a folder like that of `hf download`. The first process does so before it starts the others."""
     if "LOCAL_RANK" not in os.environ:
         config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
         LlamaForCausalLM(config).save_pretrained(folder)

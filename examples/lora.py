@@ -22,7 +22,7 @@ from lightning_3d import Lightning3DStrategy
 
 
 class Adapted(LightningModule):
-    """A causal language model whose weights are frozen, with trained adapters on all its linear layers."""
+    """A causal language model with frozen weights and trained adapters on all its linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Adapted(LightningModule):
                 num_key_value_heads=2,
             )
             self.model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
-            # Here the model is whole still; later each rank has its part.
+            # Here the model is still whole; later each rank has its shard.
             trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
             self.sizes = (trained, sum(parameter.numel() for parameter in self.parameters()))
 

@@ -19,7 +19,7 @@ from lightning_3d import Lightning3DStrategy
 
 
 class Mixture(LanguageModel):
-    """The step of the other example with another model: nothing here knows of experts."""
+    """The step of own_trainer.py with another model: nothing here depends on experts."""
 
     def configure_model(self) -> None:
         if self.model is None:

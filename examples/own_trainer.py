@@ -18,7 +18,7 @@ from lightning_3d import Lightning3DStrategy  # this line
 
 
 class CountingText(Dataset):
-    """Rows that count upwards from a random token."""
+    """Make rows that count upwards from a random token."""
 
     def __init__(self, rows: int = 256, length: int = 32, vocabulary: int = 97) -> None:
         starts = torch.randint(vocabulary, (rows, 1), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ class CountingText(Dataset):
 
 
 class LanguageModel(LightningModule):
-    """Nothing here knows of ranks."""
+    """An ordinary LightningModule: nothing here depends on ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Errors that a user can repair. Each message says what is wrong, with the numbers, and the nearest thing that works.
+"""Errors that a user can fix. Each message says what is wrong, with the numbers, and the nearest value that works.
 
-The command line prints the message alone, without a traceback, and ends with `exit_code`.
+The command line prints only the message, without a traceback, and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from difflib import get_close_matches
 
 
 class Lightning3DError(Exception):
-    """Base of all errors that are the user's to repair. `exit_code` is what the process ends with."""
+    """Base class of all errors that a user can fix.
+
+    Attributes:
+        exit_code: exit code of the process.
+    """
 
     exit_code = 2
 
@@ -33,22 +37,22 @@ class DataError(Lightning3DError):
 
 
 class CheckpointError(Lightning3DError):
-    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+    """A checkpoint that is missing, incomplete, damaged, or belongs to another model."""
 
 
 class NonFiniteError(Lightning3DError):
-    """A loss, a gradient norm or a weight that is not finite during training. All ranks raise it at the same place."""
+    """A loss, gradient norm or weight that became infinite or NaN during training. All ranks raise it at the same place."""
 
     exit_code = 1
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk, or what a user may take of it, is used up."""
+    """Check whether an error says that a disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean "x"?` for the known word nearest to `word`, whatever its case; empty when none is near."""
+    """Return ` Did you mean "x"?` for the known word nearest to `word`, ignoring case; empty when none is near."""
     by_lower = {name.lower(): name for name in known}
     begun = [name for name in by_lower if len(word) > 2 and name.startswith(word.lower())]
     near = begun or get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
@@ -56,23 +60,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def listed(values: Iterable[object], *, last: str = "and") -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join values as `a`, `a and b` or `a, b and c`."""
     words = [str(value) for value in values]
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 node`, `2 nodes`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 class StorageError(CheckpointError):
-    """The disk did not take or give what it should: full, read-only, failing, gone."""
+    """The disk cannot be read or written: full, read-only, failing or unmounted."""
 
 
 class StorageHangs(CheckpointError):
-    """The disk does not answer: nothing can be said of what was written. No mistake of the user's."""
+    """The disk does not respond, so it is unknown what was written. Not a user error."""
 
     exit_code = 1
 
 
 def reason(error: BaseException) -> str:
-    """An error in a sentence about something larger. The text of an `OSError` names the file, its repr does not."""
+    """Describe an error within a longer sentence. The text of an `OSError` names the file, its repr does not."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -39,11 +39,31 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return folder, run_ranks(fit, 8, str(folder), "tp2_pp2_dp2", 4, zero_stage=1, process_group=False, timeout=240)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands its part of the parity table to the process that prints it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["parity"] = _parity_lines()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What that worker handed over; nothing if it died."""
+    of_workers = node.config.stash.setdefault(OF_WORKERS, [])
+    of_workers.extend(getattr(node, "workeroutput", {}).get("parity", []))
+
+
+OF_WORKERS = pytest.StashKey[list[str]]()
+
+
+def _parity_lines() -> list[str]:
+    parity = sys.modules.get("parity")  # a session without parity tests does not pay for importing Lightning
+    return [parity.HEADER, *(measured.line() for measured in parity.TABLE)] if parity is not None and parity.TABLE else []
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The parity table: a line per cell with the measured errors."""
-    parity = sys.modules.get("parity")  # a session without parity tests does not pay for importing Lightning
-    if parity is not None and parity.TABLE:
+    lines = list(dict.fromkeys([*_parity_lines(), *terminalreporter.config.stash.get(OF_WORKERS, [])]))  # the header once
+    if lines:
         terminalreporter.section("parity with one process")
-        terminalreporter.line(parity.HEADER)
-        for measured in parity.TABLE:
-            terminalreporter.line(measured.line())
+        for line in lines:
+            terminalreporter.line(line)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.planner_accuracy.allocator import allocated, queue_of
 from benchmarks.planner_accuracy.published_runs import Run
-from lightning_3d.planner.memory import memory_of
 from lightning_3d.planner.step_time import step_of
 
 _GIGA = 2**30
@@ -48,6 +48,6 @@ def _rate(run: Run, seconds: float) -> float:
 def compare(run: Run) -> Comparison:
     """Predict a measured run."""
     step = step_of(run.job, run.machine)
-    queue = step.queue(run.job)
-    printed = memory_of(run.job, queue=queue, room=run.room, first=run.job.stack.prints_first)
-    return Comparison(run, step.seconds, printed.total, memory_of(run.job, queue=queue).total)
+    queue = queue_of(step, run.job)
+    printed = allocated(run.job, queue=queue, room=run.room, first=run.software.allocator.prints_first)
+    return Comparison(run, step.seconds, printed.total, allocated(run.job, queue=queue).total)

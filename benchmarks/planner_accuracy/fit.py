@@ -1,4 +1,4 @@
-"""Calibration of the constants marked [fit] in `lightning_3d.planner.constants` and `software`, checked on cells that were left out.
+"""Calibrate the constants marked [fit] in `lightning_3d.planner.constants` and `software`, and check them on cells that were left out.
 
 Each constant in turn is multiplied and divided by a factor as long as the mean absolute logarithm of predicted / measured shrinks; then the
 factor becomes smaller. Constants belong to a type of GPU or to a software, never to a model, a layout or a run.
@@ -6,14 +6,15 @@ factor becomes smaller. Constants belong to a type of GPU or to a software, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
+from benchmarks.planner_accuracy.allocator import allocated, queue_of
 from benchmarks.planner_accuracy.comparison import Comparison
 from benchmarks.planner_accuracy.published_runs import Run
-from lightning_3d.planner.memory import memory_of
+from benchmarks.planner_accuracy.software import Published
 from lightning_3d.planner.step_time import step_of
 
 Values = dict[tuple[str, str], float]
@@ -29,18 +30,18 @@ _START = {
     "network": 0.45,
     "crowding": 0.05,
     "exposed": 0.7,
-    "traffic": 1.8,
+    "traffic.elementwise": 1.8,
     "attention_speed": 0.5,
-    "logit_traffic": 20.0,
-    "optimizer_traffic": 60.0,
-    "host_block": 2e-3,
-    "host_collectives": 1.5e-3,
+    "traffic.logit": 20.0,
+    "traffic.parameter": 60.0,
+    "host.block": 2e-3,
+    "host.collectives": 1.5e-3,
     "host_tensor": 1.5e-3,
-    "host_step": 0.03,
-    "apart_network": 0.5,
-    "queued": 30.0,
-    "filled": 0.9,
-    "ahead": 1.0,
+    "host.step": 0.03,
+    "separate.network": 0.5,
+    "allocator.queued": 30.0,
+    "allocator.filled": 0.9,
+    "allocator.ahead": 1.0,
 }
 _LIMITS = {
     "matmul": (0.4, 0.92),
@@ -51,23 +52,23 @@ _LIMITS = {
     "link": (0.3, 0.9),
     "network": (0.2, 0.95),
     "crowding": (1e-3, 0.5),
-    "apart_network": (0.05, 0.95),
+    "separate.network": (0.05, 0.95),
     "exposed": (0.2, 1.0),
-    "traffic": (1.0, 6.0),
-    "logit_traffic": (8.0, 80.0),
-    "optimizer_traffic": (28.0, 150.0),
-    "filled": (0.7, 1.0),
+    "traffic.elementwise": (1.0, 6.0),
+    "traffic.logit": (8.0, 80.0),
+    "traffic.parameter": (28.0, 150.0),
+    "allocator.filled": (0.7, 1.0),
 }
 _OF_GPU = ("matmul", "memory", "attention", "kernel", "link", "network", "crowding", "exposed")
 _OF_SOFTWARE = {
-    "nanotron": ("traffic", "logit_traffic", "optimizer_traffic", "host_block", "host_collectives", "host_tensor", "host_step"),
-    "megatron_deepspeed": ("traffic", "logit_traffic", "host_block", "host_collectives", "host_tensor", "host_step"),
-    "foundry": ("traffic", "attention_speed", "logit_traffic", "host_step"),
-    "foundry_a100": ("traffic", "attention_speed", "logit_traffic", "host_step"),
-    "megatron": ("traffic", "host_step"),
-    "megatron_2021": ("traffic", "apart_network"),
+    "nanotron": ("traffic.elementwise", "traffic.logit", "traffic.parameter", "host.block", "host.collectives", "host_tensor", "host.step"),
+    "megatron_deepspeed": ("traffic.elementwise", "traffic.logit", "host.block", "host.collectives", "host_tensor", "host.step"),
+    "foundry": ("traffic.elementwise", "attention_speed", "traffic.logit", "host.step"),
+    "foundry_a100": ("traffic.elementwise", "attention_speed", "traffic.logit", "host.step"),
+    "megatron": ("traffic.elementwise", "host.step"),
+    "megatron_2021": ("traffic.elementwise", "separate.network"),
 }
-_OF_MEMORY = {"nanotron": ("queued", "filled", "ahead")}
+_OF_MEMORY = {"nanotron": ("allocator.queued", "allocator.filled", "allocator.ahead")}
 _MOST = 0.5
 """Larger errors count as this: some runs met a slow machine."""
 
@@ -81,7 +82,7 @@ class Sample:
 
     @property
     def owners(self) -> tuple[str, str]:
-        return gpu_type(self.run), self.run.job.stack.name
+        return gpu_type(self.run), self.run.software.name
 
 
 def gpu_type(run: Run) -> str:
@@ -90,32 +91,44 @@ def gpu_type(run: Run) -> str:
 
 
 def with_values(run: Run, values: Values) -> Run:
-    """A run with these constants instead of its own."""
-    gpu, software = gpu_type(run), run.job.stack.name
+    """Return a run with these constants instead of its own."""
+    gpu, software = gpu_type(run), run.software.name
     of_gpu: Any = {name: value for (owner, name), value in values.items() if owner == gpu}
-    of_stack: Any = {name: value for (owner, name), value in values.items() if owner == software}
     machine = replace(run.machine, efficiency=replace(run.machine.efficiency, **of_gpu))
-    return replace(run, machine=machine, job=replace(run.job, stack=replace(run.job.stack, **of_stack)))
+    of_software = {name: value for (owner, name), value in values.items() if owner == software}
+    return replace(run, machine=machine, job=replace(run.job, stack=_with_fields(run.software, of_software)))
+
+
+def _with_fields(stack: Published, values: Mapping[str, float]) -> Published:
+    """Return a software with other values of fields; `host.step` is a field of a part."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        part, _, entry = name.rpartition(".")
+        if part:
+            changes[part] = replace(changes.get(part, getattr(stack, part)), **{entry: value})
+        else:
+            changes[name] = value
+    return replace(stack, **changes)
 
 
 def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
     """Calibrate on runs: the constants of time, then, with these, those of memory."""
-    timed = [run for run in runs if run.core and run.seconds and run.job.stack.name in _OF_SOFTWARE and not run.job.model.experts]
-    softwares = {run.job.stack.name for run in timed}
+    timed = [run for run in runs if run.core and run.seconds and run.software.name in _OF_SOFTWARE and not run.job.model.experts]
+    softwares = {run.software.name for run in timed}
     values: Values = {(gpu, name): _START[name] for gpu in sorted({gpu_type(run) for run in timed}) for name in _OF_GPU}
     if any(run.job.precision == "fp8" for run in timed):
         values["h100", "matmul8"] = _START["matmul8"]
     values |= {(software, name): _START[name] for software in sorted(softwares) for name in _OF_SOFTWARE[software]}
     values = _descend(_weighted(timed), values, _time_error, rounds)
-    full = [with_values(run, values) for run in runs if run.core and run.memory and run.job.stack.name in _OF_MEMORY]
+    full = [with_values(run, values) for run in runs if run.core and run.memory and run.software.name in _OF_MEMORY]
     steps = {id(run): step_of(run.job, run.machine, pipeline="estimate") for run in full}
-    kinds = sorted({run.job.stack.name for run in full})
+    kinds = sorted({run.software.name for run in full})
     memory: Values = {(software, name): _START[name] for software in kinds for name in _OF_MEMORY[software]}
 
     def error(run: Run, tried: Values) -> float:
         tried_run = with_values(run, tried)
-        queue = steps[id(run)].queue(tried_run.job)
-        printed = memory_of(tried_run.job, queue=queue, room=tried_run.room, first=run.job.stack.prints_first)
+        queue = queue_of(steps[id(run)], tried_run.job)
+        printed = allocated(tried_run.job, queue=queue, room=tried_run.room, first=run.software.allocator.prints_first)
         return log(printed.total / 2**30 / (run.memory or 1.0))
 
     return values | _descend(_weighted(full), memory, error, rounds)
@@ -124,9 +137,9 @@ def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
 def _weighted(runs: Sequence[Run]) -> list[Sample]:
     counts: dict[tuple[str, str], int] = {}
     for run in runs:
-        key = run.source, run.job.stack.name
+        key = run.source, run.software.name
         counts[key] = counts.get(key, 0) + 1
-    return [Sample(run, counts[run.source, run.job.stack.name] ** -0.5) for run in runs]
+    return [Sample(run, counts[run.source, run.software.name] ** -0.5) for run in runs]
 
 
 def _time_error(run: Run, values: Values) -> float:
@@ -135,7 +148,7 @@ def _time_error(run: Run, values: Values) -> float:
 
 
 def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Values], float], rounds: int) -> Values:
-    """The values after some rounds of coordinate descent."""
+    """Run some rounds of coordinate descent and return the values."""
 
     def cost(sample: Sample, tried: Values) -> float:
         return sample.weight * min(abs(error(sample.run, tried)), _MOST)
@@ -164,7 +177,7 @@ def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Va
 
 
 def cross_validate(runs: Sequence[Run], folds: int, predict: Callable[[Run], Comparison]) -> list[Comparison]:
-    """Every run predicted with constants that were calibrated without its whole cell, a model on a number of GPUs."""
+    """Predict every run with constants that were calibrated without its cell, a model on a number of GPUs."""
     cells = sorted({run.cell for run in runs})
     compared = []
     for fold in range(folds):

@@ -1,4 +1,4 @@
-"""Pipelines whose hosts look every 0.1 s whether a message has come. Pure Python.
+"""Pipelines whose hosts check for messages every 0.1 s. Pure Python.
 
 nanotron's branch `nouamane/bench2` (commit 67c5ebb6, `parallel/pipeline_parallel/p2p.py`), which has the script of the sweep, sends two
 messages with the shape of a tensor before the tensor, and waits for each on both sides by sleeping for 0.1 s until it is complete. For each
@@ -28,7 +28,7 @@ _FORWARD, _BACKWARD = 4 * _SLEEP, 2 * _SLEEP
 
 
 def polled_seconds(run: Run) -> float:
-    """Of a step, if a rank sleeps for every message before a tensor. Sender and receiver of one sleep at the same time."""
+    """Predict the seconds of a step if a rank sleeps for every message before a tensor. Its sender and receiver sleep at the same time."""
     job, layout = run.job, run.job.layout
     seconds, work = stage_seconds(job, run.machine)
     last = len(seconds) - 1
@@ -39,16 +39,16 @@ def polled_seconds(run: Run) -> float:
     order = training_order(job.schedule, layout.pp, layout.vp, job.micro_batches)
     span = play(order, slow, work.message - _FORWARD, back=work.message - _BACKWARD).seconds
     usual = step_of(job, run.machine)
-    return span + usual.data + usual.optimizer + job.stack.host_step
+    return span + usual.data + usual.optimizer + job.stack.host.step
 
 
 def polling(compared: Sequence[Comparison]) -> list[list[str]]:
-    """By number of GPUs, of nanotron's pipelines with tp <= 8: runs, those whose seconds are nearer to `polled_seconds` than to what is
-    predicted, and the median error of these and of the others, each against its own prediction."""
+    """Return by number of GPUs, for nanotron's pipelines with tp <= 8: runs, those whose seconds are nearer to `polled_seconds` than to the
+    usual prediction, and the median error of these and of the others, each against its own prediction."""
     found: dict[int, list[tuple[float, float]]] = {}
     for one in compared:
         layout = one.run.job.layout
-        if one.run.seconds and one.run.job.stack.name == "nanotron" and layout.pp > 1 and layout.tp <= 8:
+        if one.run.seconds and one.run.software.name == "nanotron" and layout.pp > 1 and layout.tp <= 8:
             ratios = polled_seconds(one.run) / one.run.seconds, one.seconds / one.run.seconds
             found.setdefault(layout.world_size, []).append(ratios)
     rows = []

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_accuracy.software import SOURCES, published_machine
+from benchmarks.planner_accuracy.allocator import software_of
+from benchmarks.planner_accuracy.software import SOURCES, Published, published_machine
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule
@@ -43,17 +44,22 @@ class Run:
 
     @property
     def cell(self) -> tuple[str, int]:
-        """What is left out as a whole when constants are checked on runs that they were not calibrated with."""
+        """Model and number of GPUs. Cross-validation leaves out all runs of a cell together."""
         return self.model, self.job.layout.world_size
+
+    @property
+    def software(self) -> Published:
+        """The software that was measured."""
+        return software_of(self.job)
 
     @property
     def room(self) -> float:
         """Bytes of a GPU that the software's allocator fills before it gives back what it has in reserve."""
-        return self.machine.memory * self.job.stack.filled
+        return self.machine.memory * self.software.allocator.filled
 
     @property
     def core(self) -> bool:
-        """Whether somebody would want it: at least 20 % of the peak where that is stated, tensor parallelism of at most 8."""
+        """True for a run that is useful in practice: an MFU of at least 20 % where it is stated, and tp of at most 8."""
         return self.job.layout.tp <= 8 and (self.mfu is None or self.mfu >= 20)
 
 
@@ -107,7 +113,7 @@ def read_runs(path: Path) -> tuple[list[Run], int]:
 
 
 def _notes(path: Path) -> dict[str, str]:
-    """What codes in the column `notes` mean, from the file FILE_notes.csv beside FILE.csv, if there is one."""
+    """Read the meaning of codes in the column `notes` from FILE_notes.csv next to FILE.csv, if it exists."""
     beside = path.with_name(f"{path.stem}_notes.csv")
     if not beside.is_file():
         return {}
@@ -116,7 +122,7 @@ def _notes(path: Path) -> dict[str, str]:
 
 
 def run_of(row: Mapping[str, str]) -> Run | None:
-    """A row as a run; None for one whose layout or batch is not stated."""
+    """Convert a row to a run; None where its layout or batch is not stated."""
     if any((_number(row, name) or 0) < 1 for name in _STATED):
         return None
     gpus = _whole(row, "gpus")

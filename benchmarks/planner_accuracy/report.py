@@ -46,7 +46,7 @@ _HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The value that `share` of the absolute values do not exceed, between neighbours by a straight line."""
+    """Return the quantile of the absolute values, interpolated linearly."""
     ordered = sorted(abs(value) for value in values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -55,13 +55,13 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, int, float]]:
-    """For every cell with several timed layouts: (software, model, tokens of a sequence, GPUs, layouts, score). The score is measured
+    """Return for every cell with several timed layouts (software, model, tokens of a sequence, GPUs, layouts, score). The score is measured
     tokens/s of the layout that is predicted to fit and to be fastest, divided by the most tokens/s that were measured."""
     cells: dict[tuple[str, str, int, int], list[Comparison]] = {}
     for one in compared:
         if one.measured_rate is not None:
             job = one.run.job
-            cells.setdefault((job.stack.name, one.run.model, job.seq, job.layout.world_size), []).append(one)
+            cells.setdefault((one.run.software.name, one.run.model, job.seq, job.layout.world_size), []).append(one)
     found = []
     for cell, members in sorted(cells.items()):
         if len(members) > 1:
@@ -73,8 +73,8 @@ def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, in
 
 
 def evaluate(path: Path, folds: int = 0) -> str:
-    """The report on a file, as Markdown: with the constants as they are, and with `folds` > 1 with constants that were calibrated
-    without the cells that they predict.
+    """Return the report on a file as Markdown: with the constants as they are, and with `folds` > 1 also with constants that were
+    calibrated without the cells that they predict.
 
     Raises:
         ConfigError: the file is missing, or has no columns of measured runs; fewer cells than folds.
@@ -131,7 +131,7 @@ def _scores(scores: Sequence[float]) -> str:
 
 
 def slow_shares(compared: Sequence[Comparison]) -> dict[tuple[str, int], float]:
-    """By software and number of GPUs: the share of runs with tp <= 8 that took more than twice what is predicted."""
+    """Return by software and number of GPUs the share of runs with tp <= 8 that took more than twice the predicted time."""
     slow: dict[tuple[str, int], list[bool]] = {}
     for one in compared:
         if one.run.seconds is not None and one.run.job.layout.tp <= 8:
@@ -140,7 +140,7 @@ def slow_shares(compared: Sequence[Comparison]) -> dict[tuple[str, int], float]:
 
 
 def _where(one: Comparison) -> tuple[str, int]:
-    return one.run.job.stack.name, one.run.job.layout.world_size
+    return one.run.software.name, one.run.job.layout.world_size
 
 
 def contradictions(compared: Sequence[Comparison]) -> Table:
@@ -150,7 +150,7 @@ def contradictions(compared: Sequence[Comparison]) -> Table:
         job = one.run.job
         if one.run.seconds is not None and job.layout.tp <= 8:
             settings = job.seq, job.global_batch, job.micro_batch, job.zero, job.precision, job.recompute, job.schedule
-            alike.setdefault((job.stack.name, one.run.gpu, job.layout, *settings), []).append(one)
+            alike.setdefault((one.run.software.name, one.run.gpu, job.layout, *settings), []).append(one)
     ratios: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for members in alike.values():
         for small, large in permutations(members, 2):
@@ -181,7 +181,7 @@ def _errors(compared: Sequence[Comparison]) -> Table:
 
 
 def short(source: str) -> str:
-    """A source without what stands in brackets."""
+    """Return a source without its part in brackets."""
     return source.partition(" (")[0]
 
 

@@ -1,19 +1,21 @@
-"""The training software of published runs, as the planner describes it: constants that were read or fitted from these runs."""
+"""Training software of published runs: constants that were read from its source or fitted to these runs."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from lightning_3d.layout.layout import AXES, Layout
+from lightning_3d.planner.block_costs import pipeline_hops
 from lightning_3d.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
-from lightning_3d.planner.job import Stack
-from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.machine import Group, Machine, group
+from lightning_3d.planner.stack import Footprint, Host, Overlap, Split, Stack, Traffic, balanced
 
 _RATES = {
     # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network:
     # vendors' datasheets
     # The memory is 95 % of what nvidia-smi shows (81,559 MiB of an H100): nanotron's runs that come nearer to it are several times slower,
-    # because the allocator frees and allocates anew in every step.
+    # because the allocator frees and allocates again in every step.
     "h100": (81.2e9, 3.35e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
     "h100_96gb": (95.0e9, 2.4e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),  # HBM2e, as in torchtitan's tables
     "a100": (81.6e9, 2.039e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9),
@@ -42,93 +44,227 @@ def published_machine(gpu: str, gpus: int, remark: str = "") -> Machine | None:
     return Machine(kind, nodes, 8, memory, bandwidth, peak, peak8, peak32, link, network, *latencies, efficiency_of(kind))
 
 
+_HEAD_WORK = 0.95
+"""Work of an output head, divided by that of a block with as many weights."""
+
+_LARGE_LATENCIES = 3.4e-6, 14.0e-6
+"""Seconds of a step of a ring over links and between nodes, protocol Simple (NCCL 2.30, src/graph/tuning.cc, hwLatencies)."""
+
+
+def filled(layers: int, stages: int, block: float, head: float) -> tuple[list[int], int]:
+    """Give blocks to a stage until it has more than its share of all work, then to the next one."""
+    counts, stage, done = [0] * stages, 0, 0.0
+    total = layers * block + _HEAD_WORK * head
+    for _ in range(layers):
+        counts[stage] += 1
+        done += block
+        if stage < stages - 1 and done * stages > total * (stage + 1):
+            stage += 1
+    return counts, stage
+
+
+def equal(layers: int, stages: int, block: float, head: float) -> tuple[list[int], int]:
+    """Give every stage as many blocks, whatever the embedding and the head cost."""
+    base, more = divmod(layers, stages)
+    return [base + (index < more) for index in range(stages)], stages - 1
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """The caching allocator of a software, and what it holds at its peak beyond what the package counts (see `allocator.py`).
+
+    Attributes:
+        queued: (batch, seq, hidden) tensors of 16 bits that wait to be freed when collectives run next to the work.
+        bucket_bytes: of a parameter, in buckets that ZeRO stage 0 keeps next to its gradient.
+        gathered_copies: of all parameters, while ZeRO stage 1 gathers them: first in one piece for each rank, then in one.
+        largest_gradient: the gradient of the embedding, the largest of a rank, comes on top of everything else.
+        filled: share of a GPU's memory that is filled before reserves are given back.
+        ahead: seconds of a block on the host, divided by those after which its last kernel has started: what comes later does not keep the
+            host from running ahead.
+        prints_first: the printed memory is that of the first rank, otherwise the most of all ranks.
+    """
+
+    queued: float = 0.0
+    bucket_bytes: float = 0.0
+    gathered_copies: int = 0
+    largest_gradient: bool = False
+    filled: float = 1.0
+    ahead: float = 1.0
+    prints_first: bool = False
+
+
+@dataclass(frozen=True)
+class SeparateGathers:
+    """ZeRO 3 that gathers the tensors of a block one by one, with nothing else running.
+
+    Attributes:
+        tensors: of a block; each is a message of its own.
+        network: share of the bandwidth between nodes that these messages reach.
+    """
+
+    tensors: int
+    network: float = 0.3
+
+
+@dataclass(frozen=True)
+class Published(Stack):
+    """Training software of others: it overrides the points at which it differs from this package.
+
+    Attributes:
+        order: of ranks, innermost first.
+        sequence_parallel: tensor parallelism splits along the sequence what it does not shard.
+        split: `balanced`, `filled` or `equal`.
+        reduced_bytes: of a gradient that is sent.
+        scatters: ZeRO scatters gradients, otherwise it reduces all of them on every rank.
+        attention_speed: rate of its attention kernel, divided by that of the best one of its day.
+        host_tensor: seconds of the host for each block and tensor-parallel rank where a pipeline's messages wait for the host.
+        host_network: seconds of the host for each block and tensor-parallel rank where these ranks are on several nodes.
+        every_traffic: bytes read and written once a step for every parameter of a rank, whatever ZeRO shards.
+        kept_logit_bytes: of a logit that lives on while the next micro-batch runs.
+        saved_keys: bytes that a block keeps for each number of a key and a value, beyond what its backward pass needs.
+        selective_share: of what a block keeps, with selective recomputation; None: all but half of attention's own.
+        separate: how ZeRO 3 gathers; None: a block at a time, while the one before is computed.
+    """
+
+    name: str = ""
+    order: tuple[str, ...] = AXES
+    sequence_parallel: bool = True
+    split: Split = balanced
+    reduced_bytes: float = 4.0
+    scatters: bool = True
+    attention_speed: float = 1.0
+    host_tensor: float = 0.0
+    host_network: float = 0.0
+    every_traffic: float = 0.0
+    kept_logit_bytes: float = 0.0
+    saved_keys: float = 0.0
+    selective_share: float | None = None
+    separate: SeparateGathers | None = None
+    allocator: Allocator = field(default_factory=Allocator)
+
+    def host_seconds(self, layout: Layout, machine: Machine) -> float:
+        seconds = super().host_seconds(layout, machine)
+        if layout.tp == 1:
+            return seconds
+        if group(layout, ("tp",), machine.gpus_per_node).nodes > 1:
+            seconds += self.host_network * layout.tp
+        if layout.pp > 1 and pipeline_hops(layout, machine):
+            seconds += self.host_tensor * layout.tp
+        return seconds
+
+    def attention_rate(self, machine: Machine) -> float:
+        return super().attention_rate(machine) * self.attention_speed
+
+    def attention_saved(self, key_width: int) -> float:
+        return self.saved_keys * key_width
+
+    def selective_bytes(self, whole: float, core: float) -> float:
+        return super().selective_bytes(whole, core) if self.selective_share is None else whole * self.selective_share
+
+    def logit_bytes(self, micro_batches: int) -> float:
+        return super().logit_bytes(micro_batches) + (self.kept_logit_bytes if micro_batches > 1 else 0.0)
+
+    def optimizer_bytes(self, stepped: float, held: float) -> float:
+        return super().optimizer_bytes(stepped, held) + held * self.every_traffic
+
+    def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
+        return None if self.separate is None else gather_separately(machine, ranks, size, self.separate)
+
+
+def gather_separately(machine: Machine, ranks: Group, size: float, gathers: SeparateGathers) -> float:
+    """Seconds of all-gathers, one after the other, of `size` bytes in all: each step of each has the latency of NCCL's protocol for large
+    messages, and between nodes they reach a share of the bandwidth."""
+    n = ranks.size
+    if n == 1:
+        return 0.0
+    steps = (n - ranks.nodes) * _LARGE_LATENCIES[0] + (ranks.nodes - 1) * _LARGE_LATENCIES[1]
+    network = machine.network * ranks.local * gathers.network if ranks.nodes > 1 else float("inf")
+    return gathers.tensors * steps + (n - 1) / n * size / min(machine.link * machine.efficiency.link, network)
+
+
 _MEGATRON_ORDER = ("tp", "cp", "dp", "pp")
 
-NANOTRON = replace(
-    EAGER,
+NANOTRON = Published(
     name="nanotron",
     order=_MEGATRON_ORDER,  # parallel/context.py
-    split="filled",  # models/base.py: blocks are given out by cumulated cost
-    overlaps_data=False,  # gradients in float32 are reduced after the last micro-batch, unless ZeRO is off (trainer.py)
-    scatters=False,  # trainer.py, sync_gradients_across_dp
-    every_traffic=16.0,  # float32 gradients are read for their norm, scaled, and set to zero
-    bucket_bytes=2.0,  # of DistributedDataParallel, which is used where ZeRO is off (trainer.py)
-    gathered_copies=2,  # tensors are joined for each rank (distributed.py, all_gather_coalesced), and torch joins these once more
-    largest_gradient=True,  # 16-bit gradients live until the backward pass ends (optim/gradient_accumulator.py)
-    saved_keys=2.0,  # queries stay in one tensor with keys and values, of which rotation takes a copy (models/llama.py)
-    saved_inner=2.0,  # the gate is kept before and after its activation (models/llama.py)
-    prints_first=True,  # helpers.py, log_throughput: the reserved memory of rank 0, whose peak was reset after the last pass
-    logit_bytes=6.0,  # 16-bit logits and their float32 copy; runs show 5.2 to 7.4
-    kept_logit_bytes=4.0,  # float32 logits of the last micro-batch, until the next one replaces them; runs show 3.8 to 5.2
-    queued=54.0,  # [fit]
-    filled=0.85,  # [fit]
-    ahead=1.16,  # [fit]
-    overhead=1.05,  # as ours; CUDA's own memory is not part of what is printed
+    split=filled,  # models/base.py: blocks are given out by cumulated cost
+    host=replace(EAGER.host, step=0.05),  # [fit]
     host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
     host_network=0.32e-3,  # [fit]
-    host_step=0.05,  # [fit]
+    traffic=EAGER.traffic,
+    every_traffic=16.0,  # float32 gradients are read for their norm, scaled, and set to zero
+    overlap=Overlap(data=False, gather=False),  # gradients in float32 are reduced after the last micro-batch (trainer.py)
+    scatters=False,  # trainer.py, sync_gradients_across_dp
+    saved_keys=2.0,  # queries stay in one tensor with keys and values, of which rotation takes a copy (models/llama.py)
+    kept_logit_bytes=4.0,  # float32 logits of the last micro-batch, until the next one replaces them; runs show 3.8 to 5.2
+    footprint=Footprint(
+        saved_inner=2.0,  # the gate is kept before and after its activation (models/llama.py)
+        logit=6.0,  # 16-bit logits and their float32 copy; runs show 5.2 to 7.4
+        allocator=1.05,  # as ours; CUDA's own memory is not part of what is printed
+    ),
+    allocator=Allocator(
+        bucket_bytes=2.0,  # of DistributedDataParallel, which is used where ZeRO is off (trainer.py)
+        gathered_copies=2,  # tensors are joined for each rank (distributed.py, all_gather_coalesced), and torch joins these once more
+        largest_gradient=True,  # 16-bit gradients live until the backward pass ends (optim/gradient_accumulator.py)
+        prints_first=True,  # helpers.py, log_throughput: the reserved memory of rank 0, whose peak was reset after the last pass
+        queued=54.0,  # [fit]
+        filled=0.85,  # [fit]
+        ahead=1.16,  # [fit]
+    ),
 )
-MEGATRON = Stack(
+MEGATRON = Published(
     name="megatron",
     order=_MEGATRON_ORDER,
-    split="equal",
-    traffic=1.2,  # [fit]
-    host_block=0.5e-3,
-    host_step=0.045,  # [fit]
+    split=equal,
+    traffic=Traffic(elementwise=1.2),  # [fit]
+    host=Host(block=0.5e-3, step=0.045),  # [fit]
 )
 MEGATRON_2021 = replace(
     MEGATRON,
     name="megatron_2021",
     sequence_parallel=False,
     flash=False,
-    overlaps_all_reduce=False,
-    overlaps_data=False,
-    overlaps_gather=False,
-    apart=12,  # DeepSpeed's ZeRO 3 of 2021, without model parallelism: four products and two norms, each with a weight and a bias
-    apart_network=0.28,  # [fit]
-    traffic=1.0,  # [fit]
-    host_block=1.0e-3,
-    host_step=0.0,
+    overlap=Overlap(all_reduce=False, data=False, gather=False),
+    # DeepSpeed's ZeRO 3 of 2021, without model parallelism: four products and two norms, each with a weight and a bias
+    separate=SeparateGathers(12, network=0.28),  # [fit]
+    traffic=Traffic(elementwise=1.0),  # [fit]
+    host=Host(block=1.0e-3),
 )
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
     name="megatron_deepspeed",
     reduced_bytes=2.0,
-    optimizer_traffic=28.0,  # 4-byte gradient, weight and two moments read, three written, 2-byte weight written
-    traffic=1.6,  # [fit]
-    logit_traffic=50.0,  # [fit]
-    host_block=1.6e-3,  # [fit]
-    host_collectives=2.0e-3,  # [fit]
+    traffic=Traffic(
+        elementwise=1.6,  # [fit]
+        logit=50.0,  # [fit]
+        parameter=28.0,  # 4-byte gradient, weight and two moments read, three written, 2-byte weight written
+    ),
+    host=Host(block=1.6e-3, collectives=2.0e-3, step=0.007),  # [fit]
     host_tensor=1.5e-3,  # [fit]
-    host_step=0.007,  # [fit]
 )
-FOUNDRY = Stack(
+FOUNDRY = Published(
     name="foundry",
-    traffic=1.0,  # on H100 [fit]
+    traffic=Traffic(elementwise=1.0, logit=9.0),  # on H100 [fit]
     attention_speed=0.42,  # FlashAttention written in Triton [fit]
-    logit_traffic=9.0,  # [fit]
-    host_block=1.0e-3,
-    host_step=0.13,  # [fit]
+    host=Host(block=1.0e-3, step=0.13),  # [fit]
 )
 FOUNDRY_A100 = replace(
     FOUNDRY,
     name="foundry_a100",
-    traffic=2.0,  # the releases of a year earlier [fit]
+    traffic=Traffic(elementwise=2.0, logit=19.0),  # the releases of a year earlier [fit]
     attention_speed=0.55,  # [fit]
-    logit_traffic=19.0,  # [fit]
-    host_step=0.037,  # [fit]
+    host=Host(block=1.0e-3, step=0.037),  # [fit]
 )
-TITAN = Stack(
+TITAN = Published(
     name="titan",
-    traffic=2.4,
-    logit_bytes=14.0,  # 16-bit logits and, in float32, these, their softmax and their gradient
+    traffic=Traffic(elementwise=2.4),
+    footprint=Footprint(logit=14.0),  # 16-bit logits and, in float32, these, their softmax and their gradient
     selective_share=0.5,  # every second product is kept (models/llama3/infra/parallelize.py)
-    host_block=1.0e-3,
-    host_step=0.04,
+    host=Host(block=1.0e-3, step=0.04),
 )
-TITAN_COMPILED = replace(TITAN, name="titan_compiled", traffic=1.0)
+TITAN_COMPILED = replace(TITAN, name="titan_compiled", traffic=Traffic(elementwise=1.0))
 
-SOURCES: tuple[tuple[tuple[str, ...], Stack], ...] = (
+SOURCES: tuple[tuple[tuple[str, ...], Published], ...] = (
     (("ultra-scale",), NANOTRON),
     (("nanotron",), NANOTRON),
     (("narayanan",), MEGATRON_2021),

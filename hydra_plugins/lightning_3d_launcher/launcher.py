@@ -1,7 +1,7 @@
 """`hydra/launcher=lightning_3d`: each job of `-m` is a fresh process on this machine.
 
-A launcher is a thin shell around `lightning_3d.runs.sweep`: Hydra's overrides become jobs, outcomes become what sweepers read.
-Another way to start jobs is another engine: derive from `SweepLauncher`, and give the class a file in `conf/hydra/launcher`.
+A launcher is a thin layer over `lightning_3d.runs.sweep`, which turns Hydra's overrides into jobs and outcomes into results for sweepers.
+To start jobs in another way, write another engine: derive from `SweepLauncher`, and give the class a file in `conf/hydra/launcher`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from lightning_3d.runs.sweep.local_engine import Engine, LocalEngine
 
 
 class Lightning3DLauncher(SweepLauncher):
-    """Jobs run on this machine.
+    """Launcher that runs jobs on this machine.
 
     Args:
-        jobs_at_once: jobs that run at the same time; None is all.
+        metric: see `SweepLauncher`.
+        jobs_at_once: number of jobs that run at the same time; None: all.
     """
 
     def __init__(self, metric: Any = None, jobs_at_once: int | None = 1) -> None:

@@ -1,37 +1,37 @@
-"""`hydra/launcher=slurm`: each job of `-m` is a job of SLURM, on the nodes that its cluster says."""
+"""`hydra/launcher=slurm`: each job of `-m` is a SLURM job on as many nodes as its cluster has."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_3d.config.plan_run import RunPlan, explain_value
+from lightning_3d.config.keys import explain_value
 from lightning_3d.errors import ConfigError
-from lightning_3d.launchers.target import check_for_nodes
+from lightning_3d.runs.check import Machine
 from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
 from lightning_3d.runs.sweep.local_engine import Engine
 from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
 
 
 class Lightning3DSlurmLauncher(SweepLauncher):
-    """Jobs run on a SLURM cluster whose nodes see the files of this machine.
+    """Launcher that runs jobs on a SLURM cluster whose nodes see the files of this machine.
 
     Args:
-        jobs_at_once: jobs that are queued or running at the same time; None is all.
-        poll_seconds: between looks at the queue.
+        metric: see `SweepLauncher`.
+        jobs_at_once: most jobs that are queued or running at the same time; None: all.
+        poll_seconds: seconds between checks of the queue.
         resources: see `SlurmResources`.
     """
+
+    machine = Machine.COUNTED_NODES
 
     def __init__(self, metric: Any = None, jobs_at_once: int | None = None, poll_seconds: float = 5.0, **resources: Any) -> None:
         super().__init__(metric)
         self._jobs_at_once = jobs_at_once
         self._poll_seconds = poll_seconds
         self._resources = resources
-
-    def check(self, config: DictConfig) -> RunPlan:
-        return check_for_nodes(config)
 
     def engine(self) -> Engine:
         try:

@@ -1,10 +1,11 @@
 """Checkpoints that belong to the model, not to the layout: any layout saves them, any other loads them.
 
-`folder` is what lies on disk and when it counts, `remote` and `lease` the same where there are no folders, no rename and no locks,
-`writing`, `reading` and `slices` how every rank writes and reads only its part, `background` what may take long or never end, `hashes` how
-damage is found, `state` what of a model in training goes in, `parameter_groups` hyper parameters and schedulers, `generators` random
-numbers, `plain` how Lightning's own state becomes JSON. `huggingface` and `peft` are exports, `foreign` are imports. `store` is what a run
-does with them; the strategy calls it and the functions of this module.
+`store` saves, loads and removes checkpoints of a run; the strategy calls it and the functions of this module. Below it:
+- `folder` (on disk) and `remote_folder` (in an object store): the files of a checkpoint, and when it is complete.
+- `writing`, `reading`, `slices`, `torch_archive`: every rank writes and reads only its shards. `hashes` finds damage.
+- `background_save`: saves that may take long or hang, from copies in `host_buffers`. `rank_agreement`: errors on all ranks. `space`: disk.
+- `state`, `parameter_groups`, `rng_state`, `json_state`: what a checkpoint contains.
+- `huggingface` and `peft` export; `conversion` imports.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from lightning_3d.checkpoint.parameter_groups import (
 )
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import MODEL, LocalState, OptimizerOwner
-from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointStore
+from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointOptions, CheckpointStore, SaveMode
 from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.remote_path import place
 
 __all__ = [
     "BATCHES",
     "PATH",
+    "CheckpointOptions",
     "CheckpointStore",
     "LocalState",
     "Names",
     "ORDERS",
+    "SaveMode",
     "describe_optimizer",
     "load_full_state_dict",
     "load_optimizer",
@@ -57,7 +60,7 @@ def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bo
 
 
 def local_states(checkpoint: Mapping[str, Any], local: LocalState) -> dict[str, dict[str, Any]]:
-    """This rank's part of "state_dict" and "current_model_state", for callbacks that read them. After `load_weights`."""
+    """This rank's shard of "state_dict" and "current_model_state", for callbacks that read them. Call after `load_weights`."""
     return local.states(TensorFolder(place(checkpoint[PATH])))
 
 
@@ -67,23 +70,23 @@ def load_optimizer(
     """Fill the optimizer's state and hyper parameters.
 
     Raises:
-        CheckpointError: the checkpoint has none, or of another optimizer.
+        CheckpointError: the checkpoint has no optimizer state, or that of another optimizer.
     """
     found = place(checkpoint[PATH])
     described = checkpoint.get("optimizer_states")
     if not described:
-        raise CheckpointError(f"{found} holds weights but no optimizer state, so training cannot resume from it.")
+        raise CheckpointError(f"{found} has weights but no optimizer state, so training cannot resume from it.")
     restore_hyper_parameters(optimizer, described[0])
     local.load_optimizer(TensorFolder(found), owner)
 
 
 def saved_generators(checkpoint: Mapping[str, Any], local: LocalState) -> Tensor | None:
-    """This rank's random number generators, for `LocalState.restore_generators`."""
+    """States of this rank's random number generators, for `LocalState.restore_generators`."""
     return local.saved_generators(TensorFolder(place(checkpoint[PATH])))
 
 
 def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> dict[str, Tensor]:
-    """All parameters and buffers of a checkpoint, whole, on the CPU, by their names in the user's module.
+    """Load all parameters and buffers of a checkpoint, unsharded, on the CPU, by their names in the user's module.
 
     Tied parameters share memory. For one process, without process groups:
     `module.load_state_dict(load_full_state_dict(path))`.

@@ -1,4 +1,4 @@
-"""What may take long, or never end, in a thread of its own: writing to a disk."""
+"""Threads for writing to storage, which may take long or never end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Task:
     """Runs an action in a thread that does not keep the process alive.
 
     Attributes:
-        value, error: what it returned or raised, when it is over.
+        value: return value of the action, once it is over.
+        error: error that the action raised, once it is over; None if it raised none.
     """
 
     def __init__(self, action: Callable[[], Any], name: str) -> None:
@@ -38,19 +39,19 @@ class Task:
             self.error = error
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait until it is over, at most so long after it began. Whether it is over."""
+        """Wait until it is over, at most `seconds` after it started. Returns whether it is over."""
         self._thread.join(max(0.0, self._began + seconds - time.monotonic()))
         return not self._thread.is_alive()
 
 
 class BackgroundSave(Task):
-    """The last part of a save.
+    """The last part of a save: writing in the background.
 
     Args:
-        ended: to be called when it is over, whatever came of it.
+        ended: function to call when it is over, whether it succeeded or not.
 
     Attributes:
-        path: of the checkpoint.
+        path: path of the checkpoint.
     """
 
     def __init__(self, path: Place, tensors: TensorSave, finish: Callable[[], None], ended: Callable[[], None]) -> None:
@@ -70,23 +71,23 @@ class BackgroundSave(Task):
         """Wait until it is over.
 
         Raises:
-            StorageHangs: that takes longer; says what this rank is doing.
+            StorageHangs: it takes longer; the message says what this rank is doing.
         """
         if not self.ends_within(seconds):
-            raise StorageHangs(f"the checkpoint {self.path} is not written {seconds:g} s after its begin: {self._tensors.doing}")
+            raise StorageHangs(f"checkpoint {self.path} has not finished {seconds:g} s after it started: {self._tensors.doing}")
 
     def require_peers(self) -> None:
-        """To be called when it is over, before something that all ranks do.
+        """Raise if another rank is gone. Call when the save is over, before the next collective.
 
         Raises:
-            Exception: what this rank alone knows, that another one is gone; those that still wait for this one end when it does.
+            Exception: only this rank may have noticed; ranks that still wait for this one end when it ends.
         """
         if self.error is not None and not isinstance(self.error, CheckpointError):
             raise self.error
 
 
 def _give_way() -> None:
-    """Where no core is free, training goes first: hashing takes a core for a second for each gigabyte. Linux counts this by thread."""
+    """Lower the priority of this thread (Linux has one per thread): hashing takes a core for a second per gigabyte."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):
@@ -94,14 +95,14 @@ def _give_way() -> None:
 
 
 def in_time(action: Callable[[], T], seconds: float, what: str) -> T:
-    """The value of an action on files, or its error.
+    """Run an action on files; return its value or raise its error.
 
     Raises:
-        StorageHangs: it takes longer.
+        StorageHangs: it takes longer than `seconds`.
     """
     task = Task(action, what)
     if not task.ends_within(seconds):
-        raise StorageHangs(f"{what} has not come to its end after {seconds:g} s.")
+        raise StorageHangs(f"{what} has not finished after {seconds:g} s.")
     if task.error is not None:
         raise task.error
     return task.value

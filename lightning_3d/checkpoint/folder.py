@@ -1,4 +1,4 @@
-"""A checkpoint on disk: one folder that is complete or not there.
+"""A checkpoint on disk: one folder that is complete or absent.
 
     epoch=0-step=10.ckpt/
         manifest.json                        what wrote it, and size and SHA-256 of every other file
@@ -69,14 +69,14 @@ def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) 
         The folder, and the hashes of its files.
 
     Raises:
-        CheckpointError: at `path` is a folder with something else in it, which the checkpoint would replace.
+        CheckpointError: `path` is a folder with other contents, which the checkpoint would replace.
     """
     folder = remote.begin(path) if isinstance(path, RemotePath) else _make_folder(path, alone=alone)
     packer = Packer()
     packed = packer.pack_entries(trainer_state)
     if packer.left_out:
         warnings.warn(
-            f"Not plain data, so not in the checkpoint {path.name}: {'; '.join(packer.left_out)}.", stacklevel=2
+            f"Checkpoint {path.name} leaves out what is not plain data: {'; '.join(packer.left_out)}.", stacklevel=2
         )
     files = {TRAINER: _write(folder / TRAINER, _json(packed))}
     if packer.tensors:
@@ -91,7 +91,7 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
             for left in path.parent.glob(f".*.{purpose}"):
                 _clear(left)
     if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).is_file() and any(path.iterdir()):
-        raise CheckpointError(f"{path} is a folder with something else than a checkpoint in it. Save under a name in it, or another one.")
+        raise CheckpointError(f"{path} is a folder with other contents than a checkpoint. Save to a name inside it, or elsewhere.")
     folder = aside(path, SAVING)
     _delete(folder)
     folder.mkdir(parents=True)
@@ -99,7 +99,7 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
 
 
 def commit(folder: Place, path: Place, about: Mapping[str, Any], files: Files) -> None:
-    """Check that all files are there, write the manifest and give the folder its name.
+    """Check that all files are complete, write the manifest and rename the folder to its final name.
 
     What was at `path` before is kept until the new one is in its place.
     """
@@ -125,7 +125,7 @@ def commit(folder: Place, path: Place, about: Mapping[str, Any], files: Files) -
 
 
 def abandon(path: Place) -> None:
-    """Remove what an unfinished save has written."""
+    """Remove the files of an unfinished save."""
     if isinstance(path, RemotePath):
         remote.remove_remains([path])
     else:
@@ -133,7 +133,7 @@ def abandon(path: Place) -> None:
 
 
 def remove(path: Place) -> None:
-    """Remove a checkpoint; one that is half removed is not taken for a checkpoint any more."""
+    """Remove a checkpoint. If that is interrupted, what is left does not count as a checkpoint."""
     if isinstance(path, RemotePath):
         remote.remove(path)
     elif path.is_symlink() or path.is_file():
@@ -146,20 +146,20 @@ def remove(path: Place) -> None:
 
 
 def require_writable(path: Place) -> None:
-    """Refuse a folder in which nothing can be written, or that cannot be made. A store at a URL is asked by the first save.
+    """Refuse a folder that is not writable or cannot be created. An object store is only tried by the first save.
 
     Raises:
-        StorageError: it, or the folder in which it would be made, is read-only or no folder.
+        StorageError: it, or the parent in which it would be created, is read-only or not a folder.
     """
     if isinstance(path, RemotePath):
         return
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"No checkpoint can be written to {path}: {there} is {'read-only' if there.is_dir() else 'no folder'}.")
+        raise StorageError(f"Cannot write checkpoints to {path}: {there} is {'read-only' if there.is_dir() else 'not a folder'}.")
 
 
 def another_is_as_new(path: Place) -> bool:
-    """Whether another complete checkpoint, with all its files, of the same or a later step lies beside this one."""
+    """Return whether the folder has another complete checkpoint, with all its files, of the same or a later step."""
     step = -1
     with suppress(CheckpointError):
         step = _step_of(path)
@@ -171,7 +171,7 @@ def another_is_as_new(path: Place) -> bool:
 
 
 def _step_of(path: Place) -> int:
-    """Raises CheckpointError where the checkpoint is not whole."""
+    """Read the step of a checkpoint. Raises CheckpointError if it is not complete."""
     return int(read_manifest(path).get("global_step", 0))
 
 
@@ -183,15 +183,15 @@ def _resolved(path: Place) -> Place:
 
 
 def contents(path: Place, manifest: Mapping[str, Any]) -> Place:
-    """The folder of a checkpoint where its tensors are."""
+    """The folder with the tensors of a checkpoint."""
     return path / manifest["data"] if manifest.get("data") else path
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
-    """The manifest of a complete checkpoint.
+    """Read the manifest of a complete checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it was never finished, or files are missing or of another size than they were.
+        CheckpointError: there is no checkpoint, it was never finished, or files are missing or have changed size.
     """
     try:
         recover(path)
@@ -202,7 +202,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint of this strategy.")
     if manifest.pop(_OWN_HASH, None) != _own_hash(manifest):
-        raise CheckpointError(f"{path / MANIFEST} is not what was written: the checkpoint is damaged; use another one.")
+        raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged; use another one.")
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has format version {manifest['version']}; this release reads up to {VERSION}. Upgrade it."
@@ -212,12 +212,12 @@ def read_manifest(path: Place) -> dict[str, Any]:
 
 
 def files_of(manifest: Mapping[str, Any]) -> Files:
-    """Size and hash of each file, as a manifest says."""
+    """Size and hash of each file, from a manifest."""
     return {name: FileSum(**known) for name, known in manifest["files"].items()}
 
 
 def require_undamaged(path: Place, problems: list[str]) -> None:
-    """Refuse a checkpoint for what `find_damage` found in it."""
+    """Refuse a checkpoint in which `find_damage` found problems."""
     if problems:
         raise CheckpointError(f"The checkpoint {path} is damaged: {listed(sorted(problems))}. Use another one.")
 
@@ -226,13 +226,13 @@ def verify(path: Place, manifest: Mapping[str, Any]) -> None:
     """Compare every file of a checkpoint with the manifest, in this process alone.
 
     Raises:
-        CheckpointError: it names the files that differ.
+        CheckpointError: names the files that differ.
     """
     require_undamaged(path, find_damage(path, files_of(manifest), files_of(manifest)))
 
 
 def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's state from a complete checkpoint."""
+    """Read Lightning's state from a complete checkpoint."""
     inside = contents(path, manifest)
     tensors = {}
     if (inside / TRAINER_TENSORS).exists():
@@ -247,17 +247,17 @@ def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, An
 def _require_folder(path: Place) -> None:
     if isinstance(path, RemotePath):
         if not (path / MANIFEST).is_file():
-            there = f" What lies there has no {MANIFEST}: it was never finished, or is something else." if path.exists() else ""
+            there = f" Its contents have no {MANIFEST}: it was never finished, or is not a checkpoint." if path.exists() else ""
             hint = "" if there else did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
             raise CheckpointError(f"There is no checkpoint at {path}.{there}{hint}")
         return
     if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{path} points to {os.readlink(path)}, which is not there. Name a checkpoint that is.")
+        raise CheckpointError(f"{path} points to {os.readlink(path)}, which does not exist. Name an existing checkpoint.")
     if not path.exists():
         hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
-        kind = "a folder that was never finished, or something else" if path.is_dir() else "a file"
+        kind = "a checkpoint that was never finished, or another folder" if path.is_dir() else "a file"
         inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
         hint = f" {inside[0]} is one." if inside else how_to_convert(path)
         raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}")
@@ -277,7 +277,7 @@ def _missing(folder: Path, wanted: Mapping[str, int]) -> dict[str, int | None]:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Let two folders change their names in one step; False where the file system cannot (`renameat2`, Linux)."""
+    """Swap the names of two folders in one step; False if the file system cannot (`renameat2`, Linux)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
@@ -288,7 +288,7 @@ def _own_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def _clear(path: Path) -> None:
-    """Remove what counts no more. Where that is not possible now (NFS keeps a file that somebody reads), a later save does."""
+    """Remove what is no longer needed. If that fails now (NFS keeps files that are being read), a later save does it."""
     try:
         _delete(path)
     except OSError as error:

@@ -18,14 +18,14 @@ from lightning_3d.errors import StorageError, reason
 from lightning_3d.storage.remote_path import Place, RemotePath, Upload
 
 _READ_BYTES = 32 * 2**20
-"""Of a remote file at a time."""
+"""Bytes of a remote file that are read at a time."""
 _THREADS = 4
-"""Files that a process hashes at a time; hashing leaves the interpreter's lock."""
+"""Files that a process hashes at the same time; hashing releases the interpreter's lock."""
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a whole file is known by."""
+    """Size and hash of a file."""
 
     bytes: int
     sha256: str
@@ -38,7 +38,7 @@ class FileSum:
 
 
 class HashedFile:
-    """A new file that is hashed on its way to the disk. Every method that writes raises `StorageError` if the disk refuses.
+    """A new file that is hashed while it is written. Every method that writes raises `StorageError` if the storage fails.
 
     Attributes:
         position: bytes written so far.
@@ -51,27 +51,27 @@ class HashedFile:
         self.position = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        with self._told():
+        with self._storage_errors():
             self._file.write(data)
         self._hash.update(data)
         self.position += memoryview(data).nbytes
 
     def close(self) -> FileSum:
-        """Return when the contents are on the disk."""
+        """Finish the file. Returns its size and hash once the contents are on disk."""
         try:
-            with self._told():
+            with self._storage_errors():
                 _finish(self._file)
         finally:
             self.abandon()
         return FileSum(self.position, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Let go of the file."""
+        """Close the file without finishing it."""
         with suppress(OSError):
             self._file.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _storage_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -87,7 +87,7 @@ def _finish(file: BinaryIO | Upload) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk: a rename must not overtake what it commits."""
+    """Wait until a file, or the entries of a folder, are on disk: a rename must not reach the disk before what it commits."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,8 +95,8 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def deal(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
-    """Names of files in so many parts of about the same size."""
+def split_evenly(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
+    """Split the names of files into parts of about the same number of bytes."""
     dealt: list[list[str]] = [[] for _ in range(parts)]
     load = [0] * parts
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
@@ -107,7 +107,7 @@ def deal(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
 
 
 def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of a folder, each in a sentence that names it. Reads all of them."""
+    """Read files of a folder and list those that differ from their hashes, each with what is wrong."""
 
     def compare(name: str) -> str | None:
         try:
@@ -119,7 +119,8 @@ def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str
         if found.bytes != files[name].bytes:
             return f"the file {name} has {found.bytes} bytes instead of {files[name].bytes}"
         if found.sha256 != files[name].sha256:
-            return f"the file {name} is not what was written (its SHA-256 is {found.sha256[:12]}..., not {files[name].sha256[:12]}...)"
+            hashes = f"its SHA-256 is {found.sha256[:12]}..., not {files[name].sha256[:12]}..."
+            return f"the file {name} has changed since it was saved ({hashes})"
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,4 +1,4 @@
-"""Memory on the host for what a save in the background writes."""
+"""Host memory for the tensors of a background save."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-"""Bytes; of every tensor."""
+"""Alignment of every tensor, in bytes."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def like(parts: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """New contiguous tensors on the host, of the same shapes and types; pinned where the part is a GPU's, so that its stream can copy."""
+    """Allocate contiguous host tensors of the same shapes and dtypes; pinned for GPU tensors, so that a stream can copy them."""
     starts, nbytes = {}, 0
     for key, part in parts.items():
         if not part.is_cuda:
@@ -33,7 +33,7 @@ def like(parts: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
 
 
 def _huge_pages(nbytes: int) -> Tensor:
-    """Bytes in pages of 2 MB where Linux gives them: what is written there first takes a quarter of the time."""
+    """Allocate bytes in pages of 2 MB where Linux has them: the first write then takes a quarter of the time."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

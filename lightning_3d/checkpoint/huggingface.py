@@ -1,4 +1,4 @@
-"""A checkpoint's model in the format of Transformers, as `save_pretrained` writes it, with about one tensor in memory."""
+"""Export of a checkpoint's model in the format of Transformers, as `save_pretrained` writes it, with about one tensor in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, list
 from lightning_3d.storage.remote_path import Place
 
 MODELS = "transformers"
-"""Where in the manifest the models of Transformers are described, by their names in the user's module."""
+"""Key in the manifest: descriptions of Transformers models, by name in the user's module."""
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -44,7 +44,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: files with weights, tensors in them, and their bytes; whether they are adapters of PEFT."""
+    """Summary of an export: files with weights, tensors, bytes, and whether they are PEFT adapters."""
 
     files: int
     tensors: int
@@ -83,7 +83,7 @@ def export(
     manifest = read_manifest(path)
     name, described = _choose(manifest, module, path, merge)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} is there already and is not empty. Give another --output.")
+        raise ConfigError(f"{output} already exists and is not empty. Choose another --output.")
     if hashes:
         verify(path, manifest)
     folder, prefix = TensorFolder(contents(path, manifest)), MODEL + (f"{name}." if name else "")
@@ -118,17 +118,17 @@ def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge:
     """The model's name in the user's module, and what the manifest says of it."""
     models: dict[str, Any] = manifest.get(MODELS, {})
     if not models:
-        raise CheckpointError(f"{path} holds no model of Transformers. load_full_state_dict reads its weights.")
+        raise CheckpointError(f"{path} has no Transformers model. Use load_full_state_dict to read its weights.")
     if module is None and len(models) > 1:
-        raise ConfigError(f"{path} holds several models: {listed(sorted(models))}. Say which one: --module NAME.")
+        raise ConfigError(f"{path} has several models: {listed(sorted(models))}. Choose one with --module NAME.")
     name = module if module is not None else next(iter(models))
     if name not in models:
         raise ConfigError(f'{path} holds no model "{name}".{did_you_mean(name, models)} It has {listed(sorted(models))}.')
     if merge and not models[name].get("adapters"):
-        raise ConfigError(f"The model in {path} has no adapters of PEFT that --merge could merge.")
+        raise ConfigError(f"The model in {path} has no PEFT adapters for --merge.")
     if models[name].get("adapted") and not models[name].get("adapters"):
         raise CheckpointError(
-            f"{path} does not say what adapters of PEFT its model has. Load it on one process with load_full_state_dict, and use"
+            f"{path} does not describe the PEFT adapters of its model. Load it on one process with load_full_state_dict, and use"
             " save_pretrained or merge_and_unload there."
         )
     return name, models[name]

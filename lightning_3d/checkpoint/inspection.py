@@ -11,16 +11,8 @@ from lightning_3d.checkpoint.huggingface import MODELS
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import CURRENT, MODEL, OPTIMIZER
 from lightning_3d.errors import listed
+from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import Place
-
-
-def in_bytes(nbytes: float) -> str:
-    """Three digits and a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iterator[str]:
@@ -52,14 +44,14 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
         types = sorted({str(folder.dtype(prefix + name)).removeprefix("torch.") for name in shapes})
         size = sum(prod(shape) * folder.dtype(prefix + name).itemsize for name, shape in shapes.items())
         numbers = f", {sum(map(prod, shapes.values())):,} numbers" if kind == "weights" else ""
-        yield f"  {kind:<11} {len(shapes)} tensors{numbers}, {listed(types)}, {in_bytes(size)}"
+        yield f"  {kind:<11} {len(shapes)} tensors{numbers}, {listed(types)}, {show_bytes(size)}"
         if tensors:
             width = max(map(len, shapes))
             for name, shape in shapes.items():
                 yield f"    {name:<{width}}  {str(folder.dtype(prefix + name)).removeprefix('torch.'):<9} {list(shape)}"
     if not manifest.get("optimizer_state"):
         yield "  optimizer   none: weights only"
-    yield f"  files       {len(manifest['files'])}, {in_bytes(sum(known.bytes for known in files_of(manifest).values()))}"
+    yield f"  files       {len(manifest['files'])}, {show_bytes(sum(known.bytes for known in files_of(manifest).values()))}"
     started = time.monotonic()
     if hashes:
         verify(path, manifest)

@@ -27,7 +27,7 @@ class Unstorable(Exception):
 
 
 class Packer:
-    """Turns values into what `json.dump` takes.
+    """Converts values to what `json.dump` accepts.
 
     Attributes:
         tensors: those found, by the key that stands in their place.
@@ -158,13 +158,13 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _is_config(value: Any) -> bool:
-    """Whether this is an OmegaConf container. There is none where that package was not imported, and it need not be there."""
+    """Return whether this is an OmegaConf container. OmegaConf need not be installed."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
 
 def _without_config_classes(config: Any) -> Any:
-    """An OmegaConf container as dict or list, interpolations resolved where that is possible by itself."""
+    """Convert an OmegaConf container to a dict or list, with interpolations resolved where possible."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,4 +1,4 @@
-"""What became of the saves of a fit: whether the last one failed, and which checkpoint is the newest that is whole."""
+"""Result of the saves of a fit: whether the last one failed, and which checkpoint is the newest complete one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_3d.storage.remote_path import Place
 
 
 class NotSaved(CheckpointError):
-    """A fit has ended, but its last checkpoint could not be written. The user made no mistake: training itself was right."""
+    """A fit has ended, but its last checkpoint could not be written. Exit code 1: training itself succeeded."""
 
     exit_code = 1
 
@@ -38,9 +38,9 @@ class SaveOutcome:
     """The latest good and the latest failed save of a fit. All ranks record the same.
 
     Attributes:
-        step: optimizer step of the save that is under way, or of the last one.
-        saved: the latest checkpoint that is whole; None where none was written.
-        lost: the latest save that failed; None where none did.
+        step: optimizer step of the save in progress, or of the last one.
+        saved: latest complete checkpoint; None if none was written.
+        lost: latest save that failed; None if none did.
     """
 
     step: int = 0
@@ -57,12 +57,12 @@ class SaveOutcome:
 
     @property
     def missing(self) -> Lost | None:
-        """The failed save that no checkpoint as new makes up for; None where nothing is missing."""
+        """The latest failed save, unless a checkpoint that is as new is complete; None if nothing is missing."""
         made_up_for = self.lost is None or (self.saved is not None and self.saved.step >= self.lost.step)
         return None if made_up_for else self.lost
 
     def require_saved(self) -> None:
-        """Raise where the last save failed and nothing as new is whole. Collective where it raises.
+        """Raise if the last save failed and no checkpoint as new is complete. Collective if it raises.
 
         Raises:
             NotSaved: on all ranks.
@@ -73,12 +73,12 @@ class SaveOutcome:
         there = f"There is no checkpoint in {lost.path.parent}."
         newest = self.saved or on_rank_zero(lambda: _newest_beside(lost.path))
         if newest is not None:
-            there = f"The newest checkpoint that is whole is {newest.path} (step {newest.step})."
+            there = f"The newest complete checkpoint is {newest.path} (step {newest.step})."
         raise NotSaved(f"Training ended at step {lost.step}, but its checkpoint {lost.path} could not be written: {lost.reason}\n{there}")
 
 
 def _newest_beside(path: Place) -> Saved | None:
-    """The newest checkpoint in the folder in which `path` was to be written; None where there is none, or nothing can be read."""
+    """The newest checkpoint in the folder where `path` was to be written; None if there is none, or it cannot be read."""
     try:
         newest = next(iter(checkpoints_in(path.parent)), None)
         return None if newest is None else Saved(newest, steps_of(newest))

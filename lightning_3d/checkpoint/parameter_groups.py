@@ -18,7 +18,7 @@ from lightning_3d.errors import CheckpointError, listed
 from lightning_3d.parallel.mesh import Mesh
 
 Names = list[list[str]]
-"""Of each parameter group the names of its parameters."""
+"""Names of the parameters of each parameter group."""
 
 _KEY = "lightning_3d_pipeline_ranks"
 _NAMES = "names"
@@ -40,7 +40,7 @@ def describe_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any]) -> None:
-    """Give the parameter groups of `optimizer` the values that they had.
+    """Restore the values of the parameter groups of `optimizer`.
 
     Raises:
         CheckpointError: another class of optimizer, or another number of groups.
@@ -51,11 +51,11 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
         _require_same_settings(own, optimizer.param_groups, groups)
     elif described["class"] != own:
         raise CheckpointError(
-            f"The checkpoint has the state of {described['class']}, but configure_optimizers made {own}."
+            f"The checkpoint has the state of {described['class']}, but configure_optimizers returned {own}."
         )
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers made"
+            f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers returned"
             f" {len(optimizer.param_groups)}."
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -71,8 +71,8 @@ def _require_same_settings(own: str, groups: Sequence[Mapping[str, Any]], saved:
         missing = sorted(numbers - settings.keys() - {"params", _NAMES, "initial_lr"})
         if missing:
             raise CheckpointError(
-                f"The checkpoint was converted from that of another optimizer than the {own} of configure_optimizers: its groups have no"
-                f" {listed(missing)}. Make the same optimizer, or convert with --weights-only."
+                f"The checkpoint was converted from another optimizer than the {own} of configure_optimizers: its groups have no"
+                f" {listed(missing)}. Use the same optimizer, or convert with --weights-only."
             )
 
 
@@ -115,13 +115,13 @@ def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(state: Mapping[str, Any]) -> str:
-    """What makes two stages differ: everything but the names."""
+    """Everything but the names, to compare two stages."""
     groups = [{key: value for key, value in group.items() if key != _NAMES} for group in _groups(state)]
     return repr((groups, state.get(_SCHEDULERS)))
 
 
 def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str]) -> tuple[int, int] | None:
-    """(stage, index) of the saved group that a group of this rank goes on from; None where nothing tells."""
+    """Find (stage, index) of the saved group that a group of this rank resumes from; None if unknown."""
     wanted = set(names)
     found = [
         (stage, place)
@@ -135,7 +135,7 @@ def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str
     if len(values) > 1:
         raise CheckpointError(
             f"Parameter group {index} has parameters that were in {len(found)} groups with different hyper parameters when the checkpoint"
-            f" was saved, {names[0]} among them. Make the same groups in configure_optimizers, or load the weights only."
+            f" was saved, for example {names[0]}. Use the same groups in configure_optimizers, or load the weights only."
         )
     return found[0]
 

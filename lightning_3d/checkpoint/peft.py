@@ -56,7 +56,7 @@ class MergedFolder:
 
     def __init__(self, folder: TensorFolder, prefix: str, model: nn.Module, plain: nn.Module, described: Mapping[str, Any]) -> None:
         if len(described) != 1:
-            raise ConfigError(f"--merge merges one adapter, and the model has {listed(sorted(described))}. Export them without it.")
+            raise ConfigError(f"--merge merges a single adapter, but the model has {listed(sorted(described))}. Export without --merge.")
         [self._adapter] = described
         self._folder, self._prefix = folder, prefix
         self._layers = merging_layers(model)
@@ -67,7 +67,7 @@ class MergedFolder:
         uses = Counter(map(id, state.values()))
         tied = next((name for name, tensor in state.items() if uses[id(tensor)] > 1 and name.rpartition(".")[0] in self._layers), None)
         if tied is not None:
-            raise CheckpointError(f"{tied} has an adapter and is another layer's weight too: merged into one, it would change both.")
+            raise CheckpointError(f"{tied} has an adapter and is another layer's weight too: merging would change both. Drop --merge.")
 
     def names(self, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes = self._folder.names(prefix)

@@ -1,4 +1,4 @@
-"""How ranks agree on a save or a load: small Python objects go through rank 0, and an error of one rank reaches all."""
+"""Agreement of ranks on a save or a load: small objects go through rank 0, and an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What a rank sends: a value, or what went wrong and as which error it is to be raised."""
+    """Message of a rank: a value, or the text and class of an error."""
 
     value: T | None = None
     failure: str | None = None
@@ -24,7 +24,7 @@ class Outcome(Generic[T]):
 
 
 def attempt(action: Callable[[], T]) -> Outcome[T]:
-    """Run `action`; an error of any kind becomes text, because the other ranks wait to hear of it."""
+    """Run `action` and turn any error into text, because the other ranks wait for a message."""
     try:
         return Outcome(action())
     except Exception as error:
@@ -40,12 +40,12 @@ def _kind(error: BaseException) -> type[CheckpointError]:
 def through_rank_zero(
     local: Callable[[], T], combine: Callable[[list[T]], list[R]], group: dist.ProcessGroup | None = None
 ) -> R:
-    """Every rank's value of `local` goes to rank 0, and to every rank goes its part of what `combine` makes of all.
+    """Gather every rank's `local()` on rank 0, and scatter what `combine` makes of them.
 
     Collective: a gather and a scatter of objects.
 
     Raises:
-        CheckpointError, StorageError, StorageHangs: on all ranks, if `local` failed on any, or `combine`.
+        CheckpointError, StorageError, StorageHangs: on all ranks, if `combine` failed, or `local` on any rank.
     """
     own = attempt(local)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -70,7 +70,7 @@ def _answers(outcomes: list[Outcome[T]], combine: Callable[[list[T]], list[R]]) 
 
 
 def _joined(failed: Mapping[int, Outcome[Any]]) -> Outcome[Any]:
-    """One outcome for all: the ranks with the same failure are named together."""
+    """Merge failures into one outcome; ranks with the same failure are named together."""
     texts: dict[str, list[int]] = {}
     for rank, outcome in failed.items():
         texts.setdefault(str(outcome.failure), []).append(rank)
@@ -86,7 +86,7 @@ def _result(outcome: Outcome[T]) -> T:
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `action` on rank 0 and give its result, or its error, to all ranks. Collective: one broadcast of an object.
+    """Run `action` on rank 0 and broadcast its result or error to all ranks. Collective: one broadcast of an object.
 
     Raises:
         CheckpointError, StorageError: the action failed, on every rank.

@@ -1,4 +1,4 @@
-"""Reading tensors by slices from a folder in the format of torch.distributed.checkpoint. Reading needs no other rank.
+"""Read tensors by slices from a folder in the format of torch.distributed.checkpoint. Reading needs no communication.
 
 No pickle is loaded but the table of contents, of which only known classes are let through: what a slice is stands there, and its bytes
 lie as they are in an archive such as `torch.save` makes.
@@ -24,12 +24,12 @@ from lightning_3d.errors import CheckpointError, reason
 from lightning_3d.storage.remote_path import Place
 
 _BLOCK_BYTES = 64 * 2**20
-"""At most so much of a slice is in memory beside the tensor that it is read for."""
+"""Bytes of a slice that are in memory at most, in addition to the tensor that it is read for."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A part of a saved slice, and the tensor that it is for."""
+    """A part of a saved slice, and the tensor to fill with it."""
 
     name: str
     start: int
@@ -59,7 +59,7 @@ class TensorFolder:
         self.notes: Notes = self._metadata.planner_data or {}
 
     def names(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors whose names begin with `prefix`, by the rest of the name."""
+        """Shapes of all tensors whose names start with `prefix`, by the rest of the name."""
         return {n.removeprefix(prefix): tuple(entry.size) for n, entry in self._tensors.items() if n.startswith(prefix)}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -70,7 +70,7 @@ class TensorFolder:
         """Fill slices in place, converted to their types. Reads only the rows of saved slices that overlap them.
 
         Raises:
-            CheckpointError: a file cannot be read, or the checkpoint lacks a part.
+            CheckpointError: a file cannot be read, or the checkpoint lacks part of a slice.
         """
         files: dict[str, list[_Read]] = {}
         for name, slices in targets.items():
@@ -83,11 +83,11 @@ class TensorFolder:
                 with path.open("rb", buffering=0) as opened:
                     for read in sorted(reads, key=lambda read: read.start):
                         _read(opened, read)
-            except Exception as error:  # whatever a damaged file makes of it
+            except Exception as error:  # a damaged file can raise anything
                 raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
 
     def _reads(self, name: str, offset: tuple[int, ...], part: Tensor) -> list[tuple[str, _Read]]:
-        """What has to be read for one slice, by file."""
+        """List what has to be read for one slice, by file."""
         entry, found, filled = self._tensors[name], [], 0
         for chunk in self._near(name, offset, part):
             common = overlap(offset, tuple(part.shape), tuple(chunk.offsets), tuple(chunk.sizes))
@@ -106,7 +106,7 @@ class TensorFolder:
         return found
 
     def _near(self, name: str, offset: tuple[int, ...], part: Tensor) -> list[ChunkStorageMetadata]:
-        """The saved slices of a tensor that can meet a part of it, by their rows: with many ranks there are thousands of others."""
+        """Saved slices whose rows may overlap a part of a tensor: with many ranks there are thousands of others."""
         if not offset:
             return self._tensors[name].chunks
         if name not in self._sorted:
@@ -116,7 +116,7 @@ class TensorFolder:
         return chunks[bisect_left(firsts, offset[0] - tallest + 1) : bisect_left(firsts, offset[0] + part.shape[0])]
 
     def blobs(self, prefix: str) -> dict[str, bytes]:
-        """What is no tensor, by the rest of its name: files of `torch.save`, as they are."""
+        """Entries that are not tensors, by the rest of their names: raw files of `torch.save`."""
         found = {}
         for index, place in self._metadata.storage_data.items():
             if index.fqn.startswith(prefix) and index.fqn not in self._tensors:
@@ -126,14 +126,14 @@ class TensorFolder:
         return found
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU."""
+        """Read a whole tensor to the CPU."""
         tensor = torch.empty(self._tensors[name].size, dtype=self.dtype(name))
         self.read_into({name: whole(tensor)})
         return tensor
 
 
 def _read(file: Any, read: _Read) -> None:
-    """Fill the target: at once where it is one piece of memory as in the file, otherwise some rows at a time."""
+    """Fill the target: in one piece if it is contiguous and has the dtype of the file, otherwise some rows at a time."""
     shape, target, at = read.shape or (1,), read.target, read.at or (0,)
     if not read.shape:
         target = target.view(1)
@@ -154,7 +154,7 @@ def _read(file: Any, read: _Read) -> None:
 
 
 def _fill(file: Any, start: int, buffer: memoryview, name: str) -> None:
-    """Read until the buffer is full: one call gives 2 GB at most."""
+    """Read until the buffer is full: one call returns at most 2 GB."""
     done = 0
     file.seek(start)
     while done < buffer.nbytes:
@@ -165,13 +165,13 @@ def _fill(file: Any, start: int, buffer: memoryview, name: str) -> None:
 
 
 def _data_offset(file: Any, read: _Read) -> int:
-    """Where in its archive the elements of a slice begin. The directory at the end of it says so too, but takes five times as long."""
+    """Find the offset of a slice's elements in its archive. Reading the directory at its end would take five times as long."""
     file.seek(read.start)
     beginning, nbytes = file.read(min(archive.HEAD_BYTES, read.length)), prod(read.shape) * read.dtype.itemsize
     try:
         data = archive.elements_at(beginning)
     except ValueError as error:
-        raise ValueError(f"{read.name} is not there: {error}") from None
+        raise ValueError(f"{read.name} is missing: {error}") from None
     if data + nbytes > read.length:
         raise ValueError(f"{read.name} has fewer than {nbytes} bytes there")
     return data

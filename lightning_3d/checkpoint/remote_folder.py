@@ -3,8 +3,8 @@
     s3://bucket/run/step_10.ckpt/manifest.json                      names the folder of the others
     s3://bucket/run/step_10.ckpt/lightning_3d-3f2a.../.metadata, ...
 
-Every save has a folder of its own, so that it touches nothing of what was there. The manifest comes last and is one request, which
-replaces the one before or does nothing: that is the commit. Then the files of the one before are removed.
+Every save has a separate folder, so it does not touch earlier files. The manifest comes last, in one request that replaces the
+earlier manifest or does nothing: that is the commit. Then the files of the earlier checkpoint are removed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ log = logging.getLogger(__name__)
 
 
 def begin(path: RemotePath) -> RemotePath:
-    """Where a save puts its files."""
+    """Choose the folder for the files of a save."""
     remove_remains([path])
     return path / f"lightning_3d-{uuid.uuid4().hex[:16]}"
 
 
 def publish(path: RemotePath, manifest: bytes) -> None:
-    """Make what was written a checkpoint. What was there before is removed; where that fails, the next save does it."""
+    """Turn the written files into a checkpoint and remove the earlier one; if that fails, the next save removes it."""
     (path / MANIFEST).write_bytes(manifest)
     try:
         remove_remains([path])
     except OSError as error:
-        log.warning("what was at %s before could not be removed: %s", path, error)
+        log.warning("the earlier checkpoint at %s could not be removed: %s", path, error)
 
 
 def remove(path: RemotePath) -> None:
-    """It is no checkpoint any more when its manifest is gone, which is first."""
+    """Remove a checkpoint. The manifest goes first, so that what is left is not a checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     path.remove_tree()
 
 
 def remove_remains(paths: Iterable[RemotePath]) -> None:
-    """Remove what unfinished saves have left: folders of saves that no manifest names."""
+    """Remove the folders of unfinished saves, which no manifest names."""
     for path in paths:
         left = [folder for folder in path.iterdir() if _FOLDER.fullmatch(folder.name)]
         if not left:
@@ -52,7 +52,7 @@ def remove_remains(paths: Iterable[RemotePath]) -> None:
             named = data_folder((path / MANIFEST).read_text())
         except FileNotFoundError:
             named = ""
-        except ValueError:  # damaged, so nothing tells what it named
+        except ValueError:  # damaged, so the folder that it named is unknown
             continue
         for folder in left:
             if folder.name != named:
@@ -60,8 +60,10 @@ def remove_remains(paths: Iterable[RemotePath]) -> None:
 
 
 def missing(folder: RemotePath, wanted: dict[str, int]) -> dict[str, int | None]:
-    """Files that have another size, and that size; None where there is none. One listing, and a question for each that it does not show:
-    it may lag behind."""
+    """Find files with a wrong size: name to size, or None if the file is missing.
+
+    One listing, and one request for each file that it does not show: a listing may be out of date.
+    """
     listed = folder.sizes()
     wrong: dict[str, int | None] = {}
     for name, size in wanted.items():

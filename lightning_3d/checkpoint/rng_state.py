@@ -1,4 +1,4 @@
-"""Random number generators of a rank, as one row of a tensor of the whole run.
+"""Random number generators of a rank, as one row of a tensor of all ranks.
 
 Ranks that see the same data are one row, as their generators are alike. Dropout needs none of this: its streams depend on the step.
 """
@@ -19,7 +19,7 @@ _ROW_BYTES = 32 * 1024
 
 
 def read_generators(device: torch.device) -> Tensor:
-    """States of the generators of torch (host and device), numpy and Python, as bytes."""
+    """Read the generators of torch (host and device), numpy and Python, as bytes."""
     kind, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     state = {
         "torch": _text(torch.get_rng_state()),
@@ -31,7 +31,7 @@ def read_generators(device: torch.device) -> Tensor:
 
 
 def set_generators(row: Tensor, device: torch.device) -> None:
-    """Put back what `read_generators` read. A generator that there was none of is left as it is."""
+    """Restore what `read_generators` read. Generators that were not saved stay as they are."""
     state = json.loads(bytes(row.tolist()))
     torch.set_rng_state(_tensor(state["torch"]))
     if state["cuda"] is not None and device.type == "cuda":

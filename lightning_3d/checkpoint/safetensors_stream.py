@@ -30,10 +30,11 @@ _ALIGNMENT = 8
 
 
 class SafetensorsStream:
-    """A file that is filled in the order in which its tensors were announced. A context manager.
+    """A file whose tensors are written in the order in which they were announced. A context manager.
 
     Args:
-        path: of a new file. tensors: shape and type of each, by name.
+        path: path of a new file.
+        tensors: shape and dtype of each tensor, by name.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -49,7 +50,7 @@ class SafetensorsStream:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """The next tensor, on the CPU.
+        """Write the next tensor, on the CPU.
 
         Raises:
             ValueError: it is not the one that was announced.
@@ -67,4 +68,4 @@ class SafetensorsStream:
         self._file.close()
         missing = next(self._expected, None)
         if error is None and missing is not None:
-            raise ValueError(f"{missing[0]} was announced, and never written.")
+            raise ValueError(f"{missing[0]} was announced but never written.")

@@ -1,4 +1,4 @@
-"""Which rectangles of a tensor of the whole model a rank holds. Views and arithmetic on shapes; nothing is copied."""
+"""Rectangles of a tensor of the whole model that a rank holds. Views and shape arithmetic; nothing is copied."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_3d.parallel.sharding import Box, ShardSpec
 
 @dataclass(frozen=True)
 class Slices:
-    """What this rank holds of one tensor of the whole model.
+    """The slices of one tensor of the whole model that this rank holds.
 
     Attributes:
-        shape: of the whole tensor.
-        parts: offset in the whole tensor -> view of what is there.
-        replica: other ranks hold the same elements, perhaps cut in another way, and theirs are the ones that count.
+        shape: shape of the whole tensor.
+        parts: offset in the whole tensor -> view of the slice.
+        replica: True if other ranks hold the same elements, perhaps sliced differently, and theirs are saved.
     """
 
     shape: tuple[int, ...]
@@ -27,18 +27,18 @@ class Slices:
 
 
 def whole(tensor: Tensor) -> Slices:
-    """A tensor that is on this rank as it is in the whole model."""
+    """Describe a tensor that this rank holds unsharded."""
     return Slices(tuple(tensor.shape), {(0,) * tensor.ndim: tensor.detach()})
 
 
 def shard(local: Tensor, spec: ShardSpec) -> Slices:
-    """A parameter's shard, or a state of the same shape."""
+    """Describe a parameter's shard, or a state of the same shape."""
     tensor = local.detach()
     return Slices(spec.global_shape, {box.global_offset: tensor[box.local_slices()] for box in spec.boxes})
 
 
 def flat_range(flat: Tensor, start: int, spec: ShardSpec, *, replica: bool = False) -> Slices:
-    """Elements from `start` on of a shard's row-major flattening, as ZeRO deals them to data-parallel ranks.
+    """Elements from `start` on of a shard's row-major flattening, as ZeRO shards them over data-parallel ranks.
 
     Args:
         flat: the elements, one-dimensional and contiguous.
@@ -57,7 +57,7 @@ def flat_range(flat: Tensor, start: int, spec: ShardSpec, *, replica: bool = Fal
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cut the elements [start, stop) of a row-major flattening into the few rectangles that they cover, in their order.
+    """Split the elements [start, stop) of a row-major flattening into the few rectangles that they cover, in their order.
 
     Only `global_offset` (the place in `shape`) and `shape` of the boxes mean something. At most 2 * len(shape) - 1 of
     them.
@@ -85,12 +85,12 @@ def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
 
 
 def overlap(offset: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], other_shape: tuple[int, ...]) -> Box | None:
-    """Where two rectangles of one tensor meet, or None. `local_offset` of the result is in the first of them."""
+    """Intersect two rectangles of one tensor; None if they do not overlap. `local_offset` of the result is in the first of them."""
     return _overlap(Box(offset, (), shape), Box(other, other, other_shape))
 
 
 def _overlap(rectangle: Box, box: Box) -> Box | None:
-    """Where a rectangle of the local tensor meets a box, or None.
+    """Intersect a rectangle of the local tensor with a box; None if they do not overlap.
 
     Of the result, `global_offset` is in the whole tensor and `local_offset` in the rectangle.
     """

@@ -1,4 +1,4 @@
-"""Whether the checkpoints of a fit fit on the disk: their size is compared with the free space before the first step."""
+"""Compare the size of a fit's checkpoints with the free disk space before the first step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from lightning_3d.checkpoint.state import MASTER, OptimizerOwner
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import place
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _STATES = 2
-"""States of the size of a parameter that an optimizer is taken to keep where it cannot be asked: Adam's."""
+"""Assumed number of states per parameter for an optimizer that cannot be measured: Adam's."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,17 @@ class Demand:
     free: int
 
     def check(self) -> None:
-        """Raise ConfigError where that cannot be."""
+        """Raise ConfigError if the checkpoints cannot fit."""
         if self.new * self.size <= self.free:
             return
         most = self.new + self.there
-        count = "one" if most == 1 else f"up to {most} lie there at once, the one that is being written among them"
-        there = f" ({self.there} {'is' if self.there == 1 else 'are'} there)" if self.there else ""
+        count = "one is kept" if most == 1 else f"up to {most} exist at once, including the one being written"
+        there = f" ({self.there} {'exists' if self.there == 1 else 'exist'} already)" if self.there else ""
         fits = self.free // self.size + self.there - 1  # one more is there while it is written
         fewer = f", keep fewer (trainer.keep_last={fits}, or save_top_k={fits} of the callback)" if 0 < fits < most - 1 else ""
         raise ConfigError(
-            f"The checkpoints of this run do not fit in {self.folder}: each has {_size(self.size)}, and {count}{there}. That needs"
-            f" {_size(self.new * self.size)}, but only {_size(self.free)} are free. Save to another folder (hydra.run.dir or"
+            f"The checkpoints of this run do not fit in {self.folder}: each has {show_bytes(self.size)}, and {count}{there}. That needs"
+            f" {show_bytes(self.new * self.size)}, but only {show_bytes(self.free)} are free. Save to another folder (hydra.run.dir or"
             f" dirpath){fewer}, or start anyway with force=true (checkpoint_check_space=False)."
         )
 
@@ -177,7 +178,3 @@ def state_width(optimizer: Optimizer, dtype: torch.dtype) -> int:
         return _STATES * max(4, dtype.itemsize)
     states = probe.state[parameter].values()
     return sum(state.element_size() for state in states if isinstance(state, Tensor) and state.shape == parameter.shape)
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

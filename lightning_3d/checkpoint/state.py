@@ -1,4 +1,4 @@
-"""What of a model in training goes into a checkpoint, and how it comes back, under the names it has on one process.
+"""The state of a model in training, as a checkpoint stores it: under the names that it has on one process.
 
 Names of tensors: `model.<parameter or buffer>` and `optimizer.state.<parameter>.<state>`, as
 torch.distributed.checkpoint's own helpers call them.
@@ -26,16 +26,16 @@ MODEL, OPTIMIZER = "model.", "optimizer.state."
 CURRENT = "current_model."
 """Prefix of the weights in training, where those called `model.` are an average of them."""
 CURRENT_STATE = "current_model_state"
-"""Where `WeightAveraging` puts them in Lightning's checkpoint dict."""
+"""Key of `WeightAveraging` for them in Lightning's checkpoint dict."""
 MASTER = "master"
 """State key of float32 master weights, where parameters are narrower."""
 
 SHOWN = 10
-"""At most so many names in one list of an error."""
+"""Most names in one list of an error."""
 
 
 class OptimizerOwner(Protocol):
-    """The data-parallel backend, as far as checkpoints know it: see `lightning_3d.parallel.zero.DataParallelBackend`."""
+    """The interface of the data-parallel backend that checkpoints use: see `lightning_3d.parallel.zero.DataParallelBackend`."""
 
     def weight_shards(self) -> list[OptimizerShard]: ...
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]: ...
@@ -47,10 +47,10 @@ class LocalState:
 
     Args:
         module: the user's module, partitioned and sharded.
-        specs: where each of its parameters lies in the whole model.
-        mesh: where this rank stands.
-        owner: has the values of parameters that are dealt to data-parallel ranks, which the module has not.
-        device: of this rank, whose random number generator is saved.
+        specs: place of each of its parameters in the whole model.
+        mesh: coordinates and groups of this rank.
+        owner: owner of the values of parameters that are sharded over data-parallel ranks, which the module does not hold.
+        device: device of this rank, whose random number generator is saved.
 
     Attributes:
         aliases: other names of tied parameters on this rank -> their name in the checkpoint.
@@ -81,15 +81,15 @@ class LocalState:
         """Slices of the tensors in a state dict of the module, by their names in the checkpoint.
 
         Args:
-            offered: only what this rank may write. Buffers are whole on every rank that has them, but differ between
+            offered: True for only what this rank may write. Buffers are whole on every rank that has them, but differ between
                 data- and context-parallel ranks (running means), so those of the first are taken.
-            prefix: of those names.
+            prefix: prefix of those names.
         """
         slices = {}
         dealt = self._dealt(state)
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
-                warnings.warn(f"'{name}' in the module's state is no dense tensor, so it is not in checkpoints.", stacklevel=2)
+                warnings.warn(f"'{name}' in the module's state is not a dense tensor, so checkpoints leave it out.", stacklevel=2)
             elif name in dealt:
                 canonical, spec = self._parameters[name]
                 value, start = dealt[name]
@@ -142,16 +142,17 @@ class LocalState:
         return slices, numbers
 
     def generators(self) -> dict[str, Slices]:
-        """The states of this rank's random number generators, one row for each data-parallel index; ranks with the same data have the
-        same."""
+        """Slices of the random number generators: one row for each data-parallel index; ranks with the same data have the same."""
         if any(self._mesh.index(axis) for axis in ("tp", "cp", "pp")):
             return {}
         row = read_generators(self._device).unsqueeze(0)
         return {GENERATORS: Slices((self._mesh.size("dp"), row.shape[1]), {(self._mesh.index("dp"), 0): row})}
 
     def saved_generators(self, folder: TensorFolder) -> Tensor | None:
-        """This rank's row of a checkpoint; None if it has none. Where there are more data-parallel ranks now than there were, the saved
-        rows are used again in turn."""
+        """Read this rank's row of a checkpoint; None if it has none.
+
+        If there are more data-parallel ranks now than before, the saved rows are reused in turn.
+        """
         shape = folder.names(GENERATORS).get("")
         if shape is None:
             return None
@@ -160,7 +161,7 @@ class LocalState:
         return row[0]
 
     def restore_generators(self, row: Tensor | None) -> None:
-        """Put the random number generators of this rank where they were."""
+        """Restore the random number generators of this rank."""
         if row is not None:
             set_generators(row, self._device)
 
@@ -190,7 +191,7 @@ class LocalState:
         folder.read_into(sources)
 
     def states(self, folder: TensorFolder) -> dict[str, dict[str, Any]]:
-        """Copies of what `load_weights` has read and, if that is an average, what this rank holds of the weights in training."""
+        """Copy what `load_weights` has read and, if that is an average, this rank's shard of the weights in training."""
         states = {"state_dict": copy.deepcopy(self._module.state_dict())}
         saved = folder.names(CURRENT)
         if saved:
@@ -254,7 +255,7 @@ def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices
         return whole(value)
     raise CheckpointError(
         f"The optimizer keeps '{key}' of shape {tuple(value.shape)} for '{name}', of which this rank has a shard of"
-        f" shape {spec.local_shape}: nothing tells which part of the whole that is. Save weights only, or use an"
+        f" shape {spec.local_shape}, so it is unknown which part of the whole that is. Save weights only, or use an"
         " optimizer such as AdamW."
     )
 
@@ -271,4 +272,4 @@ def _compare(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[in
         if names
     ]
     if problems:
-        raise CheckpointError(f"The checkpoint is of another model. {' '.join(problems)}")
+        raise CheckpointError(f"The checkpoint belongs to another model. {' '.join(problems)}")

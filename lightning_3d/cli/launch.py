@@ -1,37 +1,21 @@
-"""`lightning-3d launch KIND`: hands a run to the nodes of its cluster, by torchrun, SLURM or Kubernetes.
+"""`lightning-3d launch KIND`: hand a run to the nodes of its cluster, by torchrun, SLURM or Kubernetes.
 
-`target` is what is launched, `options` what a launcher must know beside it; `torchrun`, `slurm` and `kubernetes` each write what
-their program takes. The nodes get the overrides of the command line and compose the same configuration again. Imports no torch.
+The nodes get the overrides of the command line and compose the same configuration again. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_3d.cli.exit_codes import guarded
+from lightning_3d.cli.options import OVERRIDES, Command
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.launchers import kubernetes, slurm, torchrun
-from lightning_3d.launchers.options import KubernetesOptions, Options, SlurmOptions, TorchrunOptions, read_options, split
+from lightning_3d.launchers.options import PREFIX, KubernetesOptions, Options, SlurmOptions, TorchrunOptions, meanings, read_options, split
 from lightning_3d.launchers.target import Target, find_target
-
-USAGE = """\
-lightning-3d launch KIND [--dry] [launch.KEY=VALUE ...] [OVERRIDES]
-
-Checks a configuration as `lightning-3d train ... trainer.dry=true` does and hands the run to the nodes of its cluster.
-
-  torchrun     becomes torchrun on this node; run the same command on every node
-  slurm        submits a job with sbatch, in which srun starts the ranks
-  jobset       creates a JobSet on Kubernetes with kubectl
-  pytorchjob   creates a PyTorchJob of the Kubeflow training operator with kubectl
-
-  --dry        prints what would be run or submitted, and nothing else
-
-Nodes, GPUs and ranks are those of the cluster: cluster=h100_32x8. Everything else is an option:
-
-"""
+from lightning_3d.runs.check import Machine
 
 
 @dataclass(frozen=True)
@@ -39,65 +23,95 @@ class Kind:
     """A launcher.
 
     Attributes:
-        counted: whether the cluster must say what it has.
-        elsewhere: whether its nodes see other files than this machine.
+        meaning: what it does, for `--help`.
+        options: its `launch.KEY=VALUE` options.
+        render: writes what would be run or submitted.
+        submit: runs or submits it, and returns the exit code.
+        machine: the nodes that the configuration is checked for.
     """
 
+    meaning: str
     options: type[Options]
     render: Callable[[Target, Any], str]
     submit: Callable[[Target, Any], int]
-    counted: bool = True
-    elsewhere: bool = False
+    machine: Machine
 
 
 KINDS = {
-    "torchrun": Kind(TorchrunOptions, torchrun.render, torchrun.submit, counted=False),
-    "slurm": Kind(SlurmOptions, slurm.render, slurm.submit),
-    "jobset": Kind(KubernetesOptions, kubernetes.render_jobset, kubernetes.submit_jobset, elsewhere=True),
-    "pytorchjob": Kind(KubernetesOptions, kubernetes.render_pytorchjob, kubernetes.submit_pytorchjob, elsewhere=True),
+    "torchrun": Kind(
+        "become torchrun on this node; run the same command on every node", TorchrunOptions, torchrun.render, torchrun.submit, Machine.NODES
+    ),
+    "slurm": Kind(
+        "submit a job with sbatch, in which srun starts the ranks", SlurmOptions, slurm.render, slurm.submit, Machine.COUNTED_NODES
+    ),
+    "jobset": Kind(
+        "create a JobSet on Kubernetes with kubectl",
+        KubernetesOptions,
+        kubernetes.render_jobset,
+        kubernetes.submit_jobset,
+        Machine.REMOTE_NODES,
+    ),
+    "pytorchjob": Kind(
+        "create a PyTorchJob of the Kubeflow training operator with kubectl",
+        KubernetesOptions,
+        kubernetes.render_pytorchjob,
+        kubernetes.submit_pytorchjob,
+        Machine.REMOTE_NODES,
+    ),
 }
 
 
+def option_rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """List the options of each group of launchers, with defaults and meanings: (names of the launchers, rows)."""
+    for options in dict.fromkeys(kind.options for kind in KINDS.values()):
+        names = [name for name, kind in KINDS.items() if kind.options is options]
+        meant = meanings(options)
+        defaults = ((f"{PREFIX}{key}={json.dumps(value)}", meant.get(key, "").rstrip(".")) for key, value in asdict(options()).items())
+        yield listed(names), list(defaults)
+
+
+_ONE_RUN = "a launch starts one run, so it has no option -m. To run a sweep on SLURM: lightning-3d train -m hydra/launcher=slurm ..."
+_SHOW = "a launch does not show the configuration. Use lightning-3d train --cfg job, or lightning-3d train --info."
+COMMAND = Command(
+    "launch",
+    "Check a configuration as lightning-3d train ... trainer.dry=true does, and hand the run to the nodes of its cluster. The number of"
+    " nodes, GPUs and ranks comes from the cluster (cluster=h100_32x8); everything else is an option launch.KEY=VALUE.",
+    takes=f"KIND {OVERRIDES}",
+    examples=["slurm --dry model=llama3_1_8b cluster=h100_2x8 parallelism=tp8_dp2 launch.partition=gpu"],
+    hints={"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _SHOW, "-c": _SHOW, "--info": _SHOW},
+)
+COMMAND.section("KIND", [(name, kind.meaning) for name, kind in KINDS.items()], first=True)
+COMMAND.flag("--dry", "print what would be run or submitted, and do nothing else")
+for _kinds, _rows in option_rows():
+    COMMAND.section(f"Options of {_kinds}", _rows)
+
+
 def run(arguments: list[str]) -> int:
-    """Run the command and return the exit code."""
-    if not arguments or set(arguments) & {"--help", "-h"}:
-        print(USAGE + options_text(), end="")
-        return 0
-    return guarded(lambda: _run(arguments))
+    """Run the command and return the exit code. Without arguments, show the help."""
+    return COMMAND.run(arguments or ["--help"], lambda options, words: _run(options.dry, words))
 
 
-def _run(arguments: list[str]) -> int:
-    dry = "--dry" in arguments
-    rest = [line for line in arguments if line != "--dry"]
-    kind = _kind(rest)
-    options, overrides = split([line for line in rest if line != kind])
+def _run(dry: bool, words: list[str]) -> int:
+    kind = _kind(words)
+    options, overrides = split([word for word in words if word != kind])
     launcher = KINDS[kind]
     chosen = read_options(launcher.options, options)
-    target = find_target(overrides, counted=launcher.counted, elsewhere=launcher.elsewhere)
+    target = find_target(overrides, launcher.machine)
     if dry:
         print(launcher.render(target, chosen), end="", flush=True)
         return 0
     return launcher.submit(target, chosen)
 
 
-def _kind(arguments: list[str]) -> str:
-    """The word of the command line that is neither an option nor an override."""
-    words = [line for line in arguments if "=" not in line and not line.startswith(("-", "~", "+"))]
-    if len(words) != 1 or words[0] not in KINDS:
-        what = f'"{words[0]}" is none.{did_you_mean(words[0], KINDS)}' if words else "None was given."
-        what = f"{listed(words)} are several." if len(words) > 1 else what
-        raise ConfigError(f"A launch has one kind: {listed(KINDS, last='or')}. {what}")
-    return words[0]
-
-
-def options_text() -> str:
-    """The options of all launchers, with their types and defaults."""
-    names: dict[type[Options], list[str]] = {}
-    for name, kind in KINDS.items():
-        names.setdefault(kind.options, []).append(name)
-    blocks = [f"{listed(of)}\n{_defaults(asdict(kind()))}" for kind, of in names.items()]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _defaults(options: dict[str, Any]) -> str:
-    return "\n".join(f"  launch.{key}={json.dumps(value)}" for key, value in options.items())
+def _kind(words: list[str]) -> str:
+    """Find the one word that is not an override; it may be anywhere on the command line."""
+    kinds = [word for word in words if "=" not in word and not word.startswith(("~", "+"))]
+    if len(kinds) == 1 and kinds[0] in KINDS:
+        return kinds[0]
+    if not kinds:
+        what = "got none."
+    elif len(kinds) > 1:
+        what = f"got {listed(kinds)}."
+    else:
+        what = f'got "{kinds[0]}".{did_you_mean(kinds[0], KINDS)}'
+    raise ConfigError(f"A launch needs one KIND, which is {listed(KINDS, last='or')}; {what}")

@@ -1,7 +1,6 @@
-"""The command line: `lightning-3d train`, and `python train.py`, which is the same; `run`, `plan`, `profile`, `dryrun`, `verify`,
-`launch`, `export`, `import`, `inspect`, `report`.
+"""The command `lightning-3d`: finds the module of a command and runs it. `python train.py` is the same as `lightning-3d train`.
 
-Exit codes: 0, 2 for what the user can repair, 1 for a failure while running, 128 + n after signal n.
+Exit codes: 0; 2 for what the user can repair; 1 for a failure while running; 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -11,31 +10,55 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 
+from lightning_3d.cli.options import table
 from lightning_3d.errors import Lightning3DError, did_you_mean
 from lightning_3d.ranks.environment import OutsideRank, outside_rank
 from lightning_3d.version import __version__
 
-USAGE = """\
-lightning-3d: tensor x pipeline x data x context x expert parallel training, driven by Hydra configs
 
+@dataclass(frozen=True)
+class _Entry:
+    """A command: the module whose `run` does it, what it does, and whether torchrun or SLURM may start it as a rank."""
+
+    module: str
+    meaning: str
+    in_ranks: bool = False
+
+    def load(self) -> Callable[..., int]:
+        """Import the module: no command imports what only another one needs."""
+        run: Callable[..., int] = import_module(f"lightning_3d.cli.{self.module}").run
+        return run
+
+
+COMMANDS = {
+    "train": _Entry("train", "train a model; its --help explains the configuration", in_ranks=True),
+    "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
+    "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
+    "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
+    "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
+    "verify": _Entry("verify", "check that a layout computes what one process computes"),
+    "launch": _Entry("launch", "hand a run to torchrun, SLURM or Kubernetes"),
+    "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),
+    "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
+    "inspect": _Entry("inspect", "show what a checkpoint holds, and whether it is complete"),
+    "report": _Entry("report", "make the page that shows a run or a sweep"),
+}
+
+USAGE = f"""\
 Usage: lightning-3d COMMAND [ARGUMENTS]
 
-  train       train a model; `lightning-3d train --help` explains the configuration
-  run         train from the config.yaml of a run folder; `lightning-3d run --help`
-  plan        find the fastest layouts on a cluster, without GPUs; `lightning-3d plan --help`
-  profile     measure operations on this machine, for `plan`; `lightning-3d profile --help`
-  dryrun      what ranks of a job would hold, send and compute, without its hardware; `lightning-3d dryrun --help`
-  verify      whether a layout computes what one process computes; `lightning-3d verify --help`
-  launch      hand a run to torchrun, SLURM or Kubernetes; `lightning-3d launch --help`
-  export      write a checkpoint's model in the format of Transformers; `lightning-3d export --help`
-  import      convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed; `lightning-3d import --help`
-  inspect     show what a checkpoint holds, and whether it is whole; `lightning-3d inspect --help`
-  report      make the page that shows a run or a sweep; `lightning-3d report --help`
-  --version   print the version
-  --help      print this
+Tensor x pipeline x data x context x expert parallel training, driven by Hydra configs.
 
-eval "$(lightning-3d -sc install=bash)" makes a shell complete what follows `train`; so it does for zsh and fish.
+Commands:
+{table([(name, entry.meaning) for name, entry in COMMANDS.items()])}
+
+Options:
+{table([("--version", "print the version"), ("-h, --help", "show this help; lightning-3d COMMAND --help explains a command")])}
+
+Shell completion for train, in bash, zsh or fish: eval "$(lightning-3d -sc install=bash)"
 """
 
 _REFUSED = Lightning3DError.exit_code
@@ -43,7 +66,7 @@ _PATIENCE_SECONDS = 3.0
 
 
 def entry_point() -> None:
-    """The console script."""
+    """Run the console script."""
     sys.exit(main(sys.argv[1:]))
 
 
@@ -58,106 +81,15 @@ def main(arguments: list[str]) -> int:
         return 0
     if command in ("-sc", "--shell-completion"):
         return complete(rest)
-    if command in _WITHOUT_RANKS:
-        return _WITHOUT_RANKS[command](rest)
-    if command in _COMMANDS:
-        return _start(_COMMANDS[command], rest)
-    print(f'lightning-3d: there is no command "{command}".{did_you_mean(command, [*_COMMANDS, *_WITHOUT_RANKS])}', file=sys.stderr)
-    return _REFUSED
+    entry = COMMANDS.get(command)
+    if entry is None:
+        print(f'lightning_3d: there is no command "{command}".{did_you_mean(command, COMMANDS)} See lightning-3d --help.', file=sys.stderr)
+        return _REFUSED
+    return _start(entry.load(), rest) if entry.in_ranks else entry.load()(rest)
 
 
-def _train(arguments: list[str], outside: OutsideRank | None) -> int:
-    """Compose, check and run, or do one of Hydra's other services (`--help`, `--cfg job`, ...)."""
-    from lightning_3d.cli.train import run
-
-    return run(arguments, outside)
-
-
-def _run(arguments: list[str], outside: OutsideRank | None) -> int:
-    """Check and run a configuration that was composed before."""
-    from lightning_3d.cli.run import run
-
-    return run(arguments, outside)
-
-
-def _profile(arguments: list[str], outside: OutsideRank | None) -> int:
-    """Measure operations on this machine."""
-    from lightning_3d.cli.profile import run
-
-    return run(arguments, outside)
-
-
-def _launch(arguments: list[str]) -> int:
-    """Hand a run to the nodes of its cluster."""
-    from lightning_3d.cli.launch import run
-
-    return run(arguments)
-
-
-def _dryrun(arguments: list[str]) -> int:
-    """Run ranks of a job without values."""
-    from lightning_3d.cli.dryrun import run
-
-    return run(arguments)
-
-
-def _verify(arguments: list[str]) -> int:
-    """Compare a layout with one process, in small."""
-    from lightning_3d.cli.verify import run
-
-    return run(arguments)
-
-
-def _export(arguments: list[str]) -> int:
-    """Write a checkpoint's model in another format."""
-    from lightning_3d.cli.checkpoints import export
-
-    return export(arguments)
-
-
-def _import(arguments: list[str]) -> int:
-    """Convert the checkpoint of another program."""
-    from lightning_3d.cli.checkpoints import convert
-
-    return convert(arguments)
-
-
-def _inspect(arguments: list[str]) -> int:
-    """Show what a checkpoint holds."""
-    from lightning_3d.cli.checkpoints import inspect
-
-    return inspect(arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    """Make the page that shows a run or a sweep."""
-    from lightning_3d.cli.report import run
-
-    return run(arguments)
-
-
-def _plan(arguments: list[str]) -> int:
-    """Predict memory and time of layouts."""
-    from lightning_3d.cli.plan import run
-
-    return run(arguments)
-
-
-_COMMANDS = {"train": _train, "run": _run, "profile": _profile}
-_WITHOUT_RANKS = {
-    "plan": _plan,
-    "dryrun": _dryrun,
-    "verify": _verify,
-    "launch": _launch,
-    "export": _export,
-    "import": _import,
-    "inspect": _inspect,
-    "report": _report,
-}
-
-
-def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: list[str]) -> int:
-    """Run a command in this process, which may be a rank already."""
+def _start(command: Callable[..., int], arguments: list[str]) -> int:
+    """Run a command in this process, which torchrun or SLURM may have started as a rank."""
     try:
         outside = outside_rank()
     except Lightning3DError as error:
@@ -169,26 +101,24 @@ def _start(command: Callable[[list[str], OutsideRank | None], int], arguments: l
 
 
 def complete(arguments: list[str]) -> int:
-    """Hydra's shell completion, which knows of no commands: it is shown a line without the word `train`."""
+    """Complete a command line with Hydra's shell completion, which does not know commands: it gets the line without the word `train`."""
     if arguments and arguments[0].startswith("query="):
         application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
         command, space, line = line.lstrip().partition(" ")
         if not space:
-            print(*(name for name in (*_COMMANDS, *_WITHOUT_RANKS) if name.startswith(command)))
+            print(*(name for name in COMMANDS if name.startswith(command)))
             return 0
         if command != "train":
             return 0
         os.environ["COMP_LINE"] = f"{application} {line}"
-    return _train(["-sc", *arguments], None)
+    return COMMANDS["train"].load()(["-sc", *arguments], None)
 
 
-def _as_outside_rank(
-    command: Callable[[list[str], OutsideRank | None], int], arguments: list[str], outside: OutsideRank
-) -> int:
-    """Every rank refuses for itself, before any is connected, and rank 0 prints why.
+def _as_outside_rank(command: Callable[..., int], arguments: list[str], outside: OutsideRank) -> int:
+    """Run a command in a rank that a launcher started. Every rank checks for itself before any is connected; rank 0 prints the message.
 
-    Launchers send SIGTERM to all ranks when one has ended. So that they do not end rank 0 before it has printed, it
-    ignores the signal until its checks are over, and the others wait a little with a refusal.
+    Launchers send SIGTERM to all ranks when one has ended. So that rank 0 is not ended before it has printed, it ignores the signal until
+    its checks are over, and the other ranks wait a little before they end with a refusal.
     """
     if outside.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,21 +1,35 @@
-"""Files that a command is told to write."""
+"""Files that a command is asked to write."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_3d.errors import ConfigError
 
 
+def output_file(option: str) -> Callable[[str], Path]:
+    """The type of an option, for argparse, whose value is a file to write."""
+
+    def read(text: str) -> Path:
+        if not text:
+            raise ConfigError(f"{option} needs the name of a file.")
+        path = Path(text)
+        check_output(path, option)
+        return path
+
+    return read
+
+
 def check_output(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is to hold. Leaves nothing behind.
+    """Refuse a file that cannot be written before the work starts whose result it is to hold. Leaves nothing behind.
 
     Raises:
-        ConfigError: it is a folder, lies in none, or the system does not let it be written.
+        ConfigError: the path is a folder, its folder does not exist, or the system does not allow writing.
     """
     if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; it takes the name of a file.")
+        raise ConfigError(f"{option} {path} is a folder; give the name of a file.")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
     try:

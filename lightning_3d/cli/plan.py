@@ -1,72 +1,42 @@
-"""`lightning-3d plan`: the fastest layouts of a model on a cluster, and how good such predictions are. Imports no torch."""
+"""`lightning-3d plan`: find the fastest layouts of a model on a cluster. Imports no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_3d.cli.exit_codes import guarded
-from lightning_3d.cli.options import read_options
+from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_3d.config.run_config import RunConfig
+    from lightning_3d.config.run_config import CompleteRun
 
-
-OPTIONS = ("evaluate", "folds", "out", "validate", "steps")
-
-USAGE = """\
-lightning-3d plan [--out FOLDER] [--validate K [--steps N]] [OVERRIDES]
-
-Searches the fastest ways to train a model on a cluster, on this machine, without GPUs. Prints the best few layouts with what each loses to
-the first, and writes plan.json and plan.html.
-
-  lightning-3d plan model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192
-
-  parallelism=auto parallelism.KEY=VALUE   fixes what is not to be searched: schedule, micro_batch_size, zero_stage, recompute,
-                                           sequence_parallel, order
-  plan.memory_reserve=SHARE                of each GPU's memory that no proposal may use; 0.12 unless given
-  profile=FILE.json                        what lightning-3d profile measured, instead of constants
-  --out FOLDER                             where to write; the current folder unless given
-  --validate K                             also trains with the K best layouts for a few steps each, on this machine, and prints what was
-                                           predicted beside what was measured
-  --steps N                                steps of each of these runs; 4 unless given. The first one is left out
-
-To compare predictions with measured runs: python -m benchmarks.planner_accuracy FILE.csv, in a checkout.
-"""
+COMMAND = Command(
+    "plan",
+    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and what each loses to the first, and"
+    " writes plan.json and plan.html.\n\n"
+    "To compare predictions with measured runs: python -m benchmarks.planner_accuracy FILE.csv, in a checkout.",
+    examples=["model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192"],
+    hints={"--evaluate": "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"},
+)
+COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
+COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
+COMMAND.count("--steps", "steps of each of these runs; default: 4. The first step is not counted", default=4)
+COMMAND.word("parallelism.KEY=VALUE", "fix a choice: schedule, micro_batch_size, zero_stage, recompute, sequence_parallel, order")
+COMMAND.word("plan.memory_reserve=SHARE", "share of each GPU's memory that proposals leave free; default: 0.12")
+COMMAND.word("profile=FILE.json", "measurements of lightning-3d profile, used instead of constants")
 
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    if set(arguments) & {"--help", "-h"}:
-        print(USAGE, end="")
-        return 0
-    return guarded(lambda: _run(arguments), told=(OSError,))
+    return COMMAND.run(arguments, lambda options, overrides: _plan(overrides, Path(options.out), options.validate or 0, options.steps))
 
 
-def _run(arguments: Sequence[str]) -> int:
-    options, overrides = read_options(arguments, OPTIONS, "plan")
-    if "evaluate" in options:
-        raise ConfigError("--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv")
-    return _plan(overrides, Path(options.get("out", ".")), _count(options, "validate", 0), _count(options, "steps", 4))
-
-
-def _count(options: Mapping[str, str], name: str, default: int) -> int:
-    given = options.get(name)
-    if given is None:
-        return default
-    if not given.isdigit() or int(given) < 1:
-        raise ConfigError(f"--{name} is {given}; it must be a whole number of at least 1.")
-    return int(given)
-
-
-def _length_left_open(run: RunConfig, overrides: Sequence[str]) -> str:
-    """Says so where a plan is for the short samples that some data has, and the model is made for longer ones."""
-    from lightning_3d.models.families import read_spec
-
-    longest = read_spec(run.model["config"]).max_positions
+def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
+    """Point out that a plan is for the short samples of the data although the model takes longer ones; empty otherwise."""
+    longest = run.spec.max_positions
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""
@@ -78,20 +48,20 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.config.plan_run import check_keys
-    from lightning_3d.models.pretrained_config import complete_model
+    from lightning_3d.config.run_config import complete_run
     from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
     from lightning_3d.planner.html_page import page
     from lightning_3d.planner.tables import as_data, describe, found_table, margin, memory_table
     from lightning_3d.runs.report.page import ASSETS
 
     if not folder.is_dir():
-        raise ConfigError(f"There is no folder {folder} to write plan.json and plan.html to.")
-    run = check_keys(compose([*overrides, "trainer.dry=true"]))
-    run.cluster.check()
-    run.plan.check()
-    run.model = complete_model(run.model, dry=True)
+        raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
+    keys = check_keys(compose([*overrides, "trainer.dry=true"]))
+    keys.cluster.check()
+    keys.plan.check()
+    run = complete_run(keys)
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
-        raise ConfigError("data.sequence_length and data.global_batch_size must be given, in tokens and in sequences.")
+        raise ConfigError("data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given.")
     machine = machine_of(run.cluster, run.profile)
     if validated and machine is not None:
         require_here(machine, run.cluster)
@@ -119,8 +89,8 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (ASSETS / "style.css").read_text("utf-8")
     (folder / "plan.html").write_text(page(found, machine, title, style, reserve), encoding="utf-8")
-    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules played"
-    print(f"\n{folder / 'plan.json'} and {folder / 'plan.html'} are written: {counted}.")
+    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules simulated"
+    print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
     if validated:
         return validate(overrides, found.best[:validated], steps)
     return 0

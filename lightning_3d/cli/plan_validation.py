@@ -1,4 +1,4 @@
-"""`lightning-3d plan --validate K`: the best layouts run for a few steps, what was predicted beside what was measured. No torch."""
+"""`lightning-3d plan --validate N`: run the best layouts for a few steps and compare prediction and measurement. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,36 +17,43 @@ from lightning_3d.config.machine import visible_gpus
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate
-from lightning_3d.planner.tables import describe, gigabytes, table
+from lightning_3d.planner.tables import describe, table
 from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.runs.metrics_file import column, read_rows
+from lightning_3d.storage.numbers import show_bytes
 
 _LAST_WORDS = 400
 
 
 def require_here(machine: Machine, cluster: ClusterConfig) -> None:
-    """Refuse to validate a plan for more than this machine.
+    """Check that this machine can run the layouts of a plan.
 
     Raises:
-        ConfigError: says what works.
+        ConfigError: the plan is for more GPUs or nodes than this machine has.
     """
     there = visible_gpus()
     if cluster.accelerator != "cpu" and there < machine.gpus:
         here, kind = f"{there} GPUs" if there else "no GPU", cluster.name.partition("_")[0]
         raise ConfigError(
-            f"--validate runs layouts on this machine, which has {here}, but the plan is for {machine.gpus} GPUs ({cluster.name}). Validate"
-            f" on one machine of that kind with a cluster of its size, such as cluster={kind}_1x{max(1, there)}, or here with"
-            " cluster=local_cpu and a profile of this machine. On the whole cluster lightning-3d train runs what a plan prints."
+            f"--validate runs layouts on this machine, which has {here}, but the plan is for {machine.gpus} GPUs ({cluster.name})."
+            f" Validate on one machine of that kind with a cluster of its size, such as cluster={kind}_1x{max(1, there)}. Or validate here"
+            " with cluster=local_cpu and a profile of this machine. On the whole cluster, lightning-3d train runs what a plan prints."
         )
     if machine.nodes > 1:
         raise ConfigError(
-            f"--validate starts ranks on this machine, but {cluster.name} has {machine.nodes} nodes. Use a cluster of one node."
+            f"--validate starts ranks on this machine only, but {cluster.name} has {machine.nodes} nodes. Use a cluster of one node."
         )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of a few steps measured: seconds of a step, bytes of the fullest rank. `failure`: its last words instead."""
+    """Measurements of a run of a few steps.
+
+    Attributes:
+        seconds: median of the timed steps.
+        memory: bytes of the fullest rank.
+        failure: end of the output of a run that failed; then there are no measurements.
+    """
 
     seconds: float | None = None
     memory: float | None = None
@@ -54,7 +61,7 @@ class Measured:
 
 
 def validate(overrides: Sequence[str], candidates: Sequence[Candidate], steps: int) -> int:
-    """Run candidates one after the other and print the comparison. Returns 1 where none of them ran."""
+    """Run candidates one after the other and print the comparison. Returns 1 if none of them ran."""
     rows, failures = [], []
     for number, one in enumerate(candidates, 1):
         print(f"runs {number} of {len(candidates)}: {describe(one.job)}", flush=True)
@@ -76,16 +83,12 @@ def _compared(predicted: float, measured: float | None) -> list[str]:
 
 
 def _of_memory(predicted: float, measured: float | None) -> list[str]:
-    words = [_size(predicted)]
-    return [*words, _size(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
-
-
-def _size(size: float) -> str:
-    return gigabytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    words = [show_bytes(predicted)]
+    return [*words, show_bytes(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
 
 
 def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:
-    """A run of `lightning-3d train` with the layout of a candidate: one step to warm up, some that are timed, and one that is traced."""
+    """Run `lightning-3d train` with the layout of a candidate: one step to warm up, some timed ones, and a traced one."""
     last = steps + 2
     with tempfile.TemporaryDirectory(prefix="lightning_3d_validation_") as folder:
         own = [
@@ -100,12 +103,12 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:
         )
         rows = read_rows(Path(folder) / "metrics.csv")
     if done.returncode or not rows:
-        words = (done.stderr.strip() or done.stdout.strip() or "without a word")[-_LAST_WORDS:]
+        words = (done.stderr.strip() or done.stdout.strip() or "it printed nothing")[-_LAST_WORDS:]
         return Measured(failure=f"exit code {done.returncode}: {words}")
     timed = column(rows[1:-1], "step_seconds")
     return Measured(statistics.median(timed), next(iter(column(rows[-1:], "memory")), None))
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with the packages that it imports wherever the run is."""
+    """The environment of this process, in which the run finds the same packages wherever it is started."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

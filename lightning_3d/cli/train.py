@@ -1,7 +1,6 @@
-"""`lightning-3d train`: Hydra composes the configuration, this checks it and hands it to `run_job`.
+"""`lightning-3d train`: Hydra composes the configuration; this module checks it and hands it to `run_job`.
 
-Before Hydra makes the run folder, `BeforeRun` refuses whatever the configuration alone shows to be wrong. torch is
-imported after that.
+Before Hydra makes the run folder, `BeforeRun` makes every check that the configuration alone allows. torch is imported after that.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lightning_3d.config.files import conf_folder
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
-from lightning_3d.runs.check import check
+from lightning_3d.runs.check import check_for
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import RunFolder
 from lightning_3d.runs.sweep.compose_job import JobFailed
@@ -36,8 +35,8 @@ from lightning_3d.runs.sweep.sweep import Sweep
 from lightning_3d.training.job import Place, find_place, run_job, show_plan
 
 _NEW_FOLDER = (
-    "trainer.auto_resume goes on from what an earlier try left in the run folder. Without hydra.run.dir=FOLDER each start by hand has a"
-    " new one."
+    "trainer.auto_resume=true resumes an earlier attempt in the same run folder, but without hydra.run.dir=FOLDER each start has a new"
+    " folder. Set hydra.run.dir."
 )
 
 
@@ -46,7 +45,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 
     Args:
         arguments: overrides and Hydra's own options.
-        outside: this process as a rank that torchrun or SLURM started; None: the ranks are to be started here.
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
     """
     job = TrainJob(outside, CommandLine.of_train(arguments))
     try:
@@ -61,7 +60,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 
 
 def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
-    """Run Hydra, and make an exit code of whatever ends it."""
+    """Run Hydra, and turn whatever ends it into an exit code."""
     try:
         _run_hydra(job, arguments)
     except SystemExit as end:
@@ -72,7 +71,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except JobFailed as failure:
-        print(f"lightning_3d: the sweeper gave up: {failure}", file=sys.stderr)
+        print(f"lightning_3d: the sweeper stopped: {failure}", file=sys.stderr)
         return 1
     except Exception as error:
         if is_composition_error(error):
@@ -82,7 +81,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
             return 1
         if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
             # Optuna's sweeper asks for the best trial.
-            print("lightning_3d: no job of this sweep has finished, so the sweeper has nothing to tell.", file=sys.stderr)
+            print("lightning_3d: no job of this sweep has finished, so there is no best one.", file=sys.stderr)
             return 0
         traceback.print_exc()
         return 1
@@ -90,14 +89,12 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
 
 
 def register_plugins() -> None:
-    """Register all Hydra plugins of this package: those that a configuration needs, and the launchers of sweeps."""
+    """Register all Hydra plugins of this package: those that composing needs, and the launchers of sweeps."""
     register_sources((Lightning3DLauncher, Lightning3DSlurmLauncher))
 
 
 def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
-    """`hydra.main` takes its arguments from `sys.argv`, and shortens tracebacks unless told otherwise, instead of
-    raising.
-    """
+    """Run `hydra.main`, which reads `sys.argv` and, without HYDRA_FULL_ERROR, prints a short traceback instead of raising."""
     register_plugins()
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     installed = Path(sys.argv[0]).name == "lightning-3d"  # a shell completes for the name of the application
@@ -112,16 +109,17 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
 
 
 class BeforeRun(Callback):
-    """Hydra calls it with the composed configuration: here a run is refused before anything of it is on disk."""
+    """Hydra callback that checks the composed configuration before anything of the run is on disk."""
 
     def __init__(self) -> None:
         self.outside = outside_rank()
+        self.plan: RunPlan | None = None
         self.place: Place | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the configuration and decide on the folder. Ends the process where Hydra would swallow an exception."""
+        """Check the configuration and choose the folder. Ends the process itself, because Hydra swallows exceptions of callbacks."""
         try:
-            plan = check(config, self.outside)
+            self.plan = plan = check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 sys.exit(0)
@@ -137,22 +135,22 @@ class BeforeRun(Callback):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """A sweep starts the ranks of each job itself."""
+        """Refuse a sweep in a process that torchrun or SLURM started: a sweep starts the ranks of each job itself."""
         if self.outside is not None:
             error = ConfigError(
                 f"A sweep (-m) starts the ranks of each job, but {self.outside.launcher} already started"
                 f" {self.outside.world_size}. Run it without {self.outside.launcher}."
             )
             sys.exit(refuse(error, self.outside))
-        # Between jobs, and while Hydra composes them: so that a sweep that has not begun leaves no folder.
+        # Between jobs and while Hydra composes them: exit in order, so that a sweep that has not begun leaves no folder.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         if "max_failure_rate" in config.hydra.sweeper and not _is_given(config, "hydra.sweeper.max_failure_rate"):
             with read_write(config):
                 config.hydra.sweeper.max_failure_rate = 1.0  # Optuna's: a failed job does not stop the others
 
     def on_job_start(self, config: DictConfig, *, task_function: Any, **kwargs: Any) -> None:
-        """Hand over to the job what was decided."""
-        task_function.place = self.place
+        """Hand the checked run and the chosen folder over to the job."""
+        task_function.plan, task_function.place = self.plan, self.place
 
     def _take_folder(self, config: DictConfig, run_plan: RunPlan) -> None:
         given = _is_given(config, "hydra.run.dir")
@@ -172,23 +170,24 @@ class BeforeRun(Callback):
 
 
 def _is_given(config: DictConfig, key: str) -> bool:
-    """Whether the command line sets a key of Hydra's."""
+    """Check whether the command line sets a key of Hydra."""
     return any(line.startswith(f"{key}=") for line in config.hydra.overrides.hydra)
 
 
 class TrainJob:
-    """What Hydra runs with the composed configuration, once; in a sweep with Hydra's own launcher once per job."""
+    """The function that Hydra calls with the composed configuration: once, or once per job in a sweep with Hydra's own launcher."""
 
     def __init__(self, outside: OutsideRank | None, command: CommandLine) -> None:
         self.outside = outside
         self.command = command
+        self.plan: RunPlan | None = None
         self.place: Place | None = None
         self.exit_code = 0
         self.sweep: Sweep | None = None
         self.signals = contextlib.ExitStack()
 
     def begin_sweep(self, sweep: Sweep) -> None:
-        """Called by our launcher, whose jobs are processes of their own. From here on a signal ends the sweep, wherever it is."""
+        """Remember the sweep of our launcher, whose jobs are separate processes. From now on a signal ends the sweep at any point."""
         self.sweep = sweep
         self.signals.enter_context(interruptible())
 
@@ -197,12 +196,12 @@ class TrainJob:
         self.exit_code = self.exit_code or code
         if code > 128:  # a signal ends a sweep, not one job of it
             sys.exit(code)
-        self.place = None
+        self.plan = self.place = None
         return code
 
     def _run(self, config: DictConfig) -> int:
         try:
-            plan = check(config, self.outside)
+            plan = self.plan or check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 return 0

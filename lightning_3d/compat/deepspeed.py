@@ -1,13 +1,10 @@
-"""DeepSpeed's part of `lightning_compat`: every private symbol of it that this package touches, with the reason.
-
-`tests/compat/test_compat_deepspeed.py` holds a contract test for each function.
-"""
+"""Private APIs of DeepSpeed. `tests/compat/test_compat_deepspeed.py` has a contract test for each function."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeepSpeedGroup:
-    """What ZeRO stage 1 keeps of one parameter group of the optimizer.
+    """Flat buffers of one parameter group of the optimizer in ZeRO stage 1.
 
     Attributes:
         parameters: views of `flat`.
         flat: all parameters end to end, padded to a multiple of the data-parallel size.
-        owned: this rank's part of `flat`, shape (flat.numel() / ranks,).
-        master: the float32 weights of `owned`, which the optimizer trains; in host memory with `offload_optimizer`.
+        owned: this rank's shard of `flat`, shape (flat.numel() / ranks,).
+        master: float32 weights of `owned`, which the optimizer trains; in host memory with `offload_optimizer`.
     """
 
     parameters: list[nn.Parameter]
@@ -36,16 +33,17 @@ class DeepSpeedGroup:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed (0.19) for this kind of device, quietly and without what it would compile. Returns the module.
+    """Import DeepSpeed (0.19) for this kind of device, silently and without compiling anything. Returns the module.
 
     - `DS_ACCELERATOR` must be set before the import on a machine without GPU, else it warns on standard output.
     - `deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]`: a shared-memory all-reduce that it would compile (37 s).
-    - The first engine imports its Muon optimizer, whose `torch.compile` decorators import Dynamo and Inductor: 1 to
-      4 s. It is imported here while `torch.compile` does nothing; Muon is refused with ZeRO, as it needs whole matrices.
+    - The first engine imports its Muon optimizer, whose `torch.compile` decorators import Inductor: 1 to
+      4 s. It is imported here while `torch.compile` does nothing; Muon is refused with ZeRO, because it needs whole matrices.
+    - The first engine imports `auto_ep_layer` and `mori` (0.19.8): here, so that ranks that are forked afterwards have it.
     - Its logger writes to standard output.
 
     Raises:
-        ConfigError: it was imported before, for another kind of device.
+        ConfigError: DeepSpeed was already imported for another kind of device.
     """
     import logging
 
@@ -55,6 +53,10 @@ def import_deepspeed(device: torch.device) -> Any:
         with _without_compiling():
             import deepspeed
             import deepspeed.runtime.zero.muon.muon_optimizer
+
+            with suppress(ImportError):  # versions before 0.19.8
+                import deepspeed.comm.mori
+                import deepspeed.module_inject.auto_ep_layer
     finally:
         if chosen is None:
             del os.environ["DS_ACCELERATOR"]
@@ -73,7 +75,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 @contextmanager
 def _without_compiling() -> Iterator[None]:
-    """`torch.compile` returns its argument, as a decorator with and without options."""
+    """Make `torch.compile` return its argument, as a decorator with and without options."""
     import torch
 
     compile_ = torch.compile
@@ -89,7 +91,7 @@ def _without_compiling() -> Iterator[None]:
 
 
 EXPERTS = "experts"
-"""Name of the one group of experts that DeepSpeed is told of."""
+"""Name under which the group of experts is announced to DeepSpeed."""
 
 
 def deepspeed_engine(
@@ -102,17 +104,17 @@ def deepspeed_engine(
     on_host: bool = False,
     expert_group: Any = None,
 ) -> Any:
-    """`deepspeed.initialize` (0.19) where process groups exist already. Collective over the data-parallel ranks.
+    """Call `deepspeed.initialize` (0.19) with existing process groups. Collective over the data-parallel ranks.
 
-    With `on_host` the parameters, of one data-parallel rank alone, are and stay in host memory, and `offload_optimizer` is configured.
-    The parameters in groups of the optimizer with "moe" and the "name" `EXPERTS` are sharded over `expert_group` instead.
+    With `on_host`, which needs a single data-parallel rank and `offload_optimizer`, the parameters stay in host memory.
+    Parameters in groups of the optimizer with "moe" and the "name" `EXPERTS` are sharded over `expert_group` instead.
 
     - It takes the device from `LOCAL_RANK`, which not every launcher sets.
-    - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, waits for ever where
+    - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, hangs where
       pipeline ranks have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this too, but
       only in later versions.)
     - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning.
-    - `DeepSpeedEngine._broadcast_model` sends parameters through the accelerator's backend even to one rank alone. NCCL takes no
+    - `DeepSpeedEngine._broadcast_model` sends parameters through the accelerator's backend even to a single rank. NCCL does not accept
       tensors in host memory.
     """
     import deepspeed
@@ -143,10 +145,10 @@ def deepspeed_engine(
 
 
 def _announce_experts(module: nn.Module, optimizer: Any, expert_group: Any) -> None:
-    """Let an engine shard some groups of parameters over ranks of their own, as it does for its mixtures of experts (0.19).
+    """Make an engine shard some groups of parameters over other ranks, as it does for its mixtures of experts (0.19).
 
-    It looks for a `deepspeed.moe.layer.MoE` in the module, finds process groups by name in two dicts of `deepspeed.utils.groups`, and
-    knows a parameter of an expert by `allreduce` and `group_name`.
+    The engine looks for a `deepspeed.moe.layer.MoE` in the module, finds process groups by name in two dicts of
+    `deepspeed.utils.groups`, and recognizes a parameter of an expert by `allreduce` and `group_name`.
     """
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
@@ -158,7 +160,7 @@ def _announce_experts(module: nn.Module, optimizer: Any, expert_group: Any) -> N
             self.num_experts = 1
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """The groups exist."""
+            """Do nothing: the groups exist."""
 
     module.add_module(EXPERTS, Marker())
     groups._EXPERT_PARALLEL_GROUP[EXPERTS] = groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = expert_group
@@ -168,7 +170,7 @@ def _announce_experts(module: nn.Module, optimizer: Any, expert_group: Any) -> N
 
 @contextmanager
 def _without_broadcast(engine: Any) -> Iterator[None]:
-    """Engines of this class do not send their parameters to other ranks when they begin."""
+    """Keep engines of this class from broadcasting their parameters when they start (`_broadcast_model`, 0.19)."""
     broadcast = engine._broadcast_model
     engine._broadcast_model = lambda self: None
     try:
@@ -178,10 +180,10 @@ def _without_broadcast(engine: Any) -> Iterator[None]:
 
 
 def _drop_own_reduction(zero: Any) -> None:
-    """Take away what an engine with `offload_optimizer` (`DeepSpeedZeroOptimizer`, 0.19) has for its own reduction of gradients.
+    """Remove what an engine with `offload_optimizer` (`DeepSpeedZeroOptimizer`, 0.19) uses for its own reduction of gradients.
 
-    Hooks on the parameters (`_grad_acc_hooks`), which would send each gradient in the backward, and two buffers as large as the largest
-    parameter, one of them on the device (`temp_grad_buffer_for_cpu_offload`, `temp_grad_buffer_for_gpu_offload`).
+    These are hooks on the parameters (`_grad_acc_hooks`), which would send each gradient in the backward, and two buffers as large as the
+    largest parameter, one of them on the device (`temp_grad_buffer_for_cpu_offload`, `temp_grad_buffer_for_gpu_offload`).
     """
     for hook in zero._grad_acc_hooks:
         hook.remove()
@@ -190,11 +192,11 @@ def _drop_own_reduction(zero: Any) -> None:
 
 
 def _keep_parameters_on_host(zero: Any) -> None:
-    """Let the parameters of an engine with `offload_optimizer` and one data-parallel rank be views of its host buffers.
+    """Make the parameters of an engine with `offload_optimizer` and one data-parallel rank views of its host buffers.
 
-    `param_buffer_of_bit16_for_cpu_offload_groups` (0.19), pinned where that exists, is what the step writes the new weights to before
-    it copies them to `bit16_groups_flat`. Here the latter, which may be on the device and is never pinned, is replaced by it.
-    `_hp_mapping` of the parameters would keep it alive.
+    The step writes new weights to `param_buffer_of_bit16_for_cpu_offload_groups` (0.19), which is pinned where possible, and then copies
+    them to `bit16_groups_flat`. Here the first replaces the second, which may be on the device and is never pinned.
+    `_hp_mapping` of the parameters would keep the second alive.
     """
     for index, buffer in enumerate(zero.param_buffer_of_bit16_for_cpu_offload_groups):
         buffer.copy_(zero.bit16_groups_flat[index])
@@ -206,7 +208,7 @@ def _keep_parameters_on_host(zero: Any) -> None:
 
 
 def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
-    """The flat buffers of a ZeRO stage 1 engine (`DeepSpeedZeroOptimizer`, 0.19), one for each parameter group.
+    """Read the flat buffers of a ZeRO stage 1 engine (`DeepSpeedZeroOptimizer`, 0.19), one for each parameter group.
 
     `bit16_groups`, `bit16_groups_flat`, `parallel_partitioned_bit16_groups`, `single_partition_of_fp32_groups` and, for each of them,
     `real_dp_process_group` are not public; they have these names for parameters of any type.
@@ -221,11 +223,11 @@ def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
 
 
 def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
-    """Hand a ZeRO stage 1 engine the reduced gradient, in float32, of this rank's part of each parameter group.
+    """Pass a ZeRO stage 1 engine the reduced gradient, in float32, of this rank's shard of each parameter group.
 
-    `averaged_gradients` (0.19) is what DeepSpeed's own reduction fills: for each group a list of pieces, here one, that
-    together have the size of the part. The step flattens it, without a copy, and deletes it. With `offload_optimizer` it takes what
-    is in `.grad` of the master weights, which exists from the start.
+    DeepSpeed's own reduction fills `averaged_gradients` (0.19): for each group a list of pieces, here one, that together have the size of
+    the shard. The step flattens it, without a copy, and deletes it. With `offload_optimizer` it reads `.grad` of the master weights, which
+    exists from the start.
     """
     if engine.optimizer.cpu_offload:
         for master, gradient in zip(engine.optimizer.single_partition_of_fp32_groups, gradients, strict=True):
@@ -235,11 +237,11 @@ def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
 
 
 def revive_cpu_adam(optimizer: Any) -> None:
-    """Make the C++ object of a DeepSpeedCPUAdam (0.19) again, which may be gone; without it the step ends the process (SIGSEGV).
+    """Create the C++ object of a DeepSpeedCPUAdam (0.19) again, which may be gone; without it the step ends the process (SIGSEGV).
 
-    `DeepSpeedCPUAdam.__del__` destroys it under its number `opt_id`. Lightning (2.6) wraps optimizers in objects of a class that inherits
-    from theirs, with a copy of their attributes; when one of them is let go, it destroys the C++ object of the optimizer that lives on.
-    It holds no state: moments and step count are in Python.
+    `DeepSpeedCPUAdam.__del__` destroys it by its number `opt_id`. Lightning 2.6 wraps optimizers in objects of a subclass with a copy of
+    their attributes. When a wrapper is freed, it destroys the C++ object of the optimizer, which is still in use.
+    The object holds no state: moments and step count are in Python.
     """
     group = optimizer.param_groups[0]
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
@@ -247,7 +249,7 @@ def revive_cpu_adam(optimizer: Any) -> None:
 
 
 def release_deepspeed(engine: Any) -> None:
-    """Make DeepSpeed (0.19) forget an engine and its process groups.
+    """Make DeepSpeed (0.19) release an engine and its process groups.
 
     `deepspeed.comm.comm.cdb` (its backend object) and `deepspeed.utils.groups.mpu` are module globals that nothing
     resets; a later engine in the same process would use them. Parameters keep attributes that hold the data-parallel

@@ -1,20 +1,12 @@
-"""Every private symbol of Lightning and torch that this package touches, in one place, with the reason; DeepSpeed's: `deepspeed_compat`.
-
-Each function names the library, the versions it was read in and what would make it unnecessary. `tests/compat` hold one
-contract test for each, so that a new version which changes one of them fails there and not in a training run.
-"""
+"""Private APIs of Lightning's loops, logging and `ModelCheckpoint`."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_3d.storage.checkpoint_names import SAVING, aside, checkpoints_in
-
-if TYPE_CHECKING:
-
-    pass
 
 
 def run_after_closure(precision_plugin: Any, module: Any, optimizer: Any) -> None:
@@ -27,10 +19,10 @@ def run_after_closure(precision_plugin: Any, module: Any, optimizer: Any) -> Non
 
 
 def hush_sync_dist_advice(name: str) -> None:
-    """Keep Lightning from advising `sync_dist=True` for a value that already is the same on every rank.
+    """Keep Lightning from advising `sync_dist=True` for a value that is already the same on every rank.
 
-    Lightning 2.6 keeps the messages that it showed in a module-level set, under their full text; there is no other way to tell it
-    that a value was reduced.
+    Lightning 2.6 keeps the messages that it showed in a module-level set, under their full text. It offers no other way to mark a value as
+    reduced.
     """
     from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 
@@ -41,18 +33,24 @@ def hush_sync_dist_advice(name: str) -> None:
 
 
 def hush_tree_warning() -> None:
-    """Keep Lightning 2.6 with torch 2.13 from warning on every rank of a name of torch that Lightning itself uses (`LeafSpec`)."""
+    """Silence torch 2.13, which warns on every rank that `LeafSpec`, a name that Lightning 2.6 uses itself, is deprecated."""
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
 
 
 def steps_after_this_batch(trainer: Any) -> bool:
-    """Whether the optimizer steps after this batch, as Lightning's loop asks itself (`FitLoop._should_accumulate`, 2.6)."""
+    """Return whether the optimizer steps after this batch.
+
+    Lightning's own loop asks `FitLoop._should_accumulate` (2.6), which has no public form.
+    """
     return not trainer.fit_loop._should_accumulate()
 
 
 def finished_requeue(path: str) -> str:
-    """The checkpoint of a requeued job that Lightning means by `path`. It takes the highest number in any name with "hpc_ckpt_" (2.6,
-    `_CheckpointConnector._hpc_resume_path`), that of a folder too that a killed save has left unfinished."""
+    """The newest complete checkpoint of a requeued job, if Lightning's choice `path` is an unfinished one; otherwise `path`.
+
+    Lightning 2.6 (`_CheckpointConnector._hpc_resume_path`) takes the highest number in any name with "hpc_ckpt_", even that of a folder
+    that a killed save left unfinished.
+    """
     wanted = Path(path)
     if not wanted.name.startswith("hpc_ckpt_") or wanted.exists() or not aside(wanted, SAVING).exists():
         return path
@@ -61,16 +59,16 @@ def finished_requeue(path: str) -> str:
 
 
 def throughputs_of(monitor: Any) -> list[Any]:
-    """The counters of a `ThroughputMonitor`, which it keeps in `_throughputs` (Lightning 2.6) by stage."""
+    """The counters of a `ThroughputMonitor`, one for each stage (`_throughputs`, Lightning 2.6; there is no public reader)."""
     return list(monitor._throughputs.values())
 
 
 def find_last_at_urls() -> None:
-    """Let `ckpt_path="last"` find checkpoints at URLs, in this process.
+    """Make `ckpt_path="last"` find checkpoints at URLs, in this process.
 
-    Lightning 2.6 (`ModelCheckpoint._find_last_checkpoints`) forgets the protocol of what it has listed, so that it looks for it on the
-    local disk, warns, and trains from the start. Then it asks when each was modified, which an object store does not know of a folder: so
-    what it is given are the manifests, and `CheckpointStore.load` takes a manifest for its checkpoint.
+    Lightning 2.6 (`ModelCheckpoint._find_last_checkpoints`) drops the protocol of what it lists, so it looks on the local disk, warns, and
+    trains from the start. It also asks when each checkpoint was modified, which an object store does not know of a folder. So it gets the
+    manifests instead, and `CheckpointStore.load` accepts a manifest in place of its checkpoint.
     """
     from lightning.pytorch.callbacks import ModelCheckpoint
 

@@ -1,28 +1,24 @@
-"""Private parts of Lightning's loops that decide which samples a rank reads."""
+"""Private APIs of Lightning's loops and data connector that decide which samples a rank reads."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_3d.errors import DataError
 
-if TYPE_CHECKING:
-
-    pass
-
 
 def keep_sample_order(trainer: Any, make_sampler: Callable[..., Any]) -> None:
-    """Let every data loader keep the order that it has on one process, of which each data-parallel rank reads its part.
+    """Make every data loader keep the order of one process; each data-parallel rank reads its shard of it.
 
-    With several ranks Lightning 2.6 injects a `DistributedSampler` into the training loader, which shuffles whatever the user asked for,
-    and by its own seed. Its `_DataConnector._resolve_sampler` is asked here for another one, except for prediction, whose samples are not
-    repeated.
+    With several ranks Lightning 2.6 injects a `DistributedSampler` into the training loader, which shuffles even where the user asked for
+    no shuffling, and with its own seed. `_DataConnector._resolve_sampler` is replaced to inject the sampler of `make_sampler`, except for
+    prediction, whose samples are not repeated.
 
     Args:
         make_sampler: called with the loader's own sampler and dataset and, as keywords, the arguments that Lightning gives a
-            `DistributedSampler`, `drop_last`, and `training`: whether the loader is one of the training.
+            `DistributedSampler`, `drop_last`, and `training` (True for a training loader).
     """
     from lightning.pytorch.trainer.states import RunningStage
 
@@ -47,8 +43,8 @@ def keep_sample_order(trainer: Any, make_sampler: Callable[..., Any]) -> None:
 def evaluation_place(trainer: Any) -> tuple[object, int]:
     """The data loader of the running validation or test batch, and the batch's index in it; (None, 0) for a batch of several loaders.
 
-    A step need not take `batch_idx`, so the loop is asked: `Trainer._evaluation_loop` and its `batch_progress`, which counts over
-    all loaders, `_is_sequential` and `_combined_loader` (Lightning 2.6).
+    A step need not take `batch_idx`, so this reads the loop: `Trainer._evaluation_loop` and its `batch_progress`, which counts over
+    all loaders, `_is_sequential` and `_combined_loader` (Lightning 2.6; not public).
     """
     loop = trainer._evaluation_loop
     if not loop._is_sequential:
@@ -62,7 +58,7 @@ def evaluation_place(trainer: Any) -> tuple[object, int]:
 
 
 def batches_to_come(trainer: Any) -> float | None:
-    """At the first batch of an epoch or an evaluation: how many this rank will have (infinity where nobody knows); None later.
+    """The number of batches of this rank, at the first batch of an epoch or an evaluation (infinity if unknown); None later.
 
     `Trainer._evaluation_loop` and the loops' `batch_progress` are not public (Lightning 2.6).
     """
@@ -73,19 +69,20 @@ def batches_to_come(trainer: Any) -> float | None:
 
 
 def go_on_in_data(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
-    """At the start of a resumed fit: take its data loader to where it was, and restore the random number generators where an
-    uninterrupted fit would have had the saved states: before a new epoch's iterator is made, or after the last batch trained on.
+    """Restore the position of a resumed fit in its data, and the random number generators.
 
-    Lightning 2.6 has made the iterator by then (`FitLoop.setup_data`), before it tells samplers the epoch, and counts where the fit was
-    (`epoch_loop.batch_progress`, to which `restarted_on_train_batch_end` adds one). It restores the position of loaders that have
-    `load_state_dict`; of others it would take the first batches of the epoch again, and warn. Here the batches of before are read and
-    dropped.
+    The generators get the saved states where an uninterrupted fit would have had them: before a new epoch's iterator is made, or
+    after the last batch trained on.
+
+    Lightning 2.6 has made the iterator by then (`FitLoop.setup_data`), before it sets the epoch of samplers, and counts the position of
+    the fit (`epoch_loop.batch_progress`; `restarted_on_train_batch_end` adds one). It restores the position of loaders that have
+    `load_state_dict`. For others it would repeat the first batches of the epoch, with a warning; here those batches are read and dropped.
 
     Args:
-        batches_then: in an epoch, when the checkpoint was saved.
+        batches_then: batches of an epoch when the checkpoint was saved.
 
     Raises:
-        DataError: an epoch has another number of batches now, so that the position means nothing.
+        DataError: an epoch now has a different number of batches, so the position is meaningless.
     """
     from lightning.fabric.utilities.data import _set_sampler_epoch
 
@@ -99,8 +96,8 @@ def go_on_in_data(trainer: Any, batches_then: float | None, restore_generators: 
     inside = loop.epoch_loop.restarting and 0 < done < (batches_then if batches_then is not None else now)
     if inside and batches_then is not None and batches_then != now:
         raise DataError(
-            f"The checkpoint was saved after {done} of the {batches_then} batches of an epoch, which has {now} now: nothing tells which"
-            " samples come next. Use the same data and global batch, or a checkpoint from the end of an epoch."
+            f"The checkpoint was saved after {done} of {batches_then} batches of an epoch, but an epoch now has {now}, so the next samples"
+            " are unknown. Use the same data and global batch size, or a checkpoint from the end of an epoch."
         )
     if not inside and trainer.current_epoch == 0:
         return

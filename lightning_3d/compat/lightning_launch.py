@@ -1,4 +1,4 @@
-"""Lightning's launcher of a user's own script and its process group, by their private functions."""
+"""Private APIs by which Lightning launches a user's own script and initializes the process group."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_3d.compat.torch import settle_gloo_at_exit
 
-if TYPE_CHECKING:
-
-    pass
-
 
 def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """Lightning's launcher that runs the user's script once per local rank; None where the cluster already started the ranks.
+    """Make the launcher that runs the user's script once per local rank; None where the cluster already started the ranks.
 
-    `_SubprocessScriptLauncher` is not public (Lightning 2.6), but it is what DDPStrategy uses. Its `launch` is overridden, because
-    the observer that it starts kills rank 0 when a child has failed, and the children that it starts outlive rank 0. Attribute
-    `children`: who watches instead, None before.
+    `_SubprocessScriptLauncher` is not public (Lightning 2.6), but DDPStrategy uses it. Its `launch` is overridden, because the observer
+    that it starts kills rank 0 when a child fails, and the children that it starts outlive rank 0. The attribute `children` watches them
+    instead; it is None before the launch.
 
     Raises:
-        ConfigError: from its `launch`: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+        ConfigError: from `launch`: the ranks cannot connect at MASTER_ADDR and MASTER_PORT.
     """
     from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -70,20 +66,20 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
 
 
 def _in_hydra_job() -> bool:
-    """Whether this script is a job of Hydra, which need not be installed."""
+    """Return whether this script is a Hydra job. Hydra may not be installed."""
     hydra_config = sys.modules.get("hydra.core.hydra_config")
     return hydra_config is not None and hydra_config.HydraConfig.initialized()
 
 
 def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
-    """Tell the cluster environment this process's place and initialize the default process group.
+    """Set this process's rank in the cluster environment and initialize the default process group.
 
     `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
-    both. DDPStrategy also resets the random number generators here. This returns the function that does, for the caller to decide.
+    both. DDPStrategy also resets the random number generators here; this returns the function that does, and the caller decides.
 
-    The group is not bound to a device, as DDPStrategy binds it: NCCL communicators of a bound group are made eagerly, and in them
-    all messages of a rank are serialized, so that a send of a middle pipeline stage would wait behind the receives posted before
-    it. Unbound, every pair of ranks has a communicator of its own (torch 2.11 to 2.13, `ProcessGroupNCCL::pointToPoint`).
+    Unlike DDPStrategy's, the group is not bound to a device. NCCL communicators of a bound group are created eagerly, and each serializes
+    all messages of a rank: a send of a middle pipeline stage would wait for the receives posted before it. Unbound, every pair of
+    ranks has its own communicator (torch 2.11 to 2.13, `ProcessGroupNCCL::pointToPoint`).
     """
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only

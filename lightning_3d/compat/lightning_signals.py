@@ -1,25 +1,22 @@
-"""Lightning's handling of signals, replaced so that all ranks end a fit before the same batch."""
+"""Private APIs of Lightning's signal handling, replaced so that all ranks end a fit before the same batch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-
-    pass
+from typing import Any
 
 
 def obey_signals_together(trainer: Any) -> None:
-    """Let a signal to any rank act before the next batch of a fit, on all ranks, whatever each of them is doing when it comes. SIGTERM ends
-    the fit, and so does the first SIGINT (`obey_first_interrupt`). Where SLURM starts jobs again, its signal before that (SIGUSR1) saves a
+    """Make a signal to any rank act on all ranks before the next batch of a fit.
+
+    SIGTERM ends the fit, and so does the first SIGINT (`obey_first_interrupt`). Where SLURM requeues jobs, its signal (SIGUSR1) saves a
     checkpoint and requeues the job.
 
     Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`) broadcast and save in the middle of a
-    step, where the other ranks wait for activations that this rank then never sends. Here they only take a note; where the loop
-    broadcasts rank 0's before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), all ranks' notes are reduced. Outside a fit
-    SIGTERM ends the process at once.
+    step, while the other ranks wait for activations that this rank then never sends. Here they only note the signal. Where the loop
+    broadcasts rank 0's note before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), the notes of all ranks are all-reduced.
+    Outside a fit SIGTERM ends the process at once.
     """
     import signal
 
@@ -65,7 +62,7 @@ def obey_signals_together(trainer: Any) -> None:
 
 
 def obey_interrupt_alone(trainer: Any) -> None:
-    """As `obey_signals_together`, for a fit of one process: Lightning (2.6) asks `received_sigterm` after each batch, and raises."""
+    """Do the same as `obey_signals_together` for a fit of one process: Lightning 2.6 checks `received_sigterm` after each batch."""
 
     def note(signum: int) -> None:
         trainer._signal_connector.received_sigterm = True
@@ -74,10 +71,10 @@ def obey_interrupt_alone(trainer: Any) -> None:
 
 
 def obey_first_interrupt(trainer: Any, note: Callable[[int], None]) -> None:
-    """Let the first SIGINT of a fit that writes checkpoints call `note`; the second one ends this process at once, whatever it does.
+    """Make the first SIGINT of a fit that writes checkpoints call `note`; the second one ends this process at once.
 
-    Lightning (2.6) installs its handlers right before the fit begins (`_SignalConnector.register_signal_handlers`), and `teardown` there
-    restores every handler of before, this one's too. A handler of the user's own stays, and so does an ignored SIGINT (nohup, `&`).
+    Lightning 2.6 installs its handlers right before the fit starts (`_SignalConnector.register_signal_handlers`); its `teardown` restores
+    all earlier handlers, also the one replaced here. A user's own handler stays, and so does an ignored SIGINT (nohup, `&`).
     """
     import signal
 
@@ -98,10 +95,10 @@ def obey_first_interrupt(trainer: Any, note: Callable[[int], None]) -> None:
 
 
 def ended_by(exception: Any, signum: int) -> Any:
-    """The exception of a fit that a signal ended, with the signal in it, and after Ctrl-C the exit code that a shell expects.
+    """Add the signal to the exception that ends a fit, and after Ctrl-C the exit code that a shell expects.
 
-    `SIGTERMException` is a `SystemExit` without a code, so that a script ends with 0 (Lightning 2.6). Ranks that Lightning's launcher
-    started leave the code to the rank that started them: it takes any other code of theirs for a failure.
+    Lightning 2.6 raises `SIGTERMException`, a `SystemExit` without a code, so a script exits with 0. Ranks that Lightning's launcher
+    started keep 0, because the rank that started them takes any other code for a failure.
     """
     import signal
 
@@ -114,7 +111,7 @@ def ended_by(exception: Any, signum: int) -> Any:
 
 
 def name_end(trainer: Any, exception: BaseException) -> None:
-    """Complete the exception of a fit of one process, which Lightning raised itself (see `ended_by`)."""
+    """Complete the exception of a fit of one process, which Lightning itself raised (see `ended_by`)."""
     import signal
 
     if not hasattr(exception, "signal_number"):

@@ -1,6 +1,6 @@
-"""What PEFT knows about its adapters: their configurations, the files that it saves them in, and how one layer is merged.
+"""Adapters by PEFT's own functions: configurations, files, and merging one layer. Tried with PEFT 0.21.
 
-PEFT is imported by what rebuilds a model only. Its functions are public but for `get_base_layer` and `merge` of its layers.
+Only functions that rebuild a model import PEFT. Its functions are public, except `get_base_layer` and `merge` of its layers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_3d.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model.model."
-"""How PEFT's names in a file begin: its two wrappers of the model."""
+"""Prefix of PEFT's names in a file: its two wrappers of the model."""
 
 
 def describe_adapters(root: nn.Module, name: str) -> dict[str, dict[str, Any]]:
-    """The configurations of the adapters in the model of this name in `root`, by the adapters' names. Plain data."""
+    """Read the configurations of the adapters in the model called `name` in `root`, by adapter. Plain data."""
     found: dict[str, dict[str, Any]] = {}
     for path, module in root.named_modules():
         around = path in ("", name) or name.startswith(f"{path}.")
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def inject(model: nn.Module, described: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put adapters, as `describe_adapters` described them, into a model on the meta device.
+    """Add the adapters that `describe_adapters` described to a model on the meta device.
 
     Raises:
         CheckpointError: PEFT is not installed or cannot do that.
@@ -46,13 +46,13 @@ def inject(model: nn.Module, described: Mapping[str, Mapping[str, Any]]) -> None
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise CheckpointError("The model has adapters of PEFT, which is not installed: pip install peft.") from None
+        raise CheckpointError("The model has PEFT adapters, but PEFT is not installed: pip install peft.") from None
     for adapter, given in described.items():
         config = _config(given)
         if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = False  # some are computed from weights, which are not there
+            config.init_lora_weights = False  # some are computed from weights, which do not exist on meta
         if not Path(config.base_model_name_or_path or "").is_dir():
-            config.base_model_name_or_path = None  # otherwise PEFT would look for it in the network
+            config.base_model_name_or_path = None  # otherwise PEFT would look for it on the network
         try:
             with torch.device("meta"):
                 inject_adapter_in_model(config, model, adapter)
@@ -67,10 +67,10 @@ def _config(given: Mapping[str, Any]) -> Any:
 
 
 def adapter_form(model: Any, adapter: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Where each tensor of an adapter's file comes from: name in the file -> name in the model.
+    """Map each name in an adapter's file to the name of the tensor in the model.
 
     Args:
-        tensors: all of the model, by name; on meta.
+        tensors: all tensors of the model, by name; on meta.
     """
     from peft import get_peft_model_state_dict
 
@@ -79,14 +79,14 @@ def adapter_form(model: Any, adapter: str, tensors: Mapping[str, Tensor]) -> dic
 
 
 def write_config(model: nn.Module, given: Mapping[str, Any], folder: Path) -> None:
-    """adapter_config.json, as `PeftModel.save_pretrained` writes it."""
+    """Write adapter_config.json, as `PeftModel.save_pretrained` does."""
     config = _config({**given, "inference_mode": True})
     classes = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=classes if config.task_type is None else None)
 
 
 def stored_names(model: nn.Module, adapter: str) -> dict[str, str]:
-    """For the name of each parameter and buffer that the model had before PEFT: that of its value with the adapter."""
+    """Map the name that each parameter and buffer had before PEFT to the name of its value with the adapter."""
     found: dict[str, str] = {}
     for name in model.state_dict():
         plain = plain_name(model, name)
@@ -100,12 +100,12 @@ def merging_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers whose weights change when adapters are merged into them, by name.
 
     Raises:
-        CheckpointError: one lies in another, so that its name is not that of the weight.
+        CheckpointError: one is nested in another, so its name is not that of the weight.
     """
     layers = {name: module for name, module in model.named_modules() if is_adapter(module) and hasattr(module, "merge")}
     nested = next((name for name in layers if any(name.startswith(f"{outer}.") for outer in layers)), None)
     if nested is not None:
-        raise CheckpointError(f"Adapters of parameters, such as of {nested}, are not merged here. Export them without --merge.")
+        raise CheckpointError(f"Adapters of parameters, such as {nested}, cannot be merged. Export them without --merge.")
     return layers
 
 

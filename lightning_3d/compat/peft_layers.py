@@ -1,7 +1,7 @@
-"""What PEFT puts in the place of a model's layers, told by its interface, so that PEFT need not be installed.
+"""Layers that PEFT puts in place of a model's own, recognized by their interface, so that PEFT need not be installed (tried with 0.21).
 
-A LoRA layer (Hu et al. 2021, arXiv:2106.09685) computes `base_layer(x) + scaling * lora_B(lora_A(x))`; it stands under the name of the
-layer that it wraps, so a model's parallel plan names it as before. A wrapper of `modules_to_save` holds a module and a trained copy of it.
+A LoRA layer (Hu et al. 2021, arXiv:2106.09685) computes `base_layer(x) + scaling * lora_B(lora_A(x))`. It has the name of the layer
+that it wraps, so a model's parallel plan still names it. A wrapper of `modules_to_save` holds a module and a trained copy of it.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from lightning_3d.errors import PlanError
 
 
 def own(module: object, name: str) -> Any:
-    """An attribute of a module or its class, None without one. PEFT's models also hand on those of the model inside: not these."""
+    """An attribute of a module or its class; None if it has none. Excludes what PEFT's models forward to the model inside."""
     return getattr(module, name) if inspect.getattr_static(module, name, None) is not None else None
 
 
 def is_adapter(module: object) -> bool:
-    """Whether `module` is a layer of some PEFT tuner, or a wrapper of a module that is trained beside it."""
+    """Return whether `module` is a layer of a PEFT tuner, or a wrapper of a module that is trained with it."""
     return any(kind.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper") for kind in type(module).__mro__)
 
 
 def is_lora(module: object) -> bool:
-    """Whether `module` is a LoRA layer of any kind."""
+    """Return whether `module` is a LoRA layer of any kind."""
     return any(kind.__name__ == "LoraLayer" for kind in type(module).__mro__)
 
 
 def is_lora_linear(module: object) -> bool:
-    """Whether `module` is a LoRA layer around an `nn.Linear`."""
+    """Return whether `module` is a LoRA layer around an `nn.Linear`."""
     lora = any(kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer" for kind in type(module).__mro__)
     return lora and isinstance(base_layer(module), nn.Linear)
 
 
 def base_layer(module: Any) -> object:
-    """The layer that an adapter wraps; `module` itself where it is none."""
+    """The layer that an adapter wraps; `module` itself if it is not an adapter."""
     return module.base_layer if is_adapter(module) and "base_layer" in module._modules else module
 
 
 def lora_variant(layer: Any) -> str | None:
-    """What a LoRA layer computes beside the two products, None for plain LoRA."""
+    """Name what a LoRA layer computes in addition to the two products; None for plain LoRA."""
     for adapter, variant in layer.lora_variant.items():
         return "use_dora=True" if layer.use_dora.get(adapter) else type(variant).__name__
     return None
 
 
 def lora_initializations(root: nn.Module) -> dict[str, Any]:
-    """`init_lora_weights` of every adapter in `root`, by its name."""
+    """`init_lora_weights` of every adapter in `root`, by adapter."""
     found: dict[str, Any] = {}
     for module in root.modules():
         configs = vars(module).get("peft_config")
@@ -60,10 +60,10 @@ def lora_initializations(root: nn.Module) -> dict[str, Any]:
 
 
 def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
-    """Refuse tuners of PEFT that work on the whole model at once, where no rank has it.
+    """Refuse PEFT tuners that work on the whole model at once, where no rank has it.
 
     Raises:
-        PlanError: prompts and prefixes with pp (prefixes with tp too), AdaLoRA with pp, whose loss has a term of all layers.
+        PlanError: prompts or prefixes with pp, prefixes with tp, or AdaLoRA with pp (its loss has a term of all layers).
     """
     for module in root.modules():
         configs = vars(module).get("peft_config")
@@ -73,32 +73,33 @@ def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
             if (pp > 1 and (prompts or kind == "ADALORA")) or (tp > 1 and kind == "PREFIX_TUNING"):
                 axis = "pp" if pp > 1 else "tp"
                 raise PlanError(
-                    f"{kind} of PEFT works on the whole model at once, which no rank has with {axis} > 1. Use LoRA, or {axis}=1."
+                    f"PEFT's {kind} needs the whole model on each rank, which {axis} > 1 does not leave there. Use LoRA, or {axis}=1."
                 )
 
 
 def refuse_adapted_experts(module: nn.Module, experts: Iterable[str], axis: str) -> None:
-    """Refuse adapters of PEFT on the parameters of experts, where ranks have a part of these.
+    """Refuse PEFT adapters on the parameters of experts, where each rank has only a shard of them.
 
     Args:
-        experts: names of the modules that hold experts. axis: that deals or cuts them, for the message.
+        experts: names of the modules that hold experts.
+        axis: axis over which they are sharded, for the message.
     """
     found = dict(module.named_modules())
     for name in experts:
         if name in found and is_adapter(found[name]):
             raise PlanError(
-                f"'{name}' are experts with an adapter, and {axis} > 1 leaves each rank a part of them. Name the layers to adapt, for"
-                f" example target_modules=[q_proj,v_proj], or use {axis}=1."
+                f"'{name}' are experts with an adapter, which cannot be sharded ({axis} > 1). Adapt other layers, for example"
+                f" target_modules=[q_proj,v_proj], or use {axis}=1."
             )
 
 
 def origin(name: str) -> str:
-    """The name of the parameter whose value another one begins with: that of the original, for a copy in `modules_to_save`."""
+    """The name of the parameter whose initial value `name` has: the original's, for a copy in `modules_to_save`."""
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
 def plain_name(root: nn.Module, name: str) -> str | None:
-    """The name that a parameter of `root` had before PEFT: that of the original too for a copy of it; None for an adapter's own."""
+    """The name that a parameter of `root` had before PEFT (for a copy, the original's); None for an adapter's own parameters."""
     words, module, path = [], root, name.split(".")
     while path:
         key = path.pop(0)

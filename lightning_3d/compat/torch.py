@@ -1,4 +1,4 @@
-"""Everything of torch that is not public, beside what `lightning_compat` has."""
+"""Private PyTorch APIs, except those of checkpoints (`torch_checkpoint`) and of tensors without values (`torch_fake`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,13 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 
-
 _functional: ContextVar[bool] = ContextVar("functional", default=False)
 
 
 @contextmanager
 def functional_collectives() -> Iterator[None]:
-    """Within it, tensor-parallel sums are operators that return new tensors: a selective recomputation sees and keeps what they return."""
+    """Inside, tensor-parallel sums are operators that return new tensors, so that selective recomputation sees and keeps their results."""
     token = _functional.set(True)
     try:
         yield
@@ -33,12 +31,15 @@ def functional_collectives() -> Iterator[None]:
 
 
 def collectives_are_functional() -> bool:
-    """Whether `functional_collectives` holds."""
+    """Return whether this runs inside `functional_collectives`."""
     return _functional.get()
 
 
 def functional_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of `x`, contiguous, over a group in new memory, as an operator that compilers and checkpoints see (`_c10d_functional`)."""
+    """All-reduce contiguous `x` into new memory, by an operator that compilers and recomputation see.
+
+    `torch.ops._c10d_functional` (torch 2.11 to 2.13); the public collectives write into their argument.
+    """
     import torch
 
     operators = torch.ops._c10d_functional
@@ -46,7 +47,7 @@ def functional_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def functional_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensors of all ranks, contiguous, one behind the other along dimension 0, as such an operator."""
+    """All-gather contiguous tensors, concatenated along dimension 0, by such an operator (see `functional_sum`)."""
     import torch
 
     operators = torch.ops._c10d_functional
@@ -54,7 +55,7 @@ def functional_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def functional_scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part, along dimension 0, of the sum of `x`, contiguous, as such an operator."""
+    """Reduce-scatter contiguous `x` along dimension 0 by such an operator (see `functional_sum`)."""
     import torch
 
     operators = torch.ops._c10d_functional
@@ -62,7 +63,7 @@ def functional_scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def kept_collectives() -> frozenset[Any]:
-    """The operators that sum, whose results a selective recomputation keeps instead of communicating again."""
+    """Operators whose results a selective recomputation keeps instead of communicating again."""
     import torch
 
     operators = torch.ops._c10d_functional
@@ -74,7 +75,7 @@ _recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
 
 @contextmanager
 def recomputed() -> Iterator[None]:
-    """Around what the backward will run again, then too."""
+    """Mark code that the backward will run again, both times that it runs."""
     token = _recomputed.set(True)
     try:
         yield
@@ -83,42 +84,42 @@ def recomputed() -> Iterator[None]:
 
 
 def is_recomputed() -> bool:
-    """Whether what runs now is run again by the backward, so that what it saves is short-lived."""
+    """Return whether this runs inside `recomputed`, so that saved activations are short-lived."""
     return _recomputed.get()
 
 
 def graph_breaks() -> Counter[str]:
-    """By reason: how often Dynamo ended a graph inside a function in this process (`torch._dynamo.utils.counters`, 2.11 to 2.13)."""
+    """Count Dynamo's graph breaks in this process, by reason (`torch._dynamo.utils.counters`, torch 2.11 to 2.13)."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])
 
 
 def compiled_graphs() -> int:
-    """How many graphs Dynamo has compiled in this process."""
+    """Count the graphs that Dynamo compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def uncompiled_frames() -> int:
-    """How many functions Dynamo was asked to compile and did not: beyond its limit of variants, for example."""
+    """Count the functions that Dynamo was asked to compile but did not, for example beyond its limit of variants."""
     from torch._dynamo.utils import counters
 
     return int(counters["frames"]["total"] - counters["frames"]["ok"])
 
 
 def allow_graphs(variants: int) -> None:
-    """Let one function be compiled for so many kinds of arguments (`torch._dynamo.config.recompile_limit`, 8 by default)."""
+    """Allow one function to be compiled for this many kinds of arguments (`torch._dynamo.config.recompile_limit`, 8 by default)."""
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, variants)
 
 
 def allow_second_backward() -> None:
-    """Let the backward of a compiled function run twice, as schedules with a split backward do.
+    """Allow the backward of a compiled function to run twice, as schedules with a split backward do.
 
-    By default it gives the memory of what was saved to its own results (`torch._functorch.config.donated_buffer`, 2.11 to 2.13).
+    By default it reuses the memory of saved tensors for its results (`torch._functorch.config.donated_buffer`, torch 2.11 to 2.13).
     """
     import torch._functorch.config
 
@@ -126,7 +127,7 @@ def allow_second_backward() -> None:
 
 
 def all_gather_by_name(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
-    """`all_gather_flat` by the collective of that name, whatever the backend, as DeepSpeed calls it."""
+    """Start `all_gather_single` (torch 2.13) or `all_gather_into_tensor` (before), on any backend, as DeepSpeed does."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -134,12 +135,13 @@ def all_gather_by_name(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, log of the sum of exponentials in float32) of CUDA's flash attention.
+    """Compute CUDA's flash attention: (out, log of the sum of exponentials in float32).
 
-    `aten::_scaled_dot_product_flash_attention`, 2.11 to 2.13.
+    `aten::_scaled_dot_product_flash_attention` (torch 2.11 to 2.13); the public function does not return the second tensor.
 
     Args:
-        query: (batch, heads, queries, width); key, value: with as many heads, or a divisor of them.
+        query: (batch, heads, queries, width).
+        key, value: (batch, heads or a divisor of them, keys, width).
     """
     import torch
 
@@ -150,9 +152,9 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, 
 def flash_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, keys and values, where `out` and `lse`, contiguous, are those of the queries with all keys.
+    """Compute the gradients of a block's queries, keys and values; `out` and `lse`, contiguous, are those of the queries with all keys.
 
-    The state of dropout, which there is none of, is not read (`aten::_scaled_dot_product_flash_attention_backward`, 2.11 to 2.13).
+    `aten::_scaled_dot_product_flash_attention_backward` (torch 2.11 to 2.13); without dropout its random state is not read.
     """
     import torch
 
@@ -163,57 +165,19 @@ def flash_attention_backward(
 
 
 def real_values() -> AbstractContextManager[Any]:
-    """Inside `fake_mode` operations compute values again: `torch._subclasses.fake_tensor.unset_fake_temporarily` (torch 2.11 to 2.13)."""
+    """Compute values again inside `fake_mode` (`torch._subclasses.fake_tensor.unset_fake_temporarily`, torch 2.11 to 2.13)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
-def torch_pipeline_order(
-    schedule: str, stages: Sequence[int], num_stages: int, pp: int, micro_batches: int
-) -> dict[int, list[tuple[int, str, int]]]:
-    """Actions of every rank that a schedule class of torch.distributed.pipelining (2.11 to 2.13) computes.
-
-    The classes want live stages and a process group; they read only the few attributes given here to lay out their order, which is
-    not public. Returns for each rank (stage, letter in F B I W, micro-batch). Combined actions (DualPipeV) are flattened.
-    """
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    stand_ins = [
-        SimpleNamespace(
-            stage_index=stage,
-            num_stages=num_stages,
-            group_size=pp,
-            group_rank=0,
-            is_first=stage == 0,
-            is_last=stage == num_stages - 1,
-            has_backward=True,
-            submod=None,
-            stage_index_to_group_rank={},
-        )
-        for stage in stages
-    ]
-    schedule_class: Any = get_schedule_class(schedule)
-    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-    order = schedule_class(stand_ins, micro_batches, loss_fn=lambda output, target: output).pipeline_order
-    actions: dict[int, list[tuple[int, str, int]]] = {}
-    for rank, listed in order.items():
-        single = [part for action in listed if action is not None for part in (action.sub_actions or (action,))]
-        actions[rank] = [
-            (action.stage_index, letters[action.computation_type.name], action.microbatch_index)
-            for action in single
-            if action.computation_type.name in letters
-        ]
-    return actions
-
-
 def backward_input(
     output: Tensor | None, gradient: Tensor | None, received: Tensor | None, parameters: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]] | None:
-    """First half of a split backward: the gradient of a stage's input, added to `received.grad`.
+    """Run the first half of a split backward: add the gradient of a stage's input to `received.grad`.
 
-    torch.distributed.pipelining._backward.stage_backward_input (torch 2.11 to 2.13), not public. Returns the state that
-    `backward_weight` needs, None when the output does not depend on anything that requires gradients.
+    `torch.distributed.pipelining._backward.stage_backward_input` (torch 2.11 to 2.13) is not public. Returns the state that
+    `backward_weight` needs; None when the output depends on nothing that requires gradients.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -225,9 +189,9 @@ def backward_input(
 
 
 def backward_weight(parameters: Sequence[nn.Parameter], work: list[dict[str, Any]]) -> None:
-    """Second half of a split backward: adds to `.grad` of the parameters, without running AccumulateGrad hooks.
+    """Run the second half of a split backward: add to `.grad` of the parameters, without AccumulateGrad hooks.
 
-    torch.distributed.pipelining._backward.stage_backward_weight (torch 2.11 to 2.13), not public.
+    `torch.distributed.pipelining._backward.stage_backward_weight` (torch 2.11 to 2.13) is not public.
     """
     from torch.distributed.pipelining._backward import stage_backward_weight
 
@@ -238,9 +202,9 @@ def backward_weight(parameters: Sequence[nn.Parameter], work: list[dict[str, Any
 def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
     """Call `callback(operator, tensors read, tensors written)` before every ATen operation of this thread.
 
-    Initialization has to know which tensors a model's own initializers write. `TorchDispatchMode` is documented ("Extending PyTorch")
-    but lives in `torch.utils._python_dispatch`, and what an operator writes stands in its `_schema` only (torch 2.11 to 2.13). The
-    operator is named like "normal_.default". Views count as neither read nor written.
+    Initialization must know which tensors a model's own initializers write. `TorchDispatchMode` is documented ("Extending PyTorch") but
+    defined in `torch.utils._python_dispatch`, and only the `_schema` of an operator says what it writes (torch 2.11 to 2.13). Operators
+    have names such as "normal_.default". Views count as neither read nor written.
     """
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,7 +230,7 @@ def watch_operations(callback: Callable[[str, list[Tensor], list[Tensor]], None]
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Stop the device with an assertion unless `condition`, of shape (), holds; nothing waits for it.
+    """Make the device fail with an assertion unless `condition`, of shape (), is true; the host does not wait for it.
 
     `torch._assert_async` (torch 2.11 to 2.13) has no public form.
     """
@@ -278,22 +242,22 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 def storage_key(tensor: Tensor) -> int:
     """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is always 0.
 
-    `UntypedStorage._cdata` (torch 2.11 to 2.13); a storage has no public identity. Valid while the tensor lives.
+    `UntypedStorage._cdata` (torch 2.11 to 2.13), because a storage has no public identity. Valid while the tensor lives.
     """
     return tensor.untyped_storage()._cdata
 
 
 @cache
 def settle_gloo_at_exit() -> None:
-    """At the end of the process, wait until gloo's threads have let go of their last tensors.
+    """Wait at the end of the process until gloo's threads have released their last tensors.
 
-    To be called as early as possible: what is registered at exit first runs last, after others that may communicate.
+    Call it as early as possible: the function that is registered first runs last, after others that may communicate.
 
-    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) frees the tensors of a collective after it has told the caller that
-    it is done. If one of them has a Python object, that takes the interpreter's lock. When the main thread has begun to finalize the
-    interpreter meanwhile, Python ends the thread, which unwinds through a C++ destructor: "terminate called without an active exception",
-    and a run that succeeded ends with SIGABRT. That is about one in ten short runs which end soon after a collective, with DeepSpeed or
-    without. Here the main thread waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
+    A gloo worker thread (torch 2.11 to 2.13, pytorch/pytorch#179291) reports that a collective is done before it frees the tensors. If one
+    of them has a Python object, freeing it takes the interpreter's lock. If the main thread is finalizing the interpreter by then, Python
+    ends the thread, which unwinds through a C++ destructor: "terminate called without an active exception", and a run that succeeded
+    ends with SIGABRT. About one in ten short runs that end soon after a collective does so, with DeepSpeed or without. Here the main
+    thread waits, without the lock, until all of these threads are asleep. `atexit` runs before finalization.
     """
     atexit.register(_settle_gloo)
 
@@ -301,14 +265,14 @@ def settle_gloo_at_exit() -> None:
 def _settle_gloo(patience_seconds: float = 2.0) -> None:
     deadline = time.monotonic() + patience_seconds
     asleep = 0
-    # Twice: at the first look a thread may sleep because it waits for the interpreter's lock, which the pause gives it.
+    # Twice: the first time, a thread may be asleep because it waits for the interpreter's lock, which the pause releases.
     while asleep < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
         asleep = asleep + 1 if _gloo_threads_sleep() else 0
 
 
 def _gloo_threads_sleep() -> bool:
-    """Whether no gloo worker thread of this process is running or ready to; True on systems without /proc."""
+    """Return whether no gloo worker thread of this process is running or ready to run; True on systems without /proc."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             name, state = status.read_text().rpartition(")")[0::2]
@@ -320,7 +284,7 @@ def _gloo_threads_sleep() -> bool:
 
 
 def autograd_is_running() -> bool:
-    """Whether this is called from inside a backward: `torch._C._current_graph_task_id` (torch 2.11 to 2.13) is not public."""
+    """Return whether this is called inside a backward: `torch._C._current_graph_task_id` (torch 2.11 to 2.13) is not public."""
     import torch
 
     return torch._C._current_graph_task_id() != -1

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_3d.errors import CheckpointError
 
 if TYPE_CHECKING:
-
     import torch
 
     from lightning_3d.storage.remote_path import Place
 
 
 def read_dcp_metadata(path: Place) -> Any:
-    """The table of contents of a torch.distributed.checkpoint folder, a `Metadata`.
+    """Read the table of contents of a torch.distributed.checkpoint folder, a `Metadata`.
 
-    DCP (torch 2.11 to 2.13) keeps it as a pickle and opens it with plain `pickle.load`, which runs whatever code a file asks for.
-    Here only the classes that DCP itself writes are let through: those of `checkpoint.metadata`, `_StorageInfo`, sizes, dtypes,
+    DCP (torch 2.11 to 2.13) stores it as a pickle and opens it with plain `pickle.load`, which runs any code that a file asks for.
+    Here only the classes that DCP itself writes are allowed: those of `checkpoint.metadata`, `_StorageInfo`, sizes, dtypes,
     layouts and paths.
 
     Raises:
-        CheckpointError: the file asks for anything else, or is damaged.
+        CheckpointError: the file asks for any other class, or is damaged.
     """
     import pickle
 
@@ -37,7 +36,7 @@ def read_dcp_metadata(path: Place) -> Any:
         def find_class(self, module: str, name: str) -> Any:
             is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             if (module, name) not in known and not is_dtype:
-                raise CheckpointError(f"{path} asks for {module}.{name}, which no checkpoint of this kind holds. It was not loaded.")
+                raise CheckpointError(f"{path} was not loaded: it contains {module}.{name}, which no checkpoint of this kind holds.")
             return super().find_class(module, name)
 
     try:
@@ -50,14 +49,14 @@ def read_dcp_metadata(path: Place) -> Any:
 
 
 def dcp_place(file: str, offset: int, length: int) -> Any:
-    """Where a slice lies, as the reader of torch.distributed.checkpoint expects it: its `_StorageInfo` (torch 2.11 to 2.13)."""
+    """The place of a slice in a file, as the reader of torch.distributed.checkpoint expects it (`_StorageInfo`, torch 2.11 to 2.13)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
 
 
 def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
-    """A table of contents of the version that torch.distributed.checkpoint (torch 2.11 to 2.13) writes itself; older ones had none."""
+    """Make a table of contents with the version number of torch.distributed.checkpoint (torch 2.11 to 2.13; older ones had none)."""
     import torch.distributed.checkpoint.filesystem as filesystem
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -67,9 +66,9 @@ def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
 
 
 def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """What `torch.save` (torch 2.11 to 2.13) pickles of one tensor, beside whose elements it stands: they are in the storage "0".
+    """Make the pickle that `torch.save` (torch 2.11 to 2.13) writes for one tensor, whose elements are in the storage "0".
 
-    `torch.save` makes it on the way to writing the elements only.
+    There is no public way to get it: `torch.save` makes it only while it writes the elements.
     """
     import io
     import pickle

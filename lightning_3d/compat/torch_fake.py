@@ -16,7 +16,9 @@ class Collective:
     """One call of a collective, or of a message between two ranks, on this rank.
 
     Attributes:
-        name: of the function of `torch.distributed`. ranks: global ones of the group. bytes: that this rank puts in; with `recv`, gets.
+        name: name of the function of `torch.distributed`.
+        ranks: global ranks of the group.
+        bytes: bytes that this rank sends; for `recv`, receives.
     """
 
     name: str
@@ -24,7 +26,7 @@ class Collective:
     bytes: int
 
 
-_COLLECTIVES = {  # name of the operator: name of the function, which argument holds what this rank puts in, and which the group
+_COLLECTIVES = {  # operator: function, position of the argument with this rank's tensors, position of the group
     "allreduce_": ("all_reduce", 0, 1),
     "broadcast_": ("broadcast", 0, 1),
     "reduce_": ("reduce", 0, 1),
@@ -35,7 +37,7 @@ _COLLECTIVES = {  # name of the operator: name of the function, which argument h
     "send": ("send", 0, 1),
     "recv_": ("recv", 0, 1),
 }
-_FUNCTIONAL = {  # which argument holds the name of the group
+_FUNCTIONAL = {  # operator: function, position of the group's name
     "all_reduce": ("all_reduce", 2),
     "all_gather_into_tensor": ("all_gather_into_tensor", 2),
     "reduce_scatter_tensor": ("reduce_scatter_tensor", 3),
@@ -43,7 +45,7 @@ _FUNCTIONAL = {  # which argument holds the name of the group
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """What an operator communicates; None where it does not: `c10d` and `_c10d_functional` operators (torch 2.11 to 2.13)."""
+    """Describe what a `c10d` or `_c10d_functional` operator (torch 2.11 to 2.13) communicates; None for other operators."""
     namespace = func.namespace
     if namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -65,14 +67,14 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Operations of a matrix product or an attention; 0 for anything else (`torch.utils.flop_counter`, 2.11 to 2.13)."""
+    """Count the operations of a matrix product or an attention; 0 for anything else (`torch.utils.flop_counter`, 2.11 to 2.13)."""
     count = _flop_formulas().get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
 @cache
 def _flop_formulas() -> dict[Any, Any]:
-    """Those of torch, and of its attention on CPU and its grouped products, which it has none for."""
+    """Formulas of torch, and of its CPU attention and grouped products, for which it has none."""
     import torch
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -83,7 +85,7 @@ def _flop_formulas() -> dict[Any, Any]:
         return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
     def grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-        """Every row of a two-dimensional factor is multiplied once, whichever group it is in."""
+        """Multiply every row of a two-dimensional factor once, in whichever group it is."""
         rows = left if left.ndim == 2 else right
         other = right if left.ndim == 2 else left
         return 2 * rows.numel() * (other.shape[-1] if left.ndim == 2 else other.shape[-2])
@@ -97,7 +99,7 @@ def _flop_formulas() -> dict[Any, Any]:
 
 
 def fake_mode() -> Any:
-    """Under it operations compute shapes instead of values: `torch._subclasses.FakeTensorMode` (torch 2.11 to 2.13)."""
+    """A mode in which operations compute shapes instead of values (`torch._subclasses.FakeTensorMode`, torch 2.11 to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -111,22 +113,25 @@ def _fake_tensor() -> type[Tensor]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
+    """Return whether a tensor has a shape but no values."""
     return isinstance(tensor, _fake_tensor())
 
 
 def as_fake(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
-    """A tensor of a `fake_mode` that is said to be on a device, of one on meta; they share the storage."""
+    """Make a tensor of a `fake_mode` that reports `device` from a meta tensor; they share the storage."""
     return _fake_tensor()(mode, tensor, device)
 
 
 def device_of_fake(tensor: Tensor) -> torch.device:
-    """Where a fake tensor is said to be. `.device` is an operation, which every mode sees."""
+    """The device that a fake tensor reports. Reading `.device` would be an operation, which every mode sees."""
     return tensor.fake_device  # type: ignore[attr-defined]
 
 
 def can_be_remembered(func: Any) -> bool:
-    """Whether shapes of results, and where views begin, follow from shapes of arguments, which keep theirs (`torch.Tag`, 2.11 to 2.13)."""
+    """Return whether the shapes and offsets of results follow from the shapes of arguments, which stay as they are.
+
+    The tags of operators (`torch.Tag`, torch 2.11 to 2.13) say so.
+    """
     import torch
 
     other = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -135,18 +140,18 @@ def can_be_remembered(func: Any) -> bool:
 
 @cache
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What a fake operation raises where its result depends on values (torch 2.11 to 2.13)."""
+    """Exceptions that a fake operation raises where its result depends on values (torch 2.11 to 2.13; not public)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
     return (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 FAKE_GLOO = "fake_gloo"
-"""Name of the backend that stands for gloo in a dry run; "fake" stands for NCCL."""
+"""Name of the backend that replaces gloo in a dry run; "fake" replaces NCCL."""
 
 
 def fake_backend(gloo: bool) -> tuple[str, Any]:
-    """(name of a backend that sends nothing, its store): `torch.testing._internal.distributed.fake_pg` (torch 2.11 to 2.13)."""
+    """The name of a backend that sends nothing, and its store (`torch.testing._internal.distributed.fake_pg`, torch 2.11 to 2.13)."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 

@@ -1,4 +1,4 @@
-"""Private torchmetrics APIs."""
+"""Private torchmetrics APIs (tried with 1.9)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-
 def forward_value(metric: Any) -> Any:
-    """What the last call of a torchmetrics object returned, None if it was only updated.
+    """The value that the last call of a torchmetrics object returned; None if it was only updated.
 
     torchmetrics 1.x keeps it in `_forward_cache`, which Lightning reads for `on_step` logging; there is no public reader.
     """
@@ -24,19 +23,20 @@ def set_forward_value(metric: Any, value: Tensor) -> None:
 
 
 def mark_updated(metric: Any) -> None:
-    """Tell a torchmetrics object (1.x) that its state is meaningful on this rank.
+    """Mark a torchmetrics object (1.x) as updated on this rank.
 
-    On ranks before the last stage it was never updated; computing it there, from the last stages' states, would warn.
+    Ranks before the last stage never update it; computing it there, from the last stages' states, would warn. `_update_count` has no
+    public setter.
     """
     metric._update_count = max(metric._update_count, 1)
     metric._computed = None
 
 
 def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """Let a torchmetrics object (1.x) compute its value from the states that `gather` returns for its own.
+    """Make a torchmetrics object (1.x) compute its value from the states that `gather` returns.
 
-    Its own `_sync_dist` gathers tensor by tensor, which waits for ever where ranks have lists of different lengths. `_reductions`
-    says how each state is joined.
+    Its own `_sync_dist` gathers tensor by tensor, which hangs where ranks have lists of different lengths. `_reductions` says how
+    each state is reduced.
     """
     import torch
 
@@ -50,17 +50,17 @@ def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[s
                 joined = torch.stack(values)
             setattr(metric, name, reduction(joined) if reduction is not None and len(joined) else joined)
 
-    if metric._reductions:  # others, as sums of two metrics, have no state of their own
+    if metric._reductions:  # others, such as sums of two metrics, have no state of their own
         metric._sync_dist = sync
 
 
 def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
-    """A copy of what a torchmetrics object (1.x) has accumulated: `_copy_state_dict` and `_update_count` have no public form."""
+    """Copy what a torchmetrics object (1.x) has accumulated: `_copy_state_dict` and `_update_count` have no public form."""
     return metric._copy_state_dict(), metric._update_count
 
 
 def restore_metric_state(metric: Any, state: tuple[dict[str, Any], int]) -> None:
-    """Put back what `metric_state` copied."""
+    """Restore what `metric_state` copied."""
     values, count = state
     for name, value in values.items():
         setattr(metric, name, value)

@@ -1,6 +1,6 @@
-"""What `from_pretrained` and `save_pretrained` of Transformers do to the names in a checkpoint, by their own functions.
+"""Renaming and conversion of checkpoint tensors, by the functions of Transformers' `from_pretrained` and `save_pretrained`.
 
-`core_model_loading.rename_source_key`, `revert_weight_conversion` and `conversion_mapping.get_model_conversion_mapping` are no public API,
+`core_model_loading.rename_source_key`, `revert_weight_conversion` and `conversion_mapping.get_model_conversion_mapping` are not public,
 but PEFT uses them too. Tried with Transformers 5.23.
 """
 
@@ -21,12 +21,12 @@ from lightning_3d.errors import CheckpointError
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Told by name: a module that is none must not cost the import of Transformers."""
+    """Return whether `module` is a Transformers model. Decided by class name: other modules must not cost the import of Transformers."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
 def models_in(root: nn.Module) -> dict[str, nn.Module]:
-    """The models of Transformers in a module, by their names there, without those that are parts of others."""
+    """Find the Transformers models in a module, by name, without those inside others."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         if is_transformers_model(module) and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
@@ -36,12 +36,13 @@ def models_in(root: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Made:
-    """How Transformers makes a parameter of stored tensors.
+    """How Transformers builds a parameter from stored tensors.
 
     Attributes:
-        pattern: that the name of this stored tensor has. patterns: of all that are needed, in order.
-        operations: in words.
-        tiling: (stacked, dim), the arguments of `weights.stored.Tiling`; None for anything but tensors that are put side by side.
+        pattern: pattern that the name of this stored tensor matches.
+        patterns: patterns of all tensors that are needed, in order.
+        operations: names of the operations, for messages.
+        tiling: (stacked, dim), the arguments of `weights.stored.Tiling`; None unless the tensors are only concatenated or stacked.
     """
 
     pattern: str
@@ -51,13 +52,14 @@ class Made:
 
 
 def renamed(model: Any, stored: Iterable[str], names: Collection[str]) -> dict[str, tuple[str, Made | None]]:
-    """The name in the model of each tensor in a checkpoint, and how the parameter is made of it; None where it is the parameter.
+    """Map each tensor in a checkpoint to its name in the model, and to how the parameter is built (None: it is the parameter).
 
-    Renames that Transformers declares for a family or for all, and the prefix of the base model, which one of the two may lack. The order
-    is that of the names, numbers by their value.
+    Applies the renames that Transformers declares for the family or for all, and adds or removes the prefix of the base model. Sorted
+    by name, with numbers by value.
 
     Args:
-        stored: names in the checkpoint. names: those of the model's parameters and saved buffers, without adapters.
+        stored: names in the checkpoint.
+        names: names of the model's parameters and saved buffers, without adapters.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -86,12 +88,12 @@ def _made(converter: Any, pattern: str) -> Made:
 
 
 def may_be_missing(model: Any, name: str) -> bool:
-    """Whether the class of the model expects checkpoints without this parameter or buffer."""
+    """Return whether the model's class expects checkpoints without this parameter or buffer."""
     return _matches(getattr(model, "_keys_to_ignore_on_load_missing", None), name)
 
 
 def may_be_left_over(model: Any, name: str) -> bool:
-    """Whether a tensor in a checkpoint is one of an older version of the class, or a buffer that every model makes itself."""
+    """Return whether a checkpoint tensor may be unused: from an older version of the class, or a buffer that models compute."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     return _matches(patterns, name) or "rotary_emb.inv_freq" in name
 
@@ -101,7 +103,7 @@ def _matches(patterns: Iterable[str] | None, name: str) -> bool:
 
 
 def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Class and configuration of every model of Transformers in a module, by its name there, and those of its adapters of PEFT."""
+    """Describe every Transformers model in a module, by name: class, configuration, and PEFT adapters."""
     return {
         name: {
             "class": type(model).__name__,
@@ -114,10 +116,10 @@ def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
-    """A model on the meta device.
+    """Build a model on the meta device.
 
     Raises:
-        CheckpointError: Transformers has no such class.
+        CheckpointError: Transformers does not have this class.
     """
     import transformers
 
@@ -131,10 +133,9 @@ def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
 
 
 def _keep_conversions(model: Any) -> None:
-    """Let `stored_form` find what it would look for itself, by going through all modules, for every tensor.
+    """Store the conversions on the model, so that `stored_form` need not search all modules for every tensor.
 
-    `from_pretrained` leaves it in the same attribute. Without it, a `PrefixChange` is not reverted: nothing tells whether the files had
-    that prefix.
+    `from_pretrained` uses the same attribute. A `PrefixChange` is left out: whether the files had that prefix is not known.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -143,13 +144,13 @@ def _keep_conversions(model: Any) -> None:
 
 
 def stored_form(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `save_pretrained` writes for some of the model's tensors: experts one by one, names of the published files."""
+    """Convert some of the model's tensors to what `save_pretrained` writes: experts one by one, names of the published files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, dict(tensors))
 
 
 def keeps_float32(model: Any, name: str) -> bool:
-    """Whether the class of the model asks for this tensor in float32, whatever the others are."""
+    """Return whether the model's class requires this tensor in float32, whatever the dtype of the others."""
     patterns = (getattr(model, "_keep_in_fp32_modules", None), getattr(model, "_keep_in_fp32_modules_strict", None))
     return any(pattern in name for found in patterns for pattern in found or ())

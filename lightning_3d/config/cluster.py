@@ -1,4 +1,4 @@
-"""Group `cluster`: the machines of a run and what they can do, as vendors state it. Pure: no torch."""
+"""Group `cluster`: the machines of a run and their rates, as vendors state them. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_3d.layout.sizes import check_number, check_sizes
 ACCELERATORS = ("auto", "cpu", "gpu")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PeakFlops:
-    """Operations a second of one GPU in matrix products without sparsity, by the type of the factors. None: it has no such
-    products, or the vendor does not say.
+    """Peak rate of one GPU in matrix products without sparsity, in operations a second, by the type of the factors. None: no such
+    products, or not stated by the vendor.
     """
 
     fp32: float | None = None
@@ -23,35 +23,35 @@ class PeakFlops:
     fp8: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Link:
-    """What one GPU sends over.
+    """Link between GPUs.
 
     Attributes:
         bandwidth: bytes a second in each direction.
-        latency: seconds that a message without content takes to the next GPU; None where it is not known.
+        latency: seconds that an empty message takes to the next GPU; None where it is not known.
     """
 
     bandwidth: float | None = None
     latency: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
-    """Group `cluster`. What is None is not known.
+    """Group `cluster`. None means unknown.
 
     Attributes:
-        name: in messages and reports.
-        nodes: machines of the run.
-        gpus_per_node: None: as many as there are.
+        name: name in messages and reports.
+        nodes: number of machines.
+        gpus_per_node: GPUs of each node; None: all that there are.
         accelerator: auto (GPUs where there is one for each rank), gpu or cpu.
-        gpu: what the vendor calls it.
-        memory: of one GPU, in bytes.
-        memory_bandwidth: of one GPU, in bytes a second.
-        nvlink_gpus: how many GPUs NVLink connects, also across nodes.
+        gpu: the vendor's name of the GPU.
+        memory: memory of one GPU, in bytes.
+        memory_bandwidth: memory bandwidth of one GPU, in bytes a second.
+        nvlink_gpus: number of GPUs that NVLink connects, also across nodes.
         peak_flops: operations a second of one GPU in matrix products without sparsity.
-        intra_node: between the GPUs of a node.
-        inter_node: between nodes.
+        intra_node: link between the GPUs of a node.
+        inter_node: link between nodes.
     """
 
     name: str = "local"
@@ -68,17 +68,17 @@ class ClusterConfig:
 
     @property
     def lacks_fp8(self) -> bool:
-        """Whether it is known that its GPUs have no float8 matrix products."""
+        """True if the GPUs are known to have no float8 matrix products."""
         return self.peak_flops.bf16 is not None and self.peak_flops.fp8 is None
 
     def check(self) -> None:
         """Refuse numbers that no machine has.
 
         Raises:
-            ConfigError: names the key.
+            ConfigError: with the key.
         """
         if self.accelerator not in ACCELERATORS:
-            raise ConfigError(f"cluster.accelerator is {self.accelerator!r}; it must be auto, cpu or gpu.")
+            raise ConfigError(f"cluster.accelerator must be auto, cpu or gpu; got {self.accelerator!r}.")
         check_sizes(**{"cluster.nodes": self.nodes, "cluster.nvlink_gpus": self.nvlink_gpus})
         if self.gpus_per_node or self.accelerator == "gpu":  # 0: a node of CPU cores
             check_sizes(**{"cluster.gpus_per_node": self.gpus_per_node})

@@ -1,4 +1,4 @@
-"""What Hydra composed, checked and as plain data. Imports no torch."""
+"""Composition of a configuration by Hydra. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_3d.config.sources import ClusterSource, LayoutSource, RecipeSourc
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration without interpolations and without Hydra's own part, as dicts and lists."""
+    """Convert a configuration to dicts and lists, with interpolations resolved and without Hydra's own part."""
     task = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     content = OmegaConf.to_container(task, resolve=True)
     assert isinstance(content, dict)
@@ -36,7 +36,7 @@ def register_sources(others: Sequence[type[Plugin]] = ()) -> None:
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration of a command line, with Hydra's own part, as `lightning-3d train` would get it.
+    """Compose the configuration of a command line, with Hydra's own part, as `lightning-3d train` gets it.
 
     Raises:
         HydraException, OmegaConfBaseException: `explain` says what is wrong.

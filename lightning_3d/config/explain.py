@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf say about a wrong command line, in one message with the nearest thing that works."""
+"""Errors of Hydra and OmegaConf about a wrong command line, as one message with the nearest value that works."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _HYDRA = Path(hydra.__file__).parent
 
 
 def is_composition_error(error: Exception) -> bool:
-    """Whether composing a configuration raised it because the command line or a file is wrong.
+    """Check whether an error was raised because the command line or a configuration file is wrong.
 
-    Hydra also raises plain ValueErrors; those count when they come out of its own code.
+    Hydra also raises plain ValueErrors; they count when its own code raised them.
     """
     if isinstance(error, (HydraException, OmegaConfBaseException, Lightning3DError)):
         return True
@@ -31,7 +31,7 @@ def is_composition_error(error: Exception) -> bool:
 
 
 def explain(error: Exception) -> Lightning3DError:
-    """What to show for an error that `is_composition_error`."""
+    """Return the error to show for one that `is_composition_error` accepts."""
     if isinstance(error, Lightning3DError):
         return error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -42,33 +42,33 @@ def explain(error: Exception) -> Lightning3DError:
         return explain_value(error.__cause__)
     text = " ".join(str(error).split())
     if "Got NoneType" in text:
-        return ConfigError(f"{text}. A group that is not wanted is taken out with ~GROUP; logger and callbacks have the option none.")
+        return ConfigError(f"{text}. Remove a group with ~GROUP; logger and callbacks also have the option none.")
     if "Got int" in text or "Got float" in text or "Got bool" in text:
         return ConfigError(
-            "A group was given a number or a truth value; it takes the name of one of its configurations, for example parallelism=dp8 or"
+            "A group was given a number or a boolean; it takes the name of one of its configurations, for example parallelism=dp8 or"
             " precision=fp32."
         )
     if text.startswith("Primary config module"):
-        return ConfigError("--config-path takes an absolute path, for example $PWD/mine. --config-dir adds a folder beside this app's own.")
+        return ConfigError("--config-path takes an absolute path, for example $PWD/mine. --config-dir adds a folder to this app's own.")
     if isinstance(error, OverrideParseException):
-        return ConfigError(f'The override "{error.override}" is not understood: {text}')
+        return ConfigError(f'Cannot parse the override "{error.override}": {text}')
     return ConfigError(text)
 
 
 def explain_sweep(error: Exception, arguments: Sequence[str]) -> Lightning3DError:
-    """What to show where the command line may be that of a sweep. Hydra composes it once without the groups that it sweeps, so that a key
-    which only their options have is none then.
+    """Return the error to show for a command line that may be a sweep. Hydra composes it once without the groups that it sweeps, so that
+    keys of their options do not exist then.
     """
     refusal = explain(error)
     swept = [line.partition("=")[0] for line in arguments if "," in line.partition("=")[2]]
     groups = [key for key in swept if "." not in key and not key.startswith(("-", "+", "~"))]
     if groups and isinstance(error.__cause__ or error, (ConfigKeyError, ConfigAttributeError)):
-        return ConfigError(f"{refusal} If it is a key of {listed(groups, last='or')}, which this sweep varies, write ++KEY=VALUE.")
+        return ConfigError(f"{refusal} If it is a key of {listed(groups, last='or')}, which this sweep varies, use ++KEY=VALUE.")
     return refusal
 
 
 def _no_such_option(error: MissingConfigException) -> Lightning3DError:
-    """A group has no configuration of this name. Names of layouts explain themselves."""
+    """Explain that a group has no configuration of this name. For a layout, the parser explains what is wrong."""
     group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
     options = [str(option) for option in error.options or ()]
     if group == "parallelism":
@@ -82,6 +82,6 @@ def _no_such_option(error: MissingConfigException) -> Lightning3DError:
     by_number = ""
     if group == "cluster":
         options = options or [file.stem for file in (conf_folder() / group).glob("*.yaml")]  # Hydra has none for a default of a default
-        by_number = " Kinds of nodes take numbers of nodes and of GPUs in each: h100_32x8."
+        by_number = " Append the number of nodes and of GPUs in each: h100_32x8."
     what = f'There is no {group} "{name}".' if group else f'There is no configuration "{name}".'
-    return ConfigError(f"{what}{near}" + (f" There are: {', '.join(sorted(options))}." if options else "") + by_number)
+    return ConfigError(f"{what}{near}" + (f" Available: {', '.join(sorted(options))}." if options else "") + by_number)

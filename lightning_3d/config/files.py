@@ -1,4 +1,4 @@
-"""Where the configuration files are: beside the package in a checkout, inside it in an installed wheel. Imports nothing
+"""Folders of the configuration files: next to the package in a checkout, inside it in an installed wheel. Imports nothing
 heavy.
 """
 
@@ -13,10 +13,10 @@ def _folder(name: str) -> Path:
 
 
 def conf_folder() -> Path:
-    """Folder of the Hydra groups, with `config.yaml`."""
+    """Return the folder of the Hydra groups, with `config.yaml`."""
     return _folder("conf")
 
 
 def recipes_folder() -> Path:
-    """Folder of the recipes, whole runs in one file each."""
+    """Return the folder of the recipes: whole runs in one file each."""
     return _folder("recipes")

@@ -1,4 +1,4 @@
-"""Keys and values of a configuration: which there are, and what to say of one that cannot be. Imports no torch."""
+"""Keys and values of a configuration: the known ones, and messages about wrong ones. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 
 def data_options(name: object) -> dict[str, Any]:
-    """Options of a data module and their defaults: what its configuration file says. Empty when there is no file."""
+    """Return the options of a data module with their defaults, from its configuration file. Empty when there is no file."""
     file = conf_folder() / "data" / f"{name}.yaml"
     if not file.is_file():
         return {}
@@ -23,10 +23,10 @@ def data_options(name: object) -> dict[str, Any]:
 
 
 def check_type(key: str, value: Any, default: Any) -> None:
-    """Refuse a value of another kind than the default. Null passes; where the default is null or missing, anything does.
+    """Refuse a value of another type than the default. Null passes; where the default is null or missing, everything passes.
 
     Raises:
-        ConfigError: names the key, the value and the default.
+        ConfigError: with the key, the value and the default.
     """
     if value is None or default is None or default == "???":
         return
@@ -34,14 +34,14 @@ def check_type(key: str, value: Any, default: Any) -> None:
     fits = number if isinstance(default, float) else type(value) is type(default)
     if not fits:
         kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ConfigError(f"{key} is {value!r}; it must be {kinds.get(type(default), 'a word')}, for example {str(default).lower()}.")
+        raise ConfigError(f"{key} must be {kinds.get(type(default), 'a string')}, for example {str(default).lower()}; got {value!r}.")
 
 
 def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a key of a group that is not among those known; none known: not checked.
+    """Refuse an unknown key of a group. Nothing is checked where no keys are known.
 
     Raises:
-        ConfigError: names the key and the nearest one.
+        ConfigError: with the key and the nearest known one.
     """
     for key in values if known else ():
         if key not in known:
@@ -49,7 +49,7 @@ def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]
 
 
 def explain_value(error: OmegaConfBaseException) -> ConfigError:
-    """What is wrong with a key or a value, in the words of this package."""
+    """Explain what is wrong with a key or a value, without OmegaConf's vocabulary."""
     key = str(error.full_key or error.key or "")
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         parent = error.parent_node
@@ -61,7 +61,12 @@ def explain_value(error: OmegaConfBaseException) -> ConfigError:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message for a key that does not exist; `known` are its possible siblings."""
+    """Return the message for an unknown key.
+
+    Args:
+        key: full name of the key.
+        known: keys that exist next to it.
+    """
     group, _, name = key.rpartition(".")
     known = [other for other in known if not other.startswith("_")]  # Hydra's own, such as _target_
     near = did_you_mean(name, known)

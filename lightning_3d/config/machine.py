@@ -18,16 +18,19 @@ from lightning_3d.config.options.precision import (
     unknown_precision,
 )
 from lightning_3d.config.run_config import RunConfig
-from lightning_3d.errors import ConfigError, LayoutError, listed
+from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.layout.layout import Layout, nearest_layouts
 from lightning_3d.ranks.environment import OutsideRank
 
 
 def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | None) -> tuple[str, tuple[str, ...]]:
-    """(cpu or gpu, warnings) for the ranks on this machine.
+    """Choose the accelerator of the ranks on this machine.
+
+    Returns:
+        (cpu or gpu, warnings)
 
     Raises:
-        LayoutError: the layout does not fill the cluster, or the GPUs of this machine are fewer than its ranks.
+        LayoutError: the layout does not fill the cluster, or this machine has fewer GPUs than ranks.
         ConfigError: an impossible number of the cluster, or several nodes without a launcher that reaches them.
     """
     cluster = run.cluster
@@ -37,7 +40,7 @@ def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | No
         return cluster.accelerator, ()
     if cluster.nodes > 1 and outside is None:
         raise ConfigError(
-            f"The cluster {cluster.name} has {cluster.nodes} nodes, but this process reaches one. Start the ranks with"
+            f"The cluster {cluster.name} has {cluster.nodes} nodes, but only ranks on this node can be started from here. Start them with"
             f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} or with srun, or add"
             " trainer.dry=true to check the configuration."
         )
@@ -47,29 +50,29 @@ def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | No
         near = listed((other.name for other in nearest_layouts(layout, there)), last="or")
         layouts = f" Layouts for {there}: {near}." if near else ""
         raise LayoutError(
-            f"{needed} ranks need {needed} GPUs on this machine, but it has {there}.{layouts} Or run on the CPU with"
+            f"{plural(needed, 'rank')} on this machine need as many GPUs, but it has {there}.{layouts} Or run on the CPU with"
             " cluster=local_cpu."
         )
     if cluster.accelerator == "auto" and 0 < there < needed:
-        return "cpu", (f"This machine has {there} GPUs for {needed} ranks: running on the CPU.",)
+        return "cpu", (f"This machine has {plural(there, 'GPU')} for {needed} ranks: running on the CPU.",)
     return ("gpu" if cluster.accelerator != "cpu" and there >= needed else "cpu"), ()
 
 
 def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
-    """A cluster of known size is used as a whole."""
+    """Refuse a layout that does not use all of a cluster of known size."""
     if not cluster.gpus_per_node:
         return
     size = cluster.nodes * cluster.gpus_per_node
     if layout.world_size != size:
         near = listed((other.name for other in nearest_layouts(layout, size)), last="or")
         raise LayoutError(
-            f"Layout {layout} has {layout.world_size} ranks, but the cluster {cluster.name} has {size} GPUs"
-            f" ({cluster.nodes} nodes of {cluster.gpus_per_node}). Layouts for {size} ranks: {near}."
+            f"Layout {layout} has {plural(layout.world_size, 'rank')}, but the cluster {cluster.name} has {plural(size, 'GPU')}"
+            f" ({plural(cluster.nodes, 'node')} with {plural(cluster.gpus_per_node, 'GPU')}). Layouts for {plural(size, 'rank')}: {near}."
         )
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, without asking CUDA, which would forbid a fork."""
+    """Count the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows, without CUDA, which would make a fork impossible."""
     there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]) or _listed_gpus()
     allowed = environment.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
@@ -80,7 +83,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 
 
 def _listed_gpus() -> int:
-    """GPUs that the driver's tool lists, for machines that have them under other names in /dev."""
+    """Count the GPUs that nvidia-smi lists, for machines that have other names for them in /dev."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -92,7 +95,14 @@ def _listed_gpus() -> int:
 
 
 def choose_precision(run: RunConfig, accelerator: str) -> str:
-    """A name of `PRECISIONS`."""
+    """Choose the precision of a run.
+
+    Returns:
+        Name in `PRECISIONS`.
+
+    Raises:
+        ConfigError: an unknown name, or a precision that the cluster, its libraries or the ZeRO stage cannot run.
+    """
     name, zero_stage = run.precision.name, run.parallelism.zero_stage
     if name == "auto":
         return "bf16" if accelerator == "gpu" else "fp32"
@@ -105,7 +115,8 @@ def choose_precision(run: RunConfig, accelerator: str) -> str:
         )
     if name == "fp8":
         if run.cluster.lacks_fp8:
-            raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; those of the cluster {run.cluster.name} have none")
+            lacking = f"the GPUs of the cluster {run.cluster.name} have none"
+            raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; {lacking}")
         planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
         check_fp8_device(accelerator, None if planned else listed_capability())
         if not planned:

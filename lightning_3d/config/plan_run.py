@@ -1,15 +1,14 @@
-"""The configuration of a run: which keys there are, and what a run makes of them. Imports no torch.
+"""The check of a whole run before anything is started. Imports no torch.
 
-`plan_run` is the check that comes before anything is started: it takes a composed configuration, refuses what the
-configuration alone shows to be wrong, and returns what was left open in it (schedule, accelerator, precision, number of
-micro-batches).
+`plan_run` takes a composed configuration, refuses what the configuration alone shows to be wrong, and fills in what it leaves
+open (schedule, accelerator, precision, number of micro-batches).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,54 +19,65 @@ from lightning_3d.config.keys import check_group_keys, check_type, data_options,
 from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import NONE, ZeroOptions
-from lightning_3d.config.run_config import GROUPS, MODEL_KEYS, START_METHODS, RunConfig, TrainerConfig
+from lightning_3d.config.run_config import (
+    GROUPS,
+    MODEL_KEYS,
+    START_METHODS,
+    CompleteRun,
+    RunConfig,
+    TrainerConfig,
+    complete_run,
+)
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_batch, few_micro_batches
 from lightning_3d.layout.layout import AXES, Layout, divisors
-from lightning_3d.layout.model_rules import check_cp_kind, check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_model
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.models.context_limits import check_fields
-from lightning_3d.models.families import FAMILIES, read_spec
-from lightning_3d.models.pretrained_config import complete_model
+from lightning_3d.models.families import FAMILIES
 from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.storage.remote_path import RemotePath, place
 
 
 class Advice(Protocol):
-    """What the planner is asked (`lightning_3d.planner.advice`)."""
+    """Questions to the planner, which lies above this package (`lightning_3d.planner.advice`)."""
 
-    def choose(self, run: RunConfig, precision: str) -> dict[str, Any]:
-        """Values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+    def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
+        """Return values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
-    def refuse(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
-        """Raise LayoutError for what does not fit on the GPUs; return warnings of what fits badly."""
+    def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
+        """Raise LayoutError for a layout that does not fit on the GPUs; return warnings about one that barely fits."""
 
-    def refuse_here(self, run: RunConfig, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
-        """Raise LayoutError for what does not fit in the memory of this machine, on whose cores so many of the ranks run."""
+    def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
+        """Raise LayoutError where `ranks` ranks on the cores of this machine need more than its memory."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will be.
+    """A checked run with everything filled in that its configuration leaves open.
 
     Attributes:
-        layout: with `vp` as the schedule implies it.
-        micro_batches: of one optimizer step on each data-parallel rank.
+        run: checked configuration.
+        layout: layout, with `vp` as the schedule implies it.
+        schedule: name of the pipeline schedule.
+        zero: options of ZeRO.
+        blocks: options of the model's blocks.
+        micro_batch_size: rows of a micro-batch.
+        micro_batches: micro-batches of one optimizer step on each data-parallel rank.
         accelerator: cpu or gpu.
-        precision: a name of `PRECISIONS`.
-        model: the group `model`, with what a pretrained folder says.
-        warnings: for the user, before the start.
+        precision: name in `PRECISIONS`.
+        warnings: messages for the user before the start.
         chosen: keys of `parallelism` that the planner filled in.
     """
 
+    run: CompleteRun = field(repr=False, compare=False)
     layout: Layout
     schedule: str
     zero: ZeroOptions
@@ -76,12 +86,16 @@ class RunPlan:
     micro_batches: int
     accelerator: str
     precision: str
-    model: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Group `model`, with the values that a pretrained folder adds."""
+        return self.run.model
+
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The configuration with everything that was left open in it filled in."""
+        """Return the configuration with everything filled in that it leaves open."""
         filled: dict[str, Mapping[str, Any]] = {
             "parallelism": {
                 **self.chosen,
@@ -99,7 +113,7 @@ class RunPlan:
         return config | {group: {**config[group], **values} for group, values in filled.items()}
 
     def describe(self) -> str:
-        """One line for the user."""
+        """Describe the run in one line."""
         count = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         micro = f"{count} of {self.micro_batch_size}"
         where = "GPUs" if self.accelerator == "gpu" else "CPU"
@@ -121,11 +135,11 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         advice: the planner, for `parallelism=auto` and to refuse what does not fit.
 
     Raises:
-        LayoutError, ConfigError: the first thing found wrong. The number of launched ranks comes first.
+        LayoutError: the first fault found, if it is the layout's. The number of launched ranks is checked first.
+        ConfigError: the first fault found, if it is another one.
     """
-    run = check_keys(config)
+    run, chosen = _choose_layout(check_keys(config), advice)
     parallelism = run.parallelism
-    chosen = _choose_layout(run, advice)
     layout, schedule = resolve_layout(
         parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order or AXES)
     )
@@ -143,20 +157,20 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     _check_trainer(run.trainer)
     run.plan.check()
     _check_targets(run)
-    LoraOptions.of(run.model)
-    run.model = complete_model(run.model, dry=run.trainer.dry)
-    micro_batch_size, micro_batches = _check_model_and_batch(run, layout, schedule, experts)
+    complete = complete_run(run)  # reads the files of a pretrained model: after everything that is cheap to refuse
+    micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
-            "optimizer.name=cpu_adamw steps weights in host memory, where they are with parallelism.zero_offload=optimizer. Set that, or"
-            " use optimizer.name=adamw."
+            "optimizer.name=cpu_adamw steps weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
+            " optimizer.name=adamw."
         )
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size
-        warnings += _check_memory(run, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
+        warnings += _check_memory(complete, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
     bubble = few_micro_batches(layout, schedule, micro_batches)
     return RunPlan(
+        run=complete,
         layout=layout,
         schedule=schedule,
         zero=zero,
@@ -165,14 +179,13 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         micro_batches=micro_batches,
         accelerator=accelerator,
         precision=precision,
-        model=run.model,
         warnings=(*warnings, *((bubble,) if bubble else ())),
         chosen=chosen,
     )
 
 
-def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
-    """Refuse what does not fit. A dry run on the CPU may be for another machine: it only says that this one has too little memory."""
+def _check_memory(run: CompleteRun, advice: Advice, accelerator: str, here: int, planned: tuple[str, Layout, str, int]) -> tuple[str, ...]:
+    """Refuse a run that does not fit. A dry run on the CPU may be meant for another machine, so it only gets a warning."""
     if accelerator == "gpu":
         return advice.refuse(run, *planned)
     try:
@@ -184,17 +197,17 @@ def _check_memory(run: RunConfig, advice: Advice, accelerator: str, here: int, p
     return ()
 
 
-def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
-    """With `parallelism=auto`: what the planner chose, which is filled in; otherwise nothing."""
+def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, dict[str, Any]]:
+    """Return (the run, the keys of `parallelism` that the planner filled in with `parallelism=auto`)."""
     parallelism = run.parallelism
     open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
     if parallelism.layout != "auto":
         if open_keys:
-            raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only parallelism=auto leaves it to the planner.")
-        return {}
+            raise ConfigError(f"parallelism.{open_keys[0]} must be given: only parallelism=auto leaves it to the planner.")
+        return run, {}
     if advice is None:
-        raise ConfigError("parallelism=auto is for the command line, which asks the planner. Name a layout.")
-    run.model = complete_model(run.model, dry=run.trainer.dry)
+        raise ConfigError("parallelism=auto works only on the command line, which asks the planner. Name a layout.")
+    complete = complete_run(run)
     run.cluster.check()
     run.plan.check()
     for key in ("sequence_length", "global_batch_size"):
@@ -202,17 +215,15 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> dict[str, Any]:
         if run.data.get(key) is None:
             raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
     here = run.cluster.accelerator == "auto" and not visible_gpus()
-    chosen = advice.choose(run, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
-    for key, value in chosen.items():
-        setattr(parallelism, key, value)
-    return chosen
+    chosen = advice.choose(complete, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
+    return replace(complete, parallelism=replace(parallelism, **chosen)), chosen
 
 
 def check_keys(config: DictConfig) -> RunConfig:
-    """The configuration with types.
+    """Convert a composed configuration to its typed form.
 
     Raises:
-        ConfigError: a key that does not exist, a value of a wrong type, or one that must be given and is not.
+        ConfigError: an unknown key, a value of a wrong type, or a missing value.
     """
     for group in GROUPS:
         if config.get(group) is None:
@@ -220,11 +231,11 @@ def check_keys(config: DictConfig) -> RunConfig:
                 f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
             )
     if "recipe" in config:
-        raise ConfigError("A recipe sets keys of the whole run: the first line of its file must be  # @package _global_")
+        raise ConfigError("A recipe sets keys of the whole run, so the first line of its file must be  # @package _global_")
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        merged = OmegaConf.merge(_schema(), plain)
         missing = sorted(OmegaConf.missing_keys(merged))
         if merged.trainer.dry:  # files of data may be named when the run is started
             for key in (name for name in missing if name.startswith("data.")):
@@ -244,6 +255,17 @@ def check_keys(config: DictConfig) -> RunConfig:
     return run
 
 
+def _schema() -> DictConfig:
+    """`RunConfig` for OmegaConf, which makes groups of frozen dataclasses read-only, also for a merge."""
+    schema = OmegaConf.structured(RunConfig)
+    groups = [schema]
+    while groups:
+        group = groups.pop()
+        OmegaConf.set_readonly(group, False)
+        groups += [entry for entry in group._content.values() if isinstance(entry, DictConfig)]
+    return schema
+
+
 def _check_trainer(trainer: TrainerConfig) -> None:
     steps = trainer.max_steps
     check_sizes(
@@ -259,7 +281,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         near = min(divisors(steps), key=lambda interval: abs(interval - trainer.val_check_interval))
         raise ConfigError(
             f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
-            f" run would end without a validation. The nearest that does is {near}."
+            f" run would end without a validation. The nearest interval that does is {near}."
         )
     if trainer.keep_last < 1 and trainer.keep_last != -1:
         raise ConfigError(f"trainer.keep_last must be at least 1, or -1 to keep all checkpoints; got {trainer.keep_last}.")
@@ -268,39 +290,39 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.gradient_clip_val is not None:
         check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
-        raise ConfigError(f"trainer.max_time is {trainer.max_time!r}; write DD:HH:MM:SS, for example 00:12:00:00.")
+        raise ConfigError(f"trainer.max_time must be DD:HH:MM:SS, for example 00:12:00:00; got {trainer.max_time!r}.")
     if trainer.resume is not None:
         _check_resume(trainer.resume)
     check_nonfinite("trainer.nonfinite", trainer.nonfinite)
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
-            f"trainer.start_method is {trainer.start_method!r}; it must be {listed(START_METHODS, last='or')}."
+            f"trainer.start_method must be {listed(START_METHODS, last='or')}; got {trainer.start_method!r}."
         )
 
 
 def _check_resume(given: str) -> None:
-    """What a look at the folder shows; the ranks compare the files with their hashes."""
+    """Check what the folder itself shows; the ranks compare the files with their hashes."""
     path = place(given)
     try:
         recover(path)
         if isinstance(path, Path) and path.is_symlink() and not path.exists():
-            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which is not there.")
+            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which does not exist.")
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint {given} to resume from (trainer.resume).")
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"trainer.resume={given} is no complete checkpoint: there is no {MANIFEST} in it.{how_to_convert(path)}")
+            raise CheckpointError(f"trainer.resume={given} is not a complete checkpoint: it has no {MANIFEST}.{how_to_convert(path)}")
     except OSError as error:
         raise CheckpointError(f"trainer.resume={given} cannot be read: {error.strerror or error}.") from error
 
 
 def _check_targets(run: RunConfig) -> None:
-    """Loggers and callbacks are objects, by the name of their class."""
+    """Check that each logger and callback names its class."""
     examples = {"logger": "loggers.CSVLogger", "callbacks": "callbacks.LearningRateMonitor"}
     for group, entries in (("logger", run.logger), ("callbacks", run.callbacks)):
         for name, entry in entries.items():
             if entry is not None and not (isinstance(entry, dict) and isinstance(entry.get("_target_"), str)):
                 raise ConfigError(
-                    f"{group}.{name} has no _target_, the class to make. Write for example"
+                    f"{group}.{name} has no _target_, the name of its class. Set for example"
                     f" +{group}.{name}._target_=lightning.pytorch.{examples[group]}."
                 )
             if group == "callbacks" and entry and "://" in str(entry.get("dirpath")):
@@ -308,53 +330,54 @@ def _check_targets(run: RunConfig) -> None:
 
 
 def _check_url(key: str, url: str) -> None:
-    """Where checkpoints are to be written: what writes there is installed."""
+    """Check that a URL for checkpoints is remote and that the library that writes to it is installed."""
     path = place(url)
     if not isinstance(path, RemotePath):
-        raise ConfigError(f"{key}={url} is on the local disk; write {path}.")
+        raise ConfigError(f"{key}={url} is on the local disk; use {path}.")
     try:
         path.require_backend()
     except CheckpointError as error:
         raise ConfigError(f"{key}={error}") from error
 
 
-def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
-    """(rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
-    if not isinstance(run.model.get("config"), dict):
-        raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
-    spec = read_spec(run.model["config"])
+def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
+    """Return (rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
+    spec = run.spec
     if spec.experts and spec.top_k > spec.experts:
-        raise ConfigError(f"The model sends each token to {spec.top_k} experts, but has only {spec.experts}.")
+        raise ConfigError(f"The model routes each token to {spec.top_k} experts, but has only {spec.experts}.")
     if experts.asked_for and not spec.experts:
         name = experts.asked_for[0]
-        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Leave it out.")
+        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Omit it.")
     family = FAMILIES.get(spec.model_type)
     if experts.bias_update and family is not None and not family.biased_routers:
         raise ConfigError(
-            f"parallelism.moe_bias_update is for routers with a bias for the choice of experts, as in DeepSeek-V3; {spec.model_type} has"
+            f"parallelism.moe_bias_update needs routers that choose experts with a bias, as in DeepSeek-V3; those of {spec.model_type} have"
             " none. Use parallelism.moe_aux_loss."
         )
     if layout.cp > 1:
         check_fields(spec.model_type, run.model["config"].get)
-    check_model(
-        layout,
+    sizes = ModelSizes(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        sequence_length=run.data.get("sequence_length"),
         max_positions=spec.max_positions,
-        sequence_parallel=run.parallelism.sequence_parallel is not False,
         experts=spec.experts or None,
+    )
+    check_model(
+        layout,
+        sizes,
         schedule=schedule,
+        sequence_length=run.data.get("sequence_length"),
+        sequence_parallel=run.parallelism.sequence_parallel is not False,
         cp_kind=run.parallelism.cp_kind,
     )
     if run.data.get("sequence_length") is None:
-        raise ConfigError("data.sequence_length must be given: the tokens of a sample.")
+        raise ConfigError("data.sequence_length must be given: the number of tokens in a sample.")
     global_batch = run.data.get("global_batch_size")
     if global_batch is None:
-        raise ConfigError("data.global_batch_size must be given: the sequences of one optimizer step over all ranks.")
+        raise ConfigError("data.global_batch_size must be given: the number of sequences of one optimizer step over all ranks.")
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:
         micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
@@ -362,7 +385,7 @@ def _check_model_and_batch(run: RunConfig, layout: Layout, schedule: str, expert
 
 
 def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
-    """The largest micro-batch that the schedule runs with; 1 when none works, for `check_batch` to explain."""
+    """Return the largest micro-batch that the schedule accepts; 1 when none works, so that `check_batch` explains why."""
     check_sizes(global_batch=global_batch)
     rows, info = global_batch // layout.dp, find_schedule(schedule)
     sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
 
 from lightning_3d.config.cluster import ClusterConfig
+from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.plan import PlanOptions
 from lightning_3d.layout.layout import AXES
+from lightning_3d.models.pretrained_config import complete_model
+from lightning_3d.models.spec import ModelSpec
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
 MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_parameters", "config", "pretrained", "lora")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelismConfig:
-    """Group `parallelism`: `Lightning3DStrategy`, or a class made of it, and its arguments."""
+    """Group `parallelism`: `Lightning3DStrategy`, or a subclass, and its arguments."""
 
     _target_: str = "lightning_3d.Lightning3DStrategy"
     _convert_: str = "all"
@@ -52,16 +55,16 @@ class ParallelismConfig:
     self_check: str = "auto"
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrecisionConfig:
-    """Group `precision`: a name of `PRECISIONS`, or auto."""
+    """Group `precision`: a name in `PRECISIONS`, or auto."""
 
     name: str = MISSING
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainerConfig:
-    """Group `trainer`: how long, how often, and arguments of Lightning's `Trainer`."""
+    """Group `trainer`: length of a run, intervals, and arguments of Lightning's `Trainer`."""
 
     max_steps: int = MISSING
     max_time: str | None = None
@@ -80,10 +83,10 @@ class TrainerConfig:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
-    """A whole run. `model`, `data` and `optimizer` are checked by what they are for; loggers and callbacks have a
-    `_target_`.
+    """A whole run. `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's; loggers and
+    callbacks have a `_target_`.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -100,3 +103,30 @@ class RunConfig:
     force: bool = False
     profile: str | None = None
     run_folder: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompleteRun(RunConfig):
+    """A run whose group `model` is complete, with the sizes of its model.
+
+    Attributes:
+        spec: sizes of the model.
+        lora: adapters that are trained instead of the weights; `lora.r` is None where all weights are trained.
+    """
+
+    spec: ModelSpec
+    lora: LoraOptions
+
+
+def complete_run(run: RunConfig) -> CompleteRun:
+    """Complete the group `model` from its pretrained folder, and read adapters and sizes. The only place where a run reads sizes.
+
+    Raises:
+        ConfigError: adapters, fields or sizes that cannot be. CheckpointError: no pretrained folder that can be read.
+    """
+    if isinstance(run, CompleteRun):
+        return run
+    lora = LoraOptions.of(run.model)
+    model, spec = complete_model(run.model, dry=run.trainer.dry)
+    values = {entry.name: getattr(run, entry.name) for entry in fields(run)}
+    return CompleteRun(**{**values, "model": model}, spec=spec, lora=lora)

@@ -1,5 +1,5 @@
-"""Config sources: `layout://` makes a configuration of every layout name, `cluster://` of every number of nodes,
-`recipe://` shows the recipes as group `recipe`.
+"""Config sources: `layout://` makes a configuration from every layout name, `cluster://` from every number of nodes, and
+`recipe://` offers the recipes as the group `recipe`.
 
 Hydra calls the methods with keywords, so parameters keep the names of its base class.
 """
@@ -19,21 +19,21 @@ from lightning_3d.layout.layout import DEGREES
 
 
 class NamedConfigs(ConfigSource):
-    """Configurations of one group, found by their names. Each kind says which names it takes and what they mean."""
+    """Configurations of one group, made from their names. Subclasses define the accepted names and their content."""
 
     group: ClassVar[str]
 
     @abstractmethod
     def accepts(self, name: str) -> bool:
-        """Whether there is a configuration of this name. Others are left to the files of other sources."""
+        """Check whether this source has a configuration of this name. Other names are left to other sources."""
 
     @abstractmethod
     def make(self, name: str) -> tuple[str | dict[str, Any], dict[str, str | None]]:
-        """(content, header) of an accepted name, as a file would have them."""
+        """Return (content, header) of an accepted name, as a file would have them."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What to offer in `--help`, in messages and to a shell that completes."""
+        """Return names for `--help`, messages and shell completion."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = self._name(config_path)
@@ -67,7 +67,7 @@ def _bare(config_path: str) -> str:
 
 
 class LayoutSource(NamedConfigs):
-    """`parallelism=tp4_pp2_dp4` and every other layout, on top of `parallelism/base`; `auto` leaves open what the planner chooses."""
+    """Source of `parallelism=tp4_pp2_dp4` and every other layout, based on `parallelism/base`; `auto` leaves keys to the planner."""
 
     group = "parallelism"
 
@@ -87,9 +87,9 @@ class LayoutSource(NamedConfigs):
 
 
 def looks_like_layout(name: str) -> bool:
-    """Whether a name is meant as a layout: parts of letters and a number, at least one of them an axis.
+    """Check whether a name is meant as a layout: parts of letters and a number, at least one of them an axis.
 
-    Wrong ones too (`tp2_xp2`, `tp0`, `tp2_tp2`): an error inside a config source becomes a long traceback, so they
+    Wrong layouts count too (`tp2_xp2`, `tp0`, `tp2_tp2`): an error inside a config source becomes a long traceback, so they
     compose, and the check after composition refuses them.
     """
     parts = re.findall(r"(?:^|_)([A-Za-z]+)-?\d+(?=_|$)", name)
@@ -97,9 +97,9 @@ def looks_like_layout(name: str) -> bool:
 
 
 class ClusterSource(NamedConfigs):
-    """`cluster=h100_32x8`: 32 nodes with 8 GPUs each, of the kind in the file `cluster/h100`, which may be another app's.
+    """Source of `cluster=h100_32x8`: 32 nodes with 8 GPUs each, of the kind in the file `cluster/h100`, which another app may provide.
 
-    Numbers that no cluster has (`h100_0x8`) compose too, and the check after composition refuses them.
+    Impossible numbers (`h100_0x8`) compose too, and the check after composition refuses them.
     """
 
     group = "cluster"
@@ -125,7 +125,7 @@ class ClusterSource(NamedConfigs):
 
 
 class RecipeSource(NamedConfigs):
-    """`recipe=NAME` from the files of `recipes/`, which lie outside the folder of the groups."""
+    """Source of `recipe=NAME`, from the files of `recipes/`, which is outside the folder of the groups."""
 
     group = "recipe"
 

@@ -1,6 +1,5 @@
-"""`lightning-3d dryrun`: what ranks of a job would hold, send and compute, without its hardware. Importing it imports no torch.
+"""Run ranks of a job without its hardware, to measure what they hold, send and compute. Importing the package imports no torch.
 
-`run` takes one rank through training steps, on tensors without values in process groups that send nothing (`shapes`; `remembered`: what
-operations returned before). `metering` watches operations, `measured` makes of that what a rank does in a step, of a dry run and of a real
-one alike. `timeline` places actions in time. `command` is the command line.
+`run` takes one rank through training steps on tensors without values, in process groups that send nothing (`shapes`; `shape_cache` reuses
+results). `meter` watches operations and `rank_report` sums up a step, in a dry run as in a real run. `timeline` places actions in time.
 """

@@ -1,6 +1,6 @@
-"""Watches every operation of a rank: which bytes are alive and what for, what is communicated, how much is multiplied.
+"""Watch every operation of a rank: which bytes are alive and for what purpose, what is communicated, how much is computed.
 
-The same for real tensors and for fake ones (`shapes`), so that a dry run and a run can be compared.
+Works on real tensors and on fake ones (`shapes`), so that a dry run and a real run can be compared.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_3d.compat.torch_fake import Collective, collective_of, flops_of
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, COMMUNICATION, TEMPORARY, OTHER = "activations", "communication", "temporary", "other"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, TEMPORARY, OTHER)
-"""What bytes are for. Parameters: with buffers, and gathered ones of ZeRO-3. Gradients: local, reduced, and their flat buffers. Optimizer:
-its state and master weights. Activations: what a forward leaves for its backward, the hidden states that are received among it.
-Communication: buffers that are sent or received and live no longer than one action. Temporary: everything else that lives no longer: work
-within a block, logits and loss, what recomputation makes again. Other: batches, numbers that are logged."""
+"""Purposes of memory. Parameters: with buffers, and gathered parameters of ZeRO-3. Gradients: local, reduced, and their flat buffers.
+Optimizer: its state and master weights. Activations: tensors that a forward keeps for its backward, received hidden states included.
+Communication: buffers that are sent or received and freed within one action. Temporary: everything else that is freed within one action:
+intermediate results of a block, logits, loss, recomputed tensors. Other: batches, logged numbers."""
 
 _FRESH, _FRESH_SENT = "fresh", "fresh and sent"
 
@@ -40,11 +40,12 @@ class _Entry:
 
 @dataclass
 class Usage:
-    """What a stretch of a rank's work used.
+    """Resources that a part of a rank's work used.
 
     Attributes:
-        peak: bytes by category when the most were alive. collectives: how often each was called. flops: of matrix products, attention
-            among them, forward and backward.
+        peak: bytes by category at the moment when most were alive.
+        collectives: number of calls of each collective.
+        flops: floating-point operations of matrix products, including attention, forward and backward.
     """
 
     peak: Counter[str] = field(default_factory=Counter)
@@ -53,18 +54,18 @@ class Usage:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive."""
+        """Most bytes that were alive at a time."""
         return sum(self.peak.values())
 
 
 class Meter(TorchDispatchMode):
-    """Keeps account of storages from their first appearance in an operation until they are freed.
+    """Tracks storages from their first appearance in an operation until they are freed.
 
-    What is allocated between two calls of `settle` is fresh; `settle` says what the part of it that is still alive is for, the rest was
-    temporary. `hold` says so of tensors that are known.
+    Storages allocated between two calls of `settle` are fresh. `settle` gives those that are still alive a category; the others were
+    temporary. `hold` gives known tensors their category.
 
     Attributes:
-        usage: since the last `reset`.
+        usage: resources used since the last `reset`.
     """
 
     def __init__(self) -> None:
@@ -79,16 +80,16 @@ class Meter(TorchDispatchMode):
 
     @property
     def now(self) -> Counter[str]:
-        """Bytes that are alive, by category."""
+        """Bytes that are alive now, by category."""
         return +self._bytes
 
     def reset(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self.usage = Usage()
         self._take_snapshot()
 
     def hold(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Say what tensors are for; those of unknown storages are known from here on."""
+        """Assign tensors to a category; unknown storages are tracked from here on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             entry = self._entries.get(storage._cdata)
@@ -98,10 +99,10 @@ class Meter(TorchDispatchMode):
                 self._move(storage._cdata, entry, category)
 
     def settle(self, category: str) -> None:
-        """A stretch of work is over: what it allocated and left alive is of this category, unless `hold` said otherwise."""
+        """Assign what a part of the work allocated and left alive to a category, unless `hold` assigned it before."""
         for key, entry in list(self._fresh.items()):
             self._move(key, entry, category)
-        if self._snapshot:  # what did not survive was temporary
+        if self._snapshot:  # what was freed was temporary
             peak = self.usage.peak
             peak[TEMPORARY] += peak.pop(_FRESH, 0)
             peak[COMMUNICATION] += peak.pop(_FRESH_SENT, 0)
@@ -118,7 +119,7 @@ class Meter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Enter what an operation returned, and what it did."""
+        """Record the result of an operation, and its communication or computation."""
         sent = collective_of(func, args)
         if sent is not None:
             self.usage.collectives[sent] += 1
@@ -143,7 +144,7 @@ class Meter(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _resized(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """`UntypedStorage.resize_`, which is no operation."""
+        """Wrap `UntypedStorage.resize_`, which is not an operation that torch dispatches."""
 
         def call(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -161,7 +162,7 @@ class Meter(TorchDispatchMode):
             self._add(storage, _FRESH)
 
     def _is_counted(self, tensor: Tensor) -> bool:
-        """Whether a tensor has memory."""
+        """Check whether a tensor has memory."""
         return not tensor.is_meta
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
@@ -191,7 +192,7 @@ class Meter(TorchDispatchMode):
         self._snapshot = self._number
 
     def _move(self, key: int, entry: _Entry, category: str) -> None:
-        """Give a storage another category, also where it was alive at a peak since the last `settle`."""
+        """Move a storage to another category, also in the peak if it was alive there since the last `settle`."""
         self._bytes[entry.category] -= entry.bytes
         self._bytes[category] += entry.bytes
         if entry.category in (_FRESH, _FRESH_SENT):

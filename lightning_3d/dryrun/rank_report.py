@@ -1,4 +1,4 @@
-"""What one rank does in a training step, measured by a meter that follows it, in a dry run or in a real one."""
+"""Measure what one rank does in a training step, in a dry run or in a real run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ _MESSAGES = ("send", "recv")
 
 @dataclass
 class RankReport:
-    """What one rank does in a training step.
+    """Work of one rank in a training step.
 
     Attributes:
-        rank, coordinates: global, and along each axis. stages: of the pipeline that it has.
-        parameters: of this rank's part of the model, whole on each data-parallel rank. whole: of the model.
-        micro_batches: of the step that were run; what the others add is known from these, see `representative`.
-        usage: memory, collectives and operations of the whole step. flops: of each action that was run.
+        rank: global rank.
+        coordinates: rank along each axis.
+        stages: pipeline stages of the rank.
+        parameters: parameters in this rank's part of the model, before ZeRO shards them.
+        whole: parameters of the whole model.
+        micro_batches: micro-batches that were run; the others add what these show, see `representative`.
+        usage: memory, collectives and operations of the whole step.
+        flops: floating-point operations of each action that was run.
         kept: bytes by category between two steps.
     """
 
@@ -43,7 +47,9 @@ class Measured:
     """Callback and strategy hooks that let a meter follow a rank through its steps.
 
     Args:
-        meter: under which module and steps run. step: which batch to measure, from 0.
+        meter: meter under which the module and its steps run.
+        report: report to fill.
+        step: batch to measure, from 0.
     """
 
     def __init__(self, meter: Meter, report: RankReport, step: int) -> None:
@@ -53,7 +59,7 @@ class Measured:
         self.peak_of_schedule: Counter[str] = Counter()
 
     def follow(self, strategy: Any) -> pl.Callback:
-        """A callback that measures the batch."""
+        """Make the callback that measures the batch."""
         measured = self
 
         class Window(pl.Callback):
@@ -65,7 +71,7 @@ class Measured:
                     measured.settle(strategy, OTHER)
                     measured.report.kept = measured.meter.now
                     measured.meter.reset()
-                    measured.by_micro_batch.clear()  # of the steps before
+                    measured.by_micro_batch.clear()  # those of earlier steps
 
             def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
                 measured.settle(strategy, OTHER)
@@ -76,14 +82,16 @@ class Measured:
         return Window()
 
     def settle(self, strategy: Any, category: str) -> None:
+        """Assign parameters and the backend's tensors to their categories, and fresh storages to `category`."""
         module = strategy.lightning_module
         self.meter.hold(PARAMETERS, [*module.parameters(), *module.buffers()])
-        for kind, tensors in strategy._backend.held().items():
+        for kind, tensors in strategy.built.backend.held().items():
             self.meter.hold(kind, tensors)
         self.meter.settle(category)
 
     @contextmanager
     def around(self, strategy: Any, action: Action) -> Iterator[None]:
+        """Measure an action of the schedule."""
         self.settle(strategy, OTHER)
         usage, activations = self.meter.usage, self.meter.now[ACTIVATIONS]
         flops, collectives = usage.flops, usage.collectives.copy()
@@ -96,15 +104,16 @@ class Measured:
             self.left_behind[action.stage, action.micro_batch] = self.meter.now[ACTIVATIONS] - activations
 
     def add_micro_batches(self, more: int, bounded: bool) -> None:
-        """Add to the report what further micro-batches would do, each as one in the middle did.
+        """Add the work of further micro-batches to the report, each like one in the middle.
 
         Args:
-            bounded: no more of them are in flight at a time. Otherwise all are.
+            more: number of further micro-batches.
+            bounded: whether they leave the number in flight unchanged. Otherwise all are in flight at once.
         """
         report, run = self.report, self.report.micro_batches
         usage, middle = report.usage, run // 2
         for call, count in self.by_micro_batch[middle].items():
-            if call.name not in _MESSAGES:  # those are posted ahead, in the action of another micro-batch
+            if call.name not in _MESSAGES:  # messages are posted ahead, in the action of another micro-batch
                 usage.collectives[call] += more * count
         for call in [call for call in usage.collectives if call.name in _MESSAGES]:
             usage.collectives[call] += more * usage.collectives[call] // run

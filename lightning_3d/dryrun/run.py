@@ -1,10 +1,9 @@
-"""One rank of a job without its hardware: what it holds, sends and computes in a training step.
+"""Run one rank of a job without its hardware, to measure what it holds, sends and computes in a training step.
 
-The user's module runs through Lightning's Trainer and this package's strategy, rewrites and schedule, as in training, on tensors that have
-a shape and no values (`shapes`), in process groups that send nothing, and with a ZeRO backend for shapes (`zero.shape_only`). Every
-operation is watched (`metering`).
+The user's module runs through Lightning's Trainer and this package's strategy, rewrites and schedule, as in training. Its tensors have a
+shape but no values (`shapes`), its process groups send nothing, and its ZeRO backend works on shapes. `meter` watches every operation.
 
-Assumed, as nothing has values: routers send equally many tokens to every rank; no gradient is missing; no loss is NaN.
+Because nothing has values, it is assumed that routers send equally many tokens to every rank, no gradient is missing and no loss is NaN.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
@@ -24,29 +22,28 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_3d.dryrun.rank_report import Measured, RankReport
-from lightning_3d.dryrun.shapes import ShapeMeter, Told, alone
+from lightning_3d.dryrun.shapes import Found, ShapeMeter, alone
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, rank_of_stage
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.pipeline import runs_now
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.parallel.pipeline.transport import AHEAD
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
-from lightning_3d.strategy.step import MicroBatches, cut_batch
-from lightning_3d.strategy.step.checks import most_micro_batches
+from lightning_3d.strategy.step import MicroBatches
+from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 STEPS = 2
-"""The first step makes the optimizer's state, tells the pipeline the shape of its messages and what is logged. The second is measured."""
+"""The first step creates the optimizer's state and shows the shapes of messages and what is logged. The second one is measured."""
 
 
 class DryStrategy(Lightning3DStrategy):
-    """The strategy of a rank that is alone and has no values."""
+    """Strategy of a rank that runs alone, on tensors without values."""
 
     _shape_only = True
     meter: ShapeMeter
-    told: Told
+    found: Found
     report: RankReport
     micro_batches: tuple[int, ...]
     for_gpus: bool
@@ -55,33 +52,31 @@ class DryStrategy(Lightning3DStrategy):
     @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
-        assert self.layout is not None
-        self.mesh = Mesh(self.layout)
+        self._mesh = Mesh(self.layout or Layout())
 
     def _materialize(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.meter.materialize(root)
 
     @override
     def _build(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.user_module
         self.report.whole = sum(parameter.numel() for parameter in module.parameters())
         super()._build()
-        assert self.model_parts is not None and self._runner is not None
+        built = self.built
+        built.splitter = _FirstMicroBatches(cast(BatchSplitter, built.splitter), self.micro_batches)
         for layer in module.modules():
             if isinstance(layer, DispatchedExperts):
                 layer.expert_parallel.balanced = True
         self.report.parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.report.stages = tuple(self.model_parts.parameters)
-        self._runner.after_first_backward = None
+        self.report.stages = tuple(built.parts.parameters)
+        built.runner.after_first_backward = None
         if not self.engine.owns_last:
-            self._runner.told = self.told.totals
+            built.runner.known_totals = self.found.totals
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None and self._backend is not None and self.model_parts is not None
         with self.meter:
-            self._backend.shard(self.lightning_module, self.model_parts.blocks, self.root_device, runs_now)
+            self.built.shard()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -89,34 +84,15 @@ class DryStrategy(Lightning3DStrategy):
             super().setup_optimizers(trainer)
         for group in self.optimizers[0].param_groups if self.for_gpus else ():
             if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # what torch chooses there
-
-    @override
-    def _micro_batches(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
-        """The first ones of the batch. Without the checks that compare this rank's data with others'."""
-        assert self.layout is not None and self.lightning_module is not None
-        schedule = find_schedule(self.schedule)
-        agree = partial(most_micro_batches, mesh=self._require_mesh(), device=self.root_device) if self._runs_together(training) else None
-        all_of_them = cut_batch(
-            batch,
-            self.micro_batch_size,
-            schedule=schedule,
-            pp=self.layout.pp,
-            vp=self.layout.vp,
-            split_batch=self._split_batch,
-            agree=agree,
-        )
-        step = self.lightning_module.trainer.fit_loop.batch_idx
-        return replace(all_of_them, batches=all_of_them.batches[: self.micro_batches[step]])
+                group["foreach"] = True  # torch's default on GPUs
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._metered():
             result = super().training_step(*args, **kwargs)
         if self.engine.owns_last:
-            assert self._runner is not None
-            self.told.totals = self._runner.totals
-            self.told.known("totals")
+            self.found.totals = self.built.runner.totals
+            self.found.known("totals")
         return result
 
     @override
@@ -126,7 +102,7 @@ class DryStrategy(Lightning3DStrategy):
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
-        """Under the meter, once: the step of an optimizer calls the training step."""
+        """Enter the meter, but only once: the optimizer's step calls the training step."""
         if self._is_metered:
             yield
             return
@@ -139,15 +115,31 @@ class DryStrategy(Lightning3DStrategy):
 
     @override
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
-        """None is read or written."""
+        """Hold no folders: no checkpoint is read or written."""
 
     @override
     def teardown(self) -> None:
-        """Nothing of it is kept."""
+        """Do nothing: nothing is kept."""
+
+
+@dataclass(frozen=True)
+class _FirstMicroBatches:
+    """The first micro-batches of each batch, without the checks that compare this rank's data with others'.
+
+    Attributes:
+        counts: how many of each batch.
+    """
+
+    splitter: BatchSplitter
+    counts: tuple[int, ...]
+
+    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches:
+        whole = self.splitter.split_unchecked(batch, loader, index, training=training)
+        return replace(whole, batches=whole.batches[: self.counts[index]])
 
 
 class _Environment(ClusterEnvironment):
-    """A place in a world that is not there."""
+    """Cluster environment of a rank in a world that does not exist."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
@@ -179,13 +171,19 @@ class _Environment(ClusterEnvironment):
 
 @dataclass(frozen=True)
 class Job:
-    """A training job that can be run dry.
+    """A training job for a dry run.
 
     Attributes:
-        module: makes the user's module. strategy: makes its strategy, of the class that it is given (a `DryStrategy` too).
+        module: makes the user's module.
+        strategy: makes its strategy from the class that it is given, a `DryStrategy`.
         batch: makes the batch of one data-parallel rank for an optimizer step of so many micro-batches.
-        layout, schedule: resolved. precision: as Lightning's Trainer takes it. clip: its gradient_clip_val.
-        gpu: the job is one for GPUs, over NCCL. whole: run every micro-batch of a step, also those that add nothing new.
+        layout: resolved layout.
+        schedule: resolved pipeline schedule.
+        micro_batches: micro-batches of an optimizer step.
+        precision: precision, as Lightning's Trainer takes it.
+        clip: gradient_clip_val of the Trainer.
+        gpu: whether the job is for GPUs, over NCCL.
+        whole: whether to run every micro-batch of a step, also those that add nothing new.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -200,23 +198,27 @@ class Job:
     whole: bool = False
 
     def order(self, micro_batches: int) -> Order:
-        """What all ranks of the pipeline do in a step."""
+        """Return the actions of all pipeline ranks in a step."""
         return training_order(self.schedule, self.layout.pp, self.layout.vp, micro_batches)
 
     def accepted(self) -> list[int]:
-        """Numbers of micro-batches that the schedule runs, up to those of a step."""
+        """List the numbers of micro-batches that the schedule accepts, up to those of a step."""
         accepts = find_schedule(self.schedule).accepts
         return [count for count in range(1, self.micro_batches + 1) if accepts(self.layout.pp, self.layout.vp, count)]
 
 
 def representative(job: Job, index: int) -> tuple[int, bool]:
-    """How many micro-batches a rank must run to be in every state that it is in during a whole step, and True.
+    """Find how many micro-batches a rank must run to pass through every state of a whole step.
 
-    A state is what it does next, how many micro-batches of each of its stages wait for their backward, and which stages have gradients:
-    memory depends on nothing else. Where all wait at once (GPipe) each adds the same, so that some are enough; False then.
+    A state is the next action, the number of micro-batches of each stage that wait for their backward, and the stages with gradients:
+    memory depends on nothing else. Where all micro-batches wait at once (GPipe), each adds the same, so some are enough.
 
     Args:
-        index: of the rank in its pipeline.
+        job: the job.
+        index: index of the rank in its pipeline.
+
+    Returns:
+        The number; and whether further micro-batches leave the number in flight unchanged.
     """
     counts = job.accepted()
     most = counts[-1]
@@ -248,58 +250,59 @@ def _states(actions: Sequence[Action]) -> set[Any]:
     return seen
 
 
-def dry_run(job: Job, rank: int, told: Told | None = None) -> RankReport:
+def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
     """Run one rank of a job without values, in this process, which must have no process groups.
 
     Args:
-        told: what ranks of the same pipeline that were run before have found out; of the first and the last stage it is found out here
-            where it is missing.
+        job: the job.
+        rank: global rank.
+        found: facts from ranks of the same pipeline that ran before; missing facts from the first and last stage are found here.
     """
-    told = Told() if told is None else told
+    found = Found() if found is None else found
     layout = job.layout
     pipeline = layout.group_of(rank, "pp")
     first, last = pipeline[0], pipeline[_owner_of_last(job)]
-    if layout.pp > 1 and first != last and not told.objects.get(0):
-        _run_until_known(job, first, told, "shape")
-    if rank != last and told.totals is None:
-        _run_until_known(job, last, told, "totals")
-    return _run(job, rank, told)
+    if layout.pp > 1 and first != last and not found.objects.get(0):
+        _run_until_known(job, first, found, "shape")
+    if rank != last and found.totals is None:
+        _run_until_known(job, last, found, "totals")
+    return _run(job, rank, found)
 
 
 def _owner_of_last(job: Job) -> int:
-    """Index in the pipeline of the rank with the last stage."""
+    """Return the index in the pipeline of the rank with the last stage."""
     v_shaped = find_schedule(job.schedule).v_shaped and job.layout.pp > 1
     return rank_of_stage(job.layout.pp * job.layout.vp - 1, job.layout.pp, job.layout.vp, v_shaped)
 
 
 class _Known(BaseException):
-    """Ends a run that was made to find something out."""
+    """Ends a run that was started to find out one fact."""
 
 
-def _run_until_known(job: Job, rank: int, told: Told, wanted: str) -> None:
-    """Run a rank only for what it tells the others: the first one the shape of messages, the last one what is logged."""
+def _run_until_known(job: Job, rank: int, found: Found, wanted: str) -> None:
+    """Run a rank only for facts that others need: the first rank for the shape of messages, the last one for what is logged."""
 
     def stop(what: str) -> None:
         if what == wanted:
             raise _Known
 
-    told.known = stop
+    found.known = stop
     with suppress(_Known):
-        _run(job, rank, told)
-    told.known = lambda what: None
+        _run(job, rank, found)
+    found.known = lambda what: None
 
 
-def _run(job: Job, rank: int, told: Told) -> RankReport:
+def _run(job: Job, rank: int, found: Found) -> RankReport:
     layout = job.layout
     report = RankReport(rank, layout.coordinates(rank))
     pipeline = layout.group_of(rank, "pp")
-    told.objects.pop(pipeline.index(rank), None)
-    with alone(rank, layout.world_size, pipeline, told, gloo=not job.gpu), isolate_rng(), silence():
+    found.objects.pop(pipeline.index(rank), None)
+    with alone(rank, layout.world_size, pipeline, found, gloo=not job.gpu), isolate_rng(), silence():
         strategy = job.strategy(DryStrategy)
         if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
             strategy.zero = replace(strategy.zero, reduce_scatter=True)
         meter = ShapeMeter()
-        strategy.meter, strategy.told, strategy.report = meter, told, report
+        strategy.meter, strategy.found, strategy.report = meter, found, report
         measured = Measured(meter, report, STEPS - 1)
         report.micro_batches, bounded = representative(job, pipeline.index(rank))
         strategy.for_gpus = job.gpu

@@ -1,7 +1,7 @@
-"""A rank without its memory and without other ranks: tensors that have a shape and no values, in process groups that send nothing.
+"""Run a rank without memory and without other ranks: tensors have a shape but no values, and process groups send nothing.
 
-Small tensors of numbers that decide what is done (token ids, counts, flags) stay real, so that decisions are those of a run. What is
-computed from fake tensors has no values: where a program reads one all the same, it gets 1 or True.
+Small tensors that control decisions (token ids, counts, flags) stay real, so that decisions are those of a real run. Results computed from
+fake tensors have no values: a program that reads one gets 1 or True.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.torch_fake import data_dependent_errors, device_of_fake, fake_backend, fake_mode, is_fake
 from lightning_3d.dryrun.meter import Meter
-from lightning_3d.dryrun.shape_cache import Remembered, tensors_in
+from lightning_3d.dryrun.shape_cache import ShapeCache, tensors_in
+from lightning_3d.strategy.step.totals import BatchTotals
 
 NEW, FEW, MANY = 16, 4096, 2**20
-"""Elements up to which tensors are real: new floating-point ones, those that are computed from real ones, and whole numbers and flags."""
+"""Most elements of a real tensor: of a new floating-point one, of one computed from real ones, and of integers and flags."""
 
 
 class ShapeMeter(Meter):
-    """A meter under which new tensors are fake unless they are small."""
+    """Meter under which new tensors are fake unless they are small."""
 
     def __init__(self) -> None:
         super().__init__()
         self._mode = fake_mode()
-        self._remembered = Remembered(self._mode)
+        self._cache = ShapeCache(self._mode)
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor without values."""
+        """Make a tensor without values."""
         with self._mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -40,7 +41,7 @@ class ShapeMeter(Meter):
         return is_fake(tensor) or not tensor.is_meta
 
     def materialize(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Give all parameters and buffers of a module, on meta or in memory, shapes without values. Tied ones stay tied."""
+        """Replace all parameters and buffers of a module, on meta or in memory, by fake tensors. Tied ones stay tied."""
         made: dict[int, Any] = {}
         for owner in module.modules():
             for name, parameter in list(owner._parameters.items()):
@@ -92,19 +93,19 @@ class ShapeMeter(Meter):
         if fakes < len(tensors) and _writes(func) and not is_fake(args[0]):
             if name == "copy_":
                 with torch.no_grad():
-                    args[0].fill_(1)  # what it is, nobody knows
+                    args[0].fill_(1)  # its value is unknown
             return args[0]
-        key = self._remembered.key(func, args, kwargs)
-        result = self._remembered.recall(key, tensors)
+        key = self._cache.key(func, args, kwargs)
+        result = self._cache.recall(key, tensors)
         if result is None:
             with self._mode:
                 result = _ask(func, name, args, kwargs)
-            self._remembered.note(key, tensors, result)
+            self._cache.note(key, tensors, result)
         return result
 
 
 def _ask(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:  # there are shapes for bf16 only (torch 2.11 to 2.13)
+    if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:  # fake tensors support bf16 only (torch 2.11 to 2.13)
         return func(*(part.bfloat16() for part in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
 
@@ -114,7 +115,7 @@ def _is_small(tensor: Tensor, few: int) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    """Whether an operator changes its first argument."""
+    """Check whether an operator changes its first argument."""
     arguments = func._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
@@ -126,48 +127,52 @@ def _assumed(tensor: Tensor) -> bool | int | float:
 
 
 @dataclass
-class Told:
-    """What ranks of a pipeline tell each other beside tensors, found by running them one after the other.
+class Found:
+    """Facts that ranks of a pipeline tell each other besides tensors, found by running the ranks one after the other.
 
     Attributes:
-        objects: that a rank has broadcast, by its index in the pipeline, in order. totals: numbers of a step that only the last stage has.
-        known: called with "shape" when the first rank has told that of messages, with "totals" when the last one has told them.
+        objects: objects that a rank broadcast, in order, by its index in the pipeline.
+        totals: numbers of a step that only the last stage has.
+        known: called with "shape" when the first rank has broadcast the shape of messages, with "totals" when the last one has totals.
     """
 
     objects: dict[int, list[Any]] = field(default_factory=dict)
-    totals: tuple[float, ...] | None = None
+    totals: BatchTotals | None = None
     known: Callable[[str], None] = lambda what: None
 
 
 @contextmanager
-def alone(rank: int, world_size: int, pipeline: Sequence[int], told: Told, *, gloo: bool) -> Iterator[None]:
-    """Process groups of one rank of a world, without any other: collectives return at once and send nothing.
+def alone(rank: int, world_size: int, pipeline: Sequence[int], found: Found, *, gloo: bool) -> Iterator[None]:
+    """Create the process groups of one rank without any other rank: collectives return at once and send nothing.
 
     Args:
-        pipeline: global ranks of its pipeline. told: what they tell each other.
-        gloo: behave as over gloo, on CPUs; otherwise as over NCCL.
+        rank: global rank.
+        world_size: number of ranks.
+        pipeline: global ranks of its pipeline.
+        found: facts that they tell each other.
+        gloo: whether to behave as over gloo, on CPUs; otherwise as over NCCL.
 
     Raises:
-        RuntimeError: this process has process groups already.
+        RuntimeError: this process already has process groups.
     """
     if dist.is_initialized():
-        raise RuntimeError("A dry run needs a process without process groups of its own.")
+        raise RuntimeError("A dry run needs a process that has no process groups.")
     backend, store = fake_backend(gloo)
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
     asked: dict[int, int] = {}
     broadcast = dist.broadcast_object_list
 
     def broadcast_objects(objects: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
-        if group is None or src not in pipeline:  # to the whole world, which would say what this rank says
+        if group is None or src not in pipeline:  # to the whole world, where this rank's own objects are right
             return
         index = pipeline.index(src)
         if src == rank:
-            told.objects.setdefault(index, []).append(list(objects))
+            found.objects.setdefault(index, []).append(list(objects))
             if index == 0:
-                told.known("shape")
-        elif index in told.objects:
+                found.known("shape")
+        elif index in found.objects:
             number = asked[index] = asked.get(index, -1) + 1
-            objects[:] = told.objects[index][min(number, len(told.objects[index]) - 1)]
+            objects[:] = found.objects[index][min(number, len(found.objects[index]) - 1)]
 
     dist.broadcast_object_list = broadcast_objects  # type: ignore[assignment]
     try:

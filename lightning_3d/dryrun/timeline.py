@@ -1,7 +1,7 @@
-"""When each rank of a pipeline does what, drawn as text and as SVG. Imports no torch.
+"""Timeline of a pipeline: the actions of each rank, drawn as text and as SVG. Imports no torch.
 
-The order of actions is the schedule's, played as the planner plays it; how long one takes is given: operations counted, a model, a
-measurement.
+The order of actions is the schedule's, simulated as in the planner. Their durations are given: counted operations, predictions or
+measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_3d.planner.timeline import StageSeconds, play
 
 @dataclass(frozen=True)
 class Bar:
-    """An action in time."""
+    """An action with its start and end."""
 
     letter: str
     stage: int
@@ -26,10 +26,11 @@ class Bar:
 
 
 def place(order: Order, duration: Mapping[tuple[str, int], float]) -> list[list[Bar]]:
-    """The actions of each rank in time: each begins when the one before it on its rank, and the one that it waits for, are over.
+    """Place the actions of each rank in time: each starts when the previous one on its rank and the one that it depends on have ended.
 
     Args:
-        order: of all ranks. duration: (letter, stage) -> how long such an action takes, in any unit. Messages take no time.
+        order: order of the actions of all ranks.
+        duration: duration of an action by (letter, stage), in any unit. Messages take no time.
     """
     stages = [_seconds(stage, duration) for stage in range(1 + max(stage for actions in order for stage, _, _ in actions))]
     bars: list[list[Bar]] = [[] for _ in order]
@@ -44,13 +45,13 @@ def _seconds(stage: int, duration: Mapping[tuple[str, int], float]) -> StageSeco
 
 
 def idle(bars: Sequence[Sequence[Bar]]) -> float:
-    """Share of the time of all ranks in which they do nothing, 0 to 1."""
+    """Return the share of the time of all ranks in which they are idle, 0 to 1."""
     end = max(bar.stop for rank in bars for bar in rank)
     return 1 - sum(bar.stop - bar.start for rank in bars for bar in rank) / (end * len(bars))
 
 
 def as_text(bars: Sequence[Sequence[Bar]], width: int = 100) -> str:
-    """One line a rank; `F` and so on while it works, in capitals for its first stage, a dot where it waits."""
+    """Draw one line for each rank: the letter of its action, in capitals for its first stage, and a dot while it waits."""
     end = max(bar.stop for rank in bars for bar in rank)
     lines = []
     for number, rank in enumerate(bars):
@@ -69,7 +70,7 @@ _WORDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backwa
 
 
 def as_svg(bars: Sequence[Sequence[Bar]], title: str, width: int = 1400, row: int = 28) -> str:
-    """A drawing: a row for each rank, a box for each action, darker for later stages of a rank."""
+    """Draw a row for each rank and a box for each action, paler for later stages of a rank."""
     end = max(bar.stop for rank in bars for bar in rank)
     scale, left, top = (width - 70) / end, 60, 54
     height = top + row * len(bars) + 10

@@ -1,7 +1,7 @@
-"""`lightning-3d launch jobset` and `pytorchjob`: manifests for `kubectl apply`, in whose pods torchrun starts the ranks.
+"""`lightning-3d launch jobset` and `pytorchjob`: manifests for kubectl, in whose pods torchrun starts the ranks.
 
-A pod is a node of the cluster. The pods meet at the first one, whose name Kubernetes makes known (c10d rendezvous). They are
-ended and started again together, and then go on from the newest checkpoint in the run folder, which all of them see.
+A pod is a node of the cluster. The pods meet at the first one, whose name Kubernetes resolves (c10d rendezvous). They are stopped and
+restarted together, and then resume the newest checkpoint in the run folder, which all of them see.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUANTITY = r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|[kmunp])?"
 
 
 def jobset(target: Target, options: KubernetesOptions) -> dict[str, Any]:
-    """A JobSet (jobset.x-k8s.io/v1alpha2) with one indexed Job, a pod for each node.
+    """Build a JobSet (jobset.x-k8s.io/v1alpha2) with one indexed Job and a pod for each node.
 
     Its headless service gives pod 0 the name NAME-node-0-0.NAME.
     """
@@ -51,7 +51,7 @@ def jobset(target: Target, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def pytorchjob(target: Target, options: KubernetesOptions) -> dict[str, Any]:
-    """A PyTorchJob (kubeflow.org/v1) of workers only, whose number does not change. Worker 0 has a service of its name."""
+    """Build a PyTorchJob (kubeflow.org/v1) with a fixed number of workers and no master. Worker 0 has a service of its name."""
     name = _name(target, options, before="-worker-", after="")
     pod = _pod(target, options, name, master=f"{name}-worker-0")
     worker = {
@@ -61,7 +61,7 @@ def pytorchjob(target: Target, options: KubernetesOptions) -> dict[str, Any]:
     }
     spec = {
         "nprocPerNode": str(target.ranks_per_node),
-        # The operator adds up how often each of the pods was started again.
+        # The operator adds up the restarts of all pods.
         "runPolicy": {"backoffLimit": options.restarts * target.nodes, "cleanPodPolicy": "Running"},
         "elasticPolicy": {"rdzvBackend": "c10d", "rdzvPort": options.port, "minReplicas": target.nodes, "maxReplicas": target.nodes},
         "pytorchReplicaSpecs": {"Worker": worker},
@@ -76,16 +76,16 @@ def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
 
 
 def _pod(target: Target, options: KubernetesOptions, name: str, master: str, before: Sequence[str] = ()) -> dict[str, Any]:
-    """The pod of a node, the same on every node.
+    """Build the pod of a node, the same on every node.
 
     Args:
-        master: name of the first pod.
-        before: command that becomes torchrun.
+        master: host name of the first pod.
+        before: words before torchrun: a command that replaces itself by it.
     """
     if not options.image:
-        raise ConfigError("launch.image must be given: a container image with this package and its dependencies.")
+        raise ConfigError("launch.image must be given: the container image with this package and its dependencies.")
     if options.env.keys() & {"MASTER_ADDR", "MASTER_PORT"}:
-        raise ConfigError("launch.env must not name MASTER_ADDR and MASTER_PORT, where the nodes meet; launch.port is the port.")
+        raise ConfigError("launch.env must not set MASTER_ADDR or MASTER_PORT, which the launcher sets. launch.port sets the port.")
     command = torchrun_command(
         target,
         options.python,
@@ -120,7 +120,7 @@ def _pod(target: Target, options: KubernetesOptions, name: str, master: str, bef
 
 
 def _resources(target: Target, options: KubernetesOptions) -> dict[str, Any]:
-    """All GPUs of the node, and what else was asked for."""
+    """Request all GPUs of the node, and the other resources that were asked for."""
     asked = {"cpu": options.cpu, "memory": options.memory}
     requests = {key: _quantity(key, value) for key, value in asked.items() if value is not None}
     limits = {options.gpu: target.gpus_per_node} if target.gpus_per_node else {}
@@ -128,17 +128,17 @@ def _resources(target: Target, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def _folder(target: Target, options: KubernetesOptions, name: str) -> str:
-    """The run folder: in a volume, where all pods see it, and the pods that come after them."""
+    """Choose the run folder: in a volume, where all pods see it, also restarted ones."""
     for claim, path in options.volumes.items():
         _require_label("launch.volumes", claim)
         if not path.startswith("/") or ":" in path:
-            raise ConfigError(f"launch.volumes puts {claim} at {path!r}; it must be an absolute path, such as /mnt/{claim}.")
+            raise ConfigError(f"The path of a volume must be absolute, such as /mnt/{claim}; launch.volumes puts {claim} at {path!r}.")
     folder = target.folder or next((f"{path.rstrip('/')}/{name}" for path in options.volumes.values()), None)
     inside = folder is not None and any(PurePosixPath(folder).is_relative_to(path) for path in options.volumes.values())
     if folder is None or not inside:
-        where = f"is {folder}, which is in no volume" if folder is not None else "would be in the pod and be lost with it"
+        where = f"{folder} is not in a volume" if folder is not None else "would be inside the pod and be lost with it"
         raise ConfigError(
-            f"The run folder {where}. All nodes write checkpoints into it, so it must be in a shared volume: "
+            f"The run folder {where}. All nodes write checkpoints there, so it must be in a shared volume: "
             + ("launch.volumes={CLAIM: /mnt/runs}" if not options.volumes else f"hydra.run.dir={[*options.volumes.values()][0]}/NAME")
             + "."
         )
@@ -146,7 +146,7 @@ def _folder(target: Target, options: KubernetesOptions, name: str) -> str:
 
 
 def _name(target: Target, options: KubernetesOptions, *, before: str, after: str) -> str:
-    """The job's name, short enough for the names that Kubernetes makes of it."""
+    """Choose the name of the job, short enough for the names that Kubernetes derives from it."""
     room = _LABEL - len(f"{before}{target.nodes - 1}{after}")
     if options.namespace is not None:
         _require_label("launch.namespace", options.namespace)
@@ -155,30 +155,30 @@ def _name(target: Target, options: KubernetesOptions, *, before: str, after: str
     near = as_name(options.name)[:room].rstrip("-")
     if options.name != near:
         raise ConfigError(
-            f"launch.name is {options.name!r}; Kubernetes takes at most {room} lower-case letters, digits and dashes here, a letter first:"
-            f" {near}."
+            f"launch.name must be at most {room} lower-case letters, digits and dashes, a letter first, such as {near};"
+            f" got {options.name!r}."
         )
     return near
 
 
 def _require_label(key: str, name: str) -> None:
     if len(name) > _LABEL or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
-        raise ConfigError(f"{key} has the name {name!r}; Kubernetes takes at most {_LABEL} lower-case letters, digits and dashes.")
+        raise ConfigError(f"A name in {key} must be at most {_LABEL} lower-case letters, digits and dashes; got {name!r}.")
 
 
 def _quantity(key: str, value: str) -> str:
     if not re.fullmatch(_QUANTITY, value):
-        raise ConfigError(f"launch.{key} is {value!r}; Kubernetes takes quantities such as 64Gi, or 8 for cpu.")
+        raise ConfigError(f"launch.{key} must be a quantity of Kubernetes, such as 64Gi, or 8 for cpu; got {value!r}.")
     return value
 
 
 def _literal(word: str) -> str:
-    """Kubernetes puts variables in the place of $(NAME), and $ in the place of $$."""
+    """Escape a word: Kubernetes replaces $(NAME) by a variable, and $$ by $."""
     return word.replace("$", "$$")
 
 
 def as_yaml(manifest: dict[str, Any]) -> str:
-    """The manifest as text for kubectl."""
+    """Write the manifest as text for kubectl."""
     return yaml.safe_dump(manifest, sort_keys=False, width=10_000, allow_unicode=True)
 
 

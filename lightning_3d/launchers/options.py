@@ -1,7 +1,9 @@
-"""What a launcher must know beside the configuration of the run: `launch.KEY=VALUE` on the command line, with types."""
+"""Options of launchers besides the configuration of the run: `launch.KEY=VALUE` on the command line, with types."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_3d.config.keys import explain_value, unknown_key
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.runs.slurm_request import SlurmRequest
 
 PREFIX = "launch."
 
@@ -23,11 +26,11 @@ Kind = TypeVar("Kind", bound="Options")
 
 @dataclass
 class Options:
-    """Of every launcher.
+    """Options of every launcher.
 
     Attributes:
-        name: of the job; None takes the recipe's, or the model's and the layout's.
-        python: the interpreter on the nodes.
+        name: name of the job; null: the recipe's, or one made of the model and the layout.
+        python: Python interpreter on the nodes.
         env: environment variables of the ranks.
     """
 
@@ -38,13 +41,13 @@ class Options:
 
 @dataclass
 class TorchrunOptions(Options):
-    """`lightning-3d launch torchrun`.
+    """Options of `lightning-3d launch torchrun`.
 
     Attributes:
-        python: None is the interpreter that runs the launcher.
+        python: Python interpreter on the nodes; null: the one that runs the launcher.
         endpoint: HOST or HOST:PORT of the first node, where the nodes meet; must be given for several nodes.
-        address: of this node, as the others reach it; None is its name, which then must mean the same on all nodes.
-        restarts: how often all ranks are started again after a failure.
+        address: address of this node for the others; null: its host name, which then must resolve to it on all nodes.
+        restarts: number of times that all ranks are restarted after a failure.
     """
 
     python: str | None = None  # type: ignore[assignment]
@@ -54,52 +57,44 @@ class TorchrunOptions(Options):
 
 
 @dataclass
-class SlurmOptions(Options):
-    """`lightning-3d launch slurm`. What is None is left to the site's defaults.
+class SlurmOptions(SlurmRequest, Options):
+    """Options of `lightning-3d launch slurm`. Null: the site's default.
 
     Attributes:
-        python: None is the interpreter that runs the launcher.
-        partition, account, qos, time: as `sbatch` takes them.
-        cpus_per_task: of each rank.
-        memory: of each node, as SLURM writes it: 500G; 0 is all.
-        exclusive: whether the nodes run nothing else.
-        requeue: whether a job that was preempted, or whose node failed, starts again and goes on.
-        output: file of what the job prints; %j is its number.
-        sbatch, srun: further options, each as `--option=value`.
-        setup: lines of shell that run once on the first node before the ranks start: `module load ...`.
+        python: Python interpreter on the nodes; null: the one that runs the launcher.
+        time: time limit, as sbatch takes it: 24:00:00.
+        exclusive: do not share the nodes with other jobs.
+        requeue: restart and resume the job after it was preempted or one of its nodes failed.
+        output: file for the output of the job; %j is the job's number.
+        sbatch: further options of sbatch, each as "--option=value".
     """
 
     python: str | None = None  # type: ignore[assignment]
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
     time: str | None = None
-    cpus_per_task: int | None = None
-    memory: str | None = None
     exclusive: bool = False
     requeue: bool = True
     output: str = "slurm-%j.out"
     sbatch: list[str] = field(default_factory=list)
-    srun: list[str] = field(default_factory=list)
-    setup: list[str] = field(default_factory=list)
 
 
 @dataclass
 class KubernetesOptions(Options):
-    """`lightning-3d launch jobset` and `pytorchjob`.
+    """Options of `lightning-3d launch jobset` and `pytorchjob`.
 
     Attributes:
-        namespace: where the job is made; None: kubectl's own.
-        image: with this package, its dependencies and torchrun; must be given.
-        volumes: path in the container by name of a persistent volume claim. The run folder must lie in one.
+        image: container image with this package, its dependencies and torchrun; must be given.
+        namespace: namespace of the job; null: kubectl's own.
+        volumes: path in the container for each persistent volume claim, by its name. The run folder must be in one of them.
         shm: size of /dev/shm, which NCCL and data loaders use.
-        gpu: name of the resource.
-        cpu, memory: requested for each node; None requests none.
+        gpu: name of the GPU resource.
+        cpu: CPU cores requested for each node; null: none.
+        memory: memory requested for each node; null: none.
         secrets: names of secrets whose entries become environment variables.
-        node_selector, labels: of the pods; labels of the job too (queues).
-        restarts: how often all pods are started again after a failure.
-        port: where the nodes meet.
-        patience: seconds that a node waits for the others, whose images may still be on their way.
+        node_selector: node selector of the pods.
+        labels: labels of the pods and of the job (queues).
+        restarts: number of times that all pods are restarted after a failure.
+        port: port on which the nodes meet.
+        patience: seconds that a node waits for the others, which may still be pulling the image.
     """
 
     image: str | None = None
@@ -117,17 +112,28 @@ class KubernetesOptions(Options):
     patience: int = 1800
 
 
+def meanings(kind: type) -> dict[str, str]:
+    """Read the meaning of each option from the `Attributes:` of a dataclass and its bases, for `--help` and the documentation."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for entry in re.split(r"\n(?=    \w)", text):
+            names, _, meaning = " ".join(entry.split()).partition(": ")
+            found |= {name: meaning for name in names.split(", ") if meaning}
+    return found
+
+
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(options of the launcher, overrides of the run), each in order."""
+    """Separate a command line into (options of the launcher, overrides of the run), each in order."""
     options = [line for line in arguments if line.lstrip("+").startswith(PREFIX)]
     return options, [line for line in arguments if line not in options]
 
 
 def read_options(kind: type[Kind], lines: Sequence[str]) -> Kind:
-    """The options of a launcher from its part of the command line, which is written as Hydra's overrides are.
+    """Read the options of a launcher from its part of the command line, which uses the grammar of Hydra's overrides.
 
     Raises:
-        ConfigError: an option that does not exist, of a wrong type, or out of range.
+        ConfigError: an option does not exist, has a wrong type, or is out of range.
     """
     config = OmegaConf.structured(kind)
     known = [option.name for option in fields(kind)]
@@ -146,7 +152,7 @@ def read_options(kind: type[Kind], lines: Sequence[str]) -> Kind:
     for name in ("cpus_per_task", "port", "patience"):
         check_sizes(**{PREFIX + name: getattr(options, name, None)})
     if getattr(options, "restarts", 0) < 0:
-        raise ConfigError(f"launch.restarts is {options.restarts}; it must be at least 0.")  # type: ignore[attr-defined]
+        raise ConfigError(f"launch.restarts must be at least 0; got {options.restarts}.")  # type: ignore[attr-defined]
     return options
 
 
@@ -154,7 +160,7 @@ def _parse(line: str) -> tuple[str, Any]:
     try:
         override: Override = OverridesParser.create().parse_override(line.lstrip("+"))
     except HydraException as error:
-        raise ConfigError(f'The option "{line}" is not understood: {" ".join(str(error).split())}') from error
+        raise ConfigError(f'The option "{line}" cannot be parsed: {" ".join(str(error).split())}') from error
     if override.is_sweep_override():
-        raise ConfigError(f'The option "{line}" has several values; a launch has one. Lists are written [A,B].')
+        raise ConfigError(f'The option "{line}" has several values, but a launch takes one. Write a list as [A,B].')
     return override.key_or_group, override.value()

@@ -1,4 +1,4 @@
-"""`lightning-3d launch slurm`: a script for sbatch, in which srun starts the ranks."""
+"""`lightning-3d launch slurm`: write a script for sbatch, in which srun starts the ranks."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _WORDS = ("partition", "account", "qos", "time", "memory", "output")
 
 
 def render(target: Target, options: SlurmOptions) -> str:
-    """The script.
+    """Write the script.
 
     Raises:
-        ConfigError: a value that a line of #SBATCH cannot hold.
+        ConfigError: a value does not fit in a line of #SBATCH.
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in directives(target, options)), "set -eu"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
     lines += options.setup
-    ranks = ["srun", *_srun_options(options), options.python or sys.executable, "-m", "lightning_3d"]
+    ranks = ["srun", "--kill-on-bad-exit=1", *options.srun_options(), options.python or sys.executable, "-m", "lightning_3d"]
     name = options.name or target.name
-    # A job that starts again has the same number, so it finds its folder.
+    # The job's number stays the same when it restarts, so it finds its folder again.
     arguments = target.arguments(f"outputs/{name}_${{oc.env:SLURM_JOB_ID}}")
     return "\n".join([*lines, f"exec {shlex.join([*ranks, *arguments])}"]) + "\n"
 
 
 def directives(target: Target, options: SlurmOptions) -> list[str]:
-    """Options of sbatch, without `#SBATCH`."""
+    """List the options of sbatch, without `#SBATCH`."""
     for key in (*_WORDS, "name"):
         _require_word(f"launch.{key}", getattr(options, key))
     for key in ("sbatch", "srun"):
         for line in getattr(options, key):
             if not line.startswith("-") or "\n" in line:
-                raise ConfigError(f'launch.{key} holds {line!r}; write options, as in ["--reservation=mine"].')
+                raise ConfigError(f'launch.{key} must be a list of options, as in ["--reservation=mine"]; got {line!r}.')
     given = {
         "job-name": options.name or target.name,
         "nodes": target.nodes,
@@ -56,22 +56,16 @@ def directives(target: Target, options: SlurmOptions) -> list[str]:
     return [*lines, *(["--exclusive"] if options.exclusive else []), "--requeue" if options.requeue else "--no-requeue", *options.sbatch]
 
 
-def _srun_options(options: SlurmOptions) -> list[str]:
-    # srun takes the number of tasks and nodes from the job, but since 22.05 not the cores of a task.
-    cores = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task is not None else []
-    return ["--kill-on-bad-exit=1", *cores, *options.srun]
-
-
 def _environment(options: SlurmOptions) -> dict[str, str]:
     for name in options.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ConfigError(f"launch.env holds {name!r}, which is no name of an environment variable.")
+            raise ConfigError(f"launch.env must map names of environment variables to values; {name!r} is not such a name.")
     return options.env
 
 
 def _require_word(key: str, value: str | None) -> None:
     if value is not None and not re.fullmatch(r"[\w.:,/%@+=\[\]-]+", value):
-        raise ConfigError(f"{key} is {value!r}; a line of #SBATCH takes letters, digits and _.:,/%@+=[]- without spaces.")
+        raise ConfigError(f"{key} must consist of letters, digits and _.:,/%@+=[]- to fit in a line of #SBATCH; got {value!r}.")
 
 
 def submit(target: Target, options: SlurmOptions) -> int:

@@ -1,4 +1,4 @@
-"""`lightning-3d launch torchrun`: the command that starts the ranks of one node, the same on every node."""
+"""`lightning-3d launch torchrun`: start the ranks of one node with torchrun; the command is the same on every node."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def torchrun_command(
     meeting: Mapping[str, int] | None = None,
     folder: str | None = None,
 ) -> list[str]:
-    """Arguments of the process that starts the ranks of a node.
+    """Build the command of the process that starts the ranks of a node.
 
     Args:
-        endpoint: HOST:PORT where the nodes meet; None for a single node that meets nobody.
-        run: the name under which they meet.
-        address: of this node, as the others reach it; None is its name.
-        meeting: settings of the c10d rendezvous; seconds and 0 or 1.
+        endpoint: HOST:PORT where the nodes meet; None for a single node.
+        run: id of the rendezvous.
+        address: address of this node for the others; None: its host name.
+        restarts: number of times that all ranks are restarted after a failure.
+        meeting: settings of the c10d rendezvous: seconds, or 0 and 1.
         folder: see `Target.arguments`.
     """
     options = [f"--nnodes={target.nodes}", f"--nproc-per-node={target.ranks_per_node}", f"--max-restarts={restarts}"]
@@ -47,22 +48,22 @@ def torchrun_command(
 
 
 def command_of(target: Target, options: TorchrunOptions) -> list[str]:
-    """The command for each node of the cluster.
+    """Build the command for each node of the cluster.
 
     Raises:
-        ConfigError: several nodes that do not know where to meet.
+        ConfigError: there are several nodes and no endpoint, or the endpoint is not HOST:PORT.
     """
     endpoint = options.endpoint
     meeting: dict[str, int] = {}
     if endpoint is None and target.nodes > 1:
         raise ConfigError(
-            f"{target.nodes} nodes must know where to meet: launch.endpoint=HOST:{PORT}, a name or address of the first node that all"
-            " reach. The command is the same on every node."
+            f"launch.endpoint must be given for {target.nodes} nodes: launch.endpoint=HOST:{PORT}, where HOST is a name or address of the"
+            " first node that all nodes reach. Run the same command on every node."
         )
     if endpoint is not None:
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"launch.endpoint is {endpoint!r}; write HOST:PORT, for example node1:{PORT}.")
+            raise ConfigError(f"launch.endpoint must be HOST:PORT, for example node1:{PORT}; got {endpoint!r}.")
         endpoint = f"{host}:{port}"
         if options.address == host:  # torchrun compares the endpoint with this machine's name, which may mean another address
             meeting["is_host"] = 1
@@ -79,12 +80,12 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
 
 
 def render(target: Target, options: TorchrunOptions) -> str:
-    """The command as a line of shell."""
+    """Write the command as a line of shell."""
     return f"{shlex.join(command_of(target, options))}\n"
 
 
 def submit(target: Target, options: TorchrunOptions) -> int:
-    """Become torchrun on this node."""
+    """Replace this process by torchrun."""
     command = command_of(target, options)
     sys.stdout.flush()
     os.execvp(command[0], command)

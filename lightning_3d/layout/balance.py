@@ -1,4 +1,4 @@
-"""Layers to pipeline stages, by cost. Pure Python, used by the pipeline and the planner."""
+"""Split layers into pipeline stages by cost. Pure Python, used by the pipeline and the planner."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from math import inf
 from lightning_3d.errors import LayoutError
 
 Cost = tuple[float, float]
-"""FLOPs and parameters, in any units that are the same for all layers."""
+"""FLOPs and parameters, in the same units for all layers."""
 
 Choice = tuple[float, tuple[range, ...]]
-"""A combined cost, and the layers of each stage that reach it."""
+"""A combined cost, and the layers of each stage of the split that has it."""
 
 
 def split_layers(
@@ -24,14 +24,15 @@ def split_layers(
     first_extra: Cost = (0.0, 0.0),
     last_extra: Cost = (0.0, 0.0),
 ) -> list[range]:
-    """Deal consecutive layers to stages, at least one to each.
+    """Assign consecutive layers to stages, at least one to each.
 
-    The slowest stage sets the pace of a pipeline, so the largest FLOPs of a stage are made as small as possible; among
-    the splits that reach this, the largest parameters of a stage (memory); among those, the sum of squared FLOPs
-    (evenness); and what is still equal is given to later stages, which keep fewer micro-batches' activations.
+    The slowest stage sets the pace of a pipeline, so this minimizes, in this order: the largest FLOPs of a stage; the largest
+    parameters of a stage (memory); the sum of squared FLOPs (evenness). Among equal splits later stages get more layers, because
+    they keep the activations of fewer micro-batches.
 
     Args:
-        flops, params: cost of each layer.
+        flops: FLOPs of each layer.
+        params: parameters of each layer.
         stages: number of stages.
         first_extra: (FLOPs, parameters) of what runs before the layers (embedding), counted in the first stage.
         last_extra: (FLOPs, parameters) of what runs after them (norm, head), counted in the last stage.
@@ -46,7 +47,7 @@ def split_layers(
         raise ValueError(f"{len(flops)} layers have FLOPs, but {len(params)} have parameters.")
     if stages < 1 or len(flops) < stages:
         raise LayoutError(
-            f"{len(flops)} layers cannot be dealt to {stages} pipeline stages: each stage needs at least one layer."
+            f"{len(flops)} layers cannot be assigned to {stages} pipeline stages: each stage needs at least one layer."
             f" Use at most {len(flops)} stages (pp * vp)."
         )
     return list(_split(tuple(flops), tuple(params), stages, tuple(first_extra), tuple(last_extra)))
@@ -76,7 +77,7 @@ def _split(
 
 
 def _stage_cost(costs: tuple[float, ...], stages: int, first: float, last: float) -> Callable[[int, int, int], float]:
-    """Cost of a stage that has the layers begin .. end - 1."""
+    """Return a function for the cost of a stage with the layers begin .. end - 1."""
     total = [0.0, *accumulate(costs)]
 
     def cost(stage: int, begin: int, end: int) -> float:
@@ -94,7 +95,7 @@ def _best_split(
     bound: float,
     allowed: Callable[[int, int, int], bool],
 ) -> Choice:
-    """The split of smallest combined cost whose stages are `allowed` and have a `bounded` cost of at most `bound`.
+    """Find the split of smallest combined cost whose stages are `allowed` and have a `bounded` cost of at most `bound`.
 
     Dynamic programming over (stages used, layers used). Both costs rise as a stage grows, so growing stops early.
     """

@@ -10,7 +10,7 @@ from lightning_3d.layout.sizes import check_sizes
 
 
 def check_batch(layout: Layout, global_batch: int, micro_batch: int, schedule: str | None = None) -> int:
-    """Refuse a global batch that cannot be cut into micro-batches as the layout and the schedule need them.
+    """Refuse a global batch that cannot be split into the micro-batches that the layout and the schedule need.
 
     Args:
         layout: resolved (`resolve_layout`).
@@ -22,7 +22,7 @@ def check_batch(layout: Layout, global_batch: int, micro_batch: int, schedule: s
         Micro-batches of one optimizer step on each data-parallel rank.
 
     Raises:
-        ConfigError: a size that is no positive whole number.
+        ConfigError: a size that is not a positive whole number.
         LayoutError: with the nearest global batches that work.
     """
     check_sizes(global_batch=global_batch, micro_batch=micro_batch)
@@ -40,7 +40,7 @@ def check_batch(layout: Layout, global_batch: int, micro_batch: int, schedule: s
 
 
 def _counts_around(layout: Layout, info: ScheduleInfo, below: int) -> list[int]:
-    """The nearest numbers of micro-batches that the schedule accepts, at most `below` and above it."""
+    """Return the nearest numbers of micro-batches that the schedule accepts, up to `below` and above it."""
     pp, vp = layout.pp, layout.vp
     down = [count for count in info.nearest_micro_batches(pp, vp, below) if 0 < count <= below]
     up = [count for count in info.nearest_micro_batches(pp, vp, below + 1) if count > below]
@@ -53,7 +53,7 @@ def check_micro_batches(layout: Layout, schedule: str, micro_batches: int, *, mi
     Args:
         layout: resolved (`resolve_layout`).
         micro_batches: of one optimizer step on each data-parallel rank.
-        micro_batch: rows of one, when known: the message then speaks of global batches.
+        micro_batch: rows of one; where given, the message suggests global batches.
 
     Raises:
         LayoutError: with the nearest numbers, and the schedules that take this one.
@@ -93,7 +93,7 @@ def _micro_batch_repairs(layout: Layout, info: ScheduleInfo, micro_batches: int,
 
 
 def few_micro_batches(layout: Layout, schedule: str, micro_batches: int) -> str | None:
-    """A warning, with the predicted bubble, when there are fewer micro-batches than stages; None otherwise."""
+    """Return a warning with the predicted bubble when there are fewer micro-batches than stages, else None."""
     stages = layout.pp * layout.vp
     if layout.pp == 1 or micro_batches >= stages:
         return None
@@ -104,5 +104,5 @@ def few_micro_batches(layout: Layout, schedule: str, micro_batches: int) -> str 
     counted = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     return (
         f"A step has {counted} for {stages} pipeline stages: with {info.name} each rank is"
-        f" predicted to idle {idle:.0%} of the step. With {enough} micro-batches it would be {better:.0%}."
+        f" predicted to be idle for {idle:.0%} of the step. With {enough} micro-batches it would be {better:.0%}."
     )

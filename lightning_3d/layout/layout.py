@@ -1,10 +1,10 @@
-"""`Layout`: how many ranks split what, and which rank stands where. Pure Python.
+"""`Layout`: the degree of each kind of parallelism, and the coordinates of each rank. Pure Python.
 
-A layout is written `tp8_pp4_dp8`: axes in any order, each at most once, those left out are 1.
+A layout is written `tp8_pp4_dp8`: axes in any order, each at most once; omitted axes are 1.
 
-    tp  tensor parallel: a layer is cut          pp  pipeline parallel: layers are dealt out
-    dp  data parallel: a batch is dealt out      cp  context parallel: a sequence is cut
-    ep  expert parallel: laid over the ranks of one pipeline stage, adds none
+    tp  tensor parallel: shards each layer       pp  pipeline parallel: assigns layers to stages
+    dp  data parallel: splits the batch          cp  context parallel: splits each sequence
+    ep  expert parallel: uses the ranks of one pipeline stage, adds none
     vp  model chunks (stages) on each pipeline rank, adds none
 
 The world has tp * cp * pp * dp ranks.
@@ -28,7 +28,7 @@ DEGREES = ("tp", "pp", "dp", "cp", "ep", "vp")
 """Everything that a name can contain, in the order of canonical names."""
 
 LARGEST_DEGREE = 2**20
-"""More than ten times the ranks of the largest machines; what is above is a slip of the keyboard."""
+"""More than ten times the ranks of the largest machines; anything above is a typing error."""
 
 _ALIASES = {
     "mp": "tp",
@@ -46,7 +46,7 @@ _ALIASES = {
     "virtual": "vp",
 }
 _WEIGHTS = {"cp": 8.0, "tp": 4.0, "pp": 2.0, "dp": 1.0}
-"""How unwilling `nearest_layouts` is to change an axis: data parallelism changes least for the model."""
+"""Cost of changing an axis in `nearest_layouts`: a change of data parallelism affects the model least."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,16 @@ class Layout:
     """Degrees of parallelism and the order of ranks.
 
     Args:
-        tp, pp, dp, cp, ep, vp: degrees, each at least 1.
-        order: the axes with ranks, innermost (neighbouring ranks) first.
+        tp: degree of tensor parallelism, at least 1 like all degrees.
+        pp: degree of pipeline parallelism.
+        dp: degree of data parallelism.
+        cp: degree of context parallelism.
+        ep: degree of expert parallelism.
+        vp: model chunks on each pipeline rank.
+        order: axes with ranks, innermost (neighbouring ranks) first.
 
     Raises:
-        LayoutError: a degree that is no positive whole number, or an order that is no permutation of the axes.
+        LayoutError: a degree that is not a positive whole number, or an order that is not a permutation of the axes.
     """
 
     tp: int = 1
@@ -82,10 +87,10 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str, *, order: Sequence[str] | None = None) -> Layout:
-        """The layout of a name such as `tp8_pp4_dp8`.
+        """Parse a name such as `tp8_pp4_dp8`.
 
         Raises:
-            LayoutError: empty name, unknown or repeated axis, a degree that is missing, zero, negative or absurd.
+            LayoutError: an empty name, an unknown or repeated axis, or a degree that is missing, below 1 or too large.
         """
         return cls(**_parse_degrees(name), order=AXES if order is None else tuple(order))
 
@@ -108,7 +113,7 @@ class Layout:
         return getattr(self, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands: its index along each of `AXES`."""
+        """Return the index of a rank along each of `AXES`."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"There is no rank {rank} in {self}: its ranks are 0 to {self.world_size - 1}.")
         found = {}
@@ -117,7 +122,7 @@ class Layout:
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank that stands at these coordinates; an axis left out is 0. The inverse of `coordinates`."""
+        """Return the rank at these coordinates; an omitted axis is 0. The inverse of `coordinates`."""
         _check_axes(coordinates)
         rank = 0
         for axis in reversed(self.order):
@@ -128,10 +133,10 @@ class Layout:
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ in nothing but these axes.
+        """Return all groups of ranks whose coordinates differ only along these axes.
 
-        The groups are disjoint and cover the world. Ranks rise within a group, so in the group of a single axis they
-        stand in the order of their index along it. Groups are sorted by their first rank.
+        The groups are disjoint and cover the world. Ranks are in ascending order, so in a group of one axis they are ordered by their
+        index along it. Groups are sorted by their first rank.
         """
         _check_axes(axes)
         found: dict[tuple[int, ...], list[int]] = {}
@@ -141,7 +146,7 @@ class Layout:
         return [tuple(group) for group in found.values()]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that contains this rank."""
+        """Return the group among `groups(*axes)` that contains this rank."""
         _check_axes(axes)
         place = self.coordinates(rank)
         varied = [axis for axis in AXES if axis in axes]
@@ -149,8 +154,8 @@ class Layout:
         return tuple(sorted(self.rank(**{**place, **dict(zip(varied, index, strict=True))}) for index in indices))
 
     def expert_groups(self) -> list[tuple[int, ...]]:
-        """All groups of `ep` ranks that deal the experts of a stage among them: neighbours when its ranks are counted with tp
-        innermost, then cp, then dp. Ranks rise within a group, and a rank's place in it tells which experts it has.
+        """Return all groups of `ep` ranks that share the experts of a stage: neighbours when its ranks are counted with tp innermost,
+        then cp, then dp. Ranks are in ascending order, and the position of a rank in its group determines its experts.
         """
         found: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.world_size):
@@ -160,7 +165,7 @@ class Layout:
         return sorted(tuple(group) for group in found.values())
 
     def expert_data_groups(self) -> list[tuple[int, ...]]:
-        """All groups of ranks of one stage that have the same experts; ranks rise within a group."""
+        """Return all groups of ranks of one stage that hold the same experts, with ranks in ascending order."""
         found: dict[tuple[int, int], list[int]] = {}
         for group in self.expert_groups():
             for index, rank in enumerate(group):
@@ -168,10 +173,10 @@ class Layout:
         return sorted(tuple(sorted(group)) for group in found.values())
 
     def require_world_size(self, launched: int) -> None:
-        """Refuse a number of launched ranks that is not this layout's.
+        """Refuse a number of launched ranks other than this layout's.
 
         Raises:
-            LayoutError: names both numbers and the nearest layouts that fit the launched ranks.
+            LayoutError: with both numbers and the nearest layouts that fit the launched ranks.
         """
         if launched == self.world_size:
             return
@@ -185,7 +190,7 @@ class Layout:
 
 
 def nearest_layouts(layout: Layout, world_size: int, limit: int = 3) -> list[Layout]:
-    """Layouts of `world_size` ranks, the nearest first: cp and tp are kept longest, dp changes freely."""
+    """Return layouts of `world_size` ranks, nearest first: those that keep cp and tp come before those that keep only pp or dp."""
     if world_size < 1:
         return []
     found = []
@@ -197,12 +202,12 @@ def nearest_layouts(layout: Layout, world_size: int, limit: int = 3) -> list[Lay
 
 def _distance(old: Layout, new: Layout) -> float:
     change = sum(weight * abs(log2(new.size(axis) / old.size(axis))) for axis, weight in _WEIGHTS.items())
-    # An axis that was not in use should not appear: tp2_pp2 does not become a context-parallel layout.
+    # Penalize axes that were unused before: tp2_pp2 should not become a context-parallel layout.
     return change + 16.0 * sum(old.size(axis) == 1 < new.size(axis) for axis in _WEIGHTS if axis != "dp")
 
 
 def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write a number as a product of `parts` factors."""
+    """Yield all ordered ways to write a number as a product of `parts` factors."""
     if parts == 1:
         yield (number,)
         return
@@ -212,7 +217,7 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, rising."""
+    """Return all divisors of a positive number in ascending order."""
     small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -220,21 +225,21 @@ def divisors(number: int) -> list[int]:
 def _check_axes(axes: Sequence[str] | dict[str, int]) -> None:
     for axis in axes:
         if axis not in AXES:
-            raise LayoutError(f'"{axis}" is no axis with ranks of its own. Those are {listed(AXES)}.')
+            raise LayoutError(f'"{axis}" is not an axis with ranks of its own; these are {listed(AXES)}.')
 
 
 def _check_degree(axis: str, degree: object) -> None:
     if isinstance(degree, bool) or not isinstance(degree, int):
-        raise LayoutError(f"The degree of {axis} must be a whole number, not {degree!r}. Leave {axis} out for 1.")
+        raise LayoutError(f"The degree of {axis} must be a whole number; got {degree!r}. Omit {axis} for 1.")
     if degree < 1:
-        raise LayoutError(f"The degree of {axis} is {degree}, but the smallest is 1. Leave {axis} out for 1.")
+        raise LayoutError(f"The degree of {axis} must be at least 1; got {degree}. Omit {axis} for 1.")
     if degree > LARGEST_DEGREE:
-        raise LayoutError(f"The degree of {axis} is {degree}, but the largest that is accepted is {LARGEST_DEGREE}.")
+        raise LayoutError(f"The degree of {axis} must be at most {LARGEST_DEGREE}; got {degree}.")
 
 
 def _parse_degrees(name: str) -> dict[str, int]:
     if not isinstance(name, str) or not name.strip():
-        raise LayoutError('The layout name is empty. Write for example "tp2_pp2_dp2", or "tp1" for a single rank.')
+        raise LayoutError('The layout name is empty. Use for example "tp2_pp2_dp2", or "tp1" for a single rank.')
     degrees: dict[str, int] = {}
     for part in name.split("_"):
         match = re.fullmatch(r"([a-z]+)(-?[0-9]{1,12})", part)
@@ -243,7 +248,7 @@ def _parse_degrees(name: str) -> dict[str, int]:
         axis, degree = match[1], int(match[2])
         if axis in degrees:
             raise LayoutError(
-                f'The layout "{name}" gives {axis} twice, as {degrees[axis]} and as {degree}. Each axis may stand once.'
+                f'The layout "{name}" gives {axis} twice, as {degrees[axis]} and as {degree}. Each axis may appear only once.'
                 f' Did you mean "{_without_repetition(name)}"?'
             )
         _check_degree(axis, degree)
@@ -261,13 +266,13 @@ def _not_understood(name: str, part: str, axis: str | None) -> str:
     else:
         what = f'has the part "{part}", which is not an axis and a whole number'
     guess = _guess(name)
-    question = f' Did you mean "{guess}"?' if guess else ' Write for example "tp2_pp2_dp2".'
+    question = f' Did you mean "{guess}"?' if guess else ' Use for example "tp2_pp2_dp2".'
     shown = name if len(name) <= 60 else f"{name[:57]}..."
     return f'The layout "{shown}" {what}. The axes are {listed(DEGREES)}, joined by underscores.{question}'
 
 
 def _guess(name: str) -> str | None:
-    """The layout that the user may have meant: other separators, capitals, swapped letters, other words for an axis."""
+    """Guess the intended layout: other separators, capitals, swapped letters, other words for an axis."""
     pairs = re.findall(r"([a-z]+)[\s=:]*([1-9][0-9]{0,5})", name.lower())
     degrees: dict[str, Any] = {}
     for word, degree in pairs:
@@ -280,7 +285,7 @@ def _guess(name: str) -> str | None:
 
 
 def _without_repetition(name: str) -> str:
-    """The name with only the last of each repeated axis."""
+    """Return the name with only the last of each repeated axis."""
     last = {part.rstrip("-0123456789"): part for part in name.split("_")}
     return "_".join(last.values())
 

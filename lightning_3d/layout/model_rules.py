@@ -1,50 +1,49 @@
-"""Whether a layout fits a model, a schedule and a batch. Pure arithmetic: the command line asks before torch is
+"""Checks that a layout fits a model, a schedule and a batch. Pure arithmetic: the command line runs them before torch is
 imported.
 
-Each check returns when all is well and raises otherwise, with what is wrong, the numbers, and the nearest thing that
-works.
+Each check raises an error that says what is wrong, with the numbers and the nearest value that works.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.layout.batch_rules import check_micro_batches
 from lightning_3d.layout.layout import Layout, divisors
-from lightning_3d.layout.resolve import check_available, check_schedule, nearest
+from lightning_3d.layout.resolve import check_expert_groups, check_schedule, nearest
 from lightning_3d.layout.schedules import find_schedule, schedules_for
 from lightning_3d.layout.sizes import check_sizes
 
 CP_KINDS = ("ring", "ulysses")
-"""How context-parallel ranks attend to each other's tokens: keys and values go round, or heads are dealt for tokens."""
+"""Kinds of context parallelism: `ring` passes keys and values around, `ulysses` exchanges tokens for heads."""
 
 
 def check_cp_kind(kind: str) -> str:
-    """The name of a kind of context parallelism. Raises ConfigError for any other."""
+    """Return `kind`; raise ConfigError if it is not one of `CP_KINDS`."""
     if kind not in CP_KINDS:
-        raise ConfigError(f'cp_kind is "{kind}".{did_you_mean(str(kind), CP_KINDS)} It must be {listed(CP_KINDS, last="or")}.')
+        raise ConfigError(f'cp_kind must be {listed(CP_KINDS, last="or")}; got "{kind}".{did_you_mean(str(kind), CP_KINDS)}')
     return kind
 
 
 def _check_ulysses(layout: Layout, heads: int | None, cp_kind: str) -> None:
     if layout.cp > 1 and cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
         raise LayoutError(
-            f"cp_kind=ulysses deals whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
+            f"cp_kind=ulysses assigns whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
             f" model has {heads} heads. Use cp_kind=ring."
         )
 
 
 def _check_sequence(layout: Layout, tokens: int, sequence_parallel: bool) -> None:
-    """A sequence is cut into 2 * cp chunks, of which each rank has two; with sequence parallelism tp ranks share these."""
+    """Refuse a sequence that cannot be split into 2 * cp chunks, two for each rank, which sequence parallelism splits over tp ranks."""
     tp, cp = layout.tp if sequence_parallel else 1, layout.cp
     chunks = 2 * cp if cp > 1 else 1
     unit = lcm(chunks, tp * cp)
     near = listed([length for length in (tokens // unit * unit, (tokens // unit + 1) * unit) if length > 0], last="or")
     if tokens % chunks:
         raise LayoutError(
-            f"cp {cp} cuts a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
+            f"cp {cp} splits a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
         )
     if tokens % unit:
         where = f"a context-parallel rank has {tokens // cp} of its {tokens} tokens (cp {cp})" if cp > 1 else f"it has {tokens} tokens"
@@ -66,72 +65,77 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         ranks = layout.tp * layout.cp * layout.dp
         fits = [ep for ep in divisors(experts) if ranks % ep == 0]
         raise LayoutError(
-            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, of which every rank gets as many. Use"
+            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, but every rank must get as many. Use"
             f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."
         )
 
 
-def _without(layout: Layout, axis: str) -> Layout:
-    """The layout without an axis; its ranks become data parallel."""
-    return replace(layout, **{axis: 1, "dp": layout.dp * getattr(layout, axis)})
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model that a layout must divide or fill. Whatever is None is unknown and not checked.
+
+    Attributes:
+        heads: attention (query) heads.
+        kv_heads: key/value heads; None where there are as many as query heads.
+        layers: transformer blocks.
+        vocab: rows of the embedding. tp need not divide them: shards may be uneven, but none may be empty.
+        intermediate: width of the feed-forward layers.
+        max_positions: tokens in the longest sequence that the model accepts.
+        experts: number of experts of a mixture; None for a dense model.
+
+    Raises:
+        ConfigError: a size that is not a positive whole number.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    layers: int | None = None
+    vocab: int | None = None
+    intermediate: int | None = None
+    max_positions: int | None = None
+    experts: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(**vars(self))
 
 
 def check_model(
     layout: Layout,
+    sizes: ModelSizes,
     *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    layers: int | None = None,
-    vocab: int | None = None,
-    intermediate: int | None = None,
-    sequence_length: int | None = None,
-    max_positions: int | None = None,
-    sequence_parallel: bool = False,
-    experts: int | None = None,
     schedule: str | None = None,
     micro_batches: int | None = None,
+    sequence_length: int | None = None,
+    sequence_parallel: bool = False,
     cp_kind: str = "ring",
 ) -> None:
-    """Refuse a layout that does not fit a model. Whatever is None is unknown and not checked.
+    """Refuse a layout that does not fit a model, or the steps that it is to train with. Whatever is None is not checked.
 
     Args:
         layout: resolved (`resolve_layout`).
-        heads: attention (query) heads. kv_heads: key/value heads; None when as many.
-        layers: transformer blocks.
-        vocab: rows of the embedding. tp need not divide them: shards may be uneven, but none may be empty.
-        intermediate: width of the feed-forward layers.
-        sequence_length: tokens in a sequence. max_positions: the longest sequence that the model knows.
-        sequence_parallel: tensor-parallel ranks share each sequence.
-        experts: number of experts of a mixture; None for a dense model.
-        schedule: name of the pipeline schedule. micro_batches: of one optimizer step. cp_kind: how context-parallel ranks attend.
+        schedule: name of the pipeline schedule.
+        micro_batches: number of them in one optimizer step.
+        sequence_length: tokens in a sequence.
+        sequence_parallel: whether tensor-parallel ranks share each sequence.
+        cp_kind: how context-parallel ranks attend to each other's tokens.
 
     Raises:
-        ConfigError: a size that is no positive whole number; a sequence longer than the model's positions.
+        ConfigError: a size that is not a positive whole number; a sequence longer than the model's positions.
         LayoutError: anything that the layout does not divide or fill.
     """
-    check_sizes(
-        heads=heads,
-        kv_heads=kv_heads,
-        layers=layers,
-        vocab=vocab,
-        intermediate=intermediate,
-        sequence_length=sequence_length,
-        max_positions=max_positions,
-        experts=experts,
-        micro_batches=micro_batches,
-    )
-    _check_experts(layout, experts)
-    check_available(layout)
+    check_sizes(sequence_length=sequence_length, micro_batches=micro_batches)
+    _check_experts(layout, sizes.experts)
+    check_expert_groups(layout)
     if schedule is not None:
         check_schedule(layout, schedule)
-    _check_ulysses(layout, heads, cp_kind)
-    _check_tensor_parallel(layout, heads, kv_heads, vocab, intermediate)
-    if layers is not None:
-        _check_layers(layout, layers, schedule)
-    if sequence_length is not None and max_positions is not None and sequence_length > max_positions:
+    _check_ulysses(layout, sizes.heads, cp_kind)
+    _check_tensor_parallel(layout, sizes.heads, sizes.kv_heads, sizes.vocab, sizes.intermediate)
+    if sizes.layers is not None:
+        _check_layers(layout, sizes.layers, schedule)
+    if sequence_length is not None and sizes.max_positions is not None and sequence_length > sizes.max_positions:
         raise ConfigError(
-            f"The sequence has {sequence_length} tokens, but the model has only {max_positions} positions."
-            f" Use a sequence length of at most {max_positions}."
+            f"The sequence has {sequence_length} tokens, but the model has only {sizes.max_positions} positions."
+            f" Use a sequence length of at most {sizes.max_positions}."
         )
     if sequence_length is not None:
         _check_sequence(layout, sequence_length, sequence_parallel)
@@ -146,13 +150,13 @@ def _check_tensor_parallel(
     repair = f"Use {_tensor_parallel_degrees(heads, kv_heads, vocab, intermediate)}."
     if heads is not None and heads % tp:
         raise LayoutError(
-            f"Tensor parallelism deals whole attention heads to ranks, but tp {tp} does not divide {heads} heads."
+            f"Tensor parallelism assigns whole attention heads to ranks, but tp {tp} does not divide {heads} heads."
             f" {repair}"
         )
     if kv_heads is not None and not _shares_kv_heads(kv_heads, tp):
         raise LayoutError(
             f"tp {tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads, so they can be"
-            f" neither dealt nor replicated evenly. {repair}"
+            f" neither sharded nor replicated evenly. {repair}"
         )
     if intermediate is not None and intermediate % tp:
         raise LayoutError(f"tp {tp} does not divide the width of the feed-forward layers, {intermediate}. {repair}")
@@ -164,14 +168,14 @@ def _check_tensor_parallel(
 
 
 def _shares_kv_heads(kv_heads: int, tp: int) -> bool:
-    """Whether each rank has whole key/value heads (tp divides them) or each head whole ranks (they divide tp)."""
+    """Check whether each rank has whole key/value heads (tp divides them) or each head whole ranks (they divide tp)."""
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 def _tensor_parallel_degrees(
     heads: int | None, kv_heads: int | None, vocab: int | None, intermediate: int | None
 ) -> str:
-    """All degrees of tensor parallelism that fit the sizes known, as a phrase."""
+    """List all degrees of tensor parallelism that fit the known sizes, as a phrase."""
     widest = heads or intermediate or kv_heads
     if widest is None:
         return f"a tp of at most {vocab}"

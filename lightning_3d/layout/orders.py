@@ -1,7 +1,8 @@
-"""The order of actions of every pipeline rank, for the seven schedules of `torch.distributed.pipelining`, in plain Python.
+"""The order of actions of every pipeline rank for the seven schedules of `torch.distributed.pipelining`, in plain Python.
 
-An action is (stage, kind, micro-batch). Kinds are those of the zero-bubble paper (arXiv:2401.10241) and of torch: F forward, B backward, I
-gradients of inputs, W gradients of weights. `tests/layout/test_planner_orders.py` compares with the orders that torch runs.
+The engine runs these orders and the planner predicts their time and memory. An action is (stage, kind, micro-batch). Kinds are those of the
+zero-bubble paper (arXiv:2401.10241) and of torch: F forward, B backward, I gradients of inputs, W gradients of weights.
+`tests/layout/test_planner_orders.py` compares them with the orders that torch's classes compute.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ Order = tuple[tuple[Action, ...], ...]
 
 @lru_cache(maxsize=256)
 def training_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
-    """Actions of every pipeline rank, in its order, for one optimizer step."""
+    """Actions of every pipeline rank, in its order, for one optimizer step.
+
+    Args:
+        schedule: name as in `lightning_3d.layout.schedules`.
+        pp: pipeline ranks.
+        vp: stages per rank.
+        micro_batches: number of micro-batches of the step.
+    """
     info = find_schedule(schedule)
     ranks = range(pp)
     if pp * vp == 1:
@@ -37,15 +45,23 @@ def training_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order
     return tuple(_interleaved(rank, pp, vp, micro_batches, info.split_backward) for rank in ranks)
 
 
+@lru_cache(maxsize=64)
+def forward_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
+    """Actions of every pipeline rank for a pass without backward: all micro-batches of its first stage, then of its next."""
+    v_shaped = find_schedule(schedule).v_shaped and pp > 1
+    stages = [sorted(stages_of_rank(rank, pp, vp, v_shaped)) for rank in range(pp)]
+    return tuple(tuple((stage, "F", i) for stage in own for i in range(micro_batches)) for own in stages)
+
+
 def _alternating(stage: int, warm_up: int, count: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then forward and backward in turn, then the backwards that are left (PipeDream, arXiv:1806.03377)."""
+    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards (PipeDream, arXiv:1806.03377)."""
     forward = [(stage, "F", i) for i in range(count)]
     backward = [(stage, "B", i) for i in range(count)]
     return _in_turn(forward, [[action] for action in backward], min(warm_up, count))
 
 
 def _in_turn(forward: list[Action], backward: list[list[Action]], warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then one forward and one entry of `backward` in turn, then what is left of `backward`."""
+    """`warm_up` forwards, then one forward and one entry of `backward` in turn, then the rest of `backward`."""
     order = forward[:warm_up]
     for index, actions in enumerate(backward):
         order += forward[warm_up + index : warm_up + index + 1]
@@ -75,7 +91,7 @@ def _interleaved(rank: int, pp: int, vp: int, count: int, split: bool) -> tuple[
 
 
 def _numbered(stages: list[int], kind: str) -> list[Action]:
-    """An action for each stage of the list, whose micro-batches are counted."""
+    """One action for each stage of the list; a stage's micro-batches are numbered in the order of the list."""
     seen: dict[int, Iterator[int]] = defaultdict(counting)
     return [(stage, kind, next(seen[stage])) for stage in stages]
 
@@ -89,7 +105,7 @@ class _Counted:
         self._pending: deque[tuple[int, int]] = deque()
 
     def add(self, stage: int, *kinds: str) -> None:
-        """F, B, I, or W of a stage. B counts as I and W."""
+        """Append F, B, I or W of a stage. B counts as I and W."""
         for kind in kinds:
             index = self._count(stage, "I" if kind == "B" else kind)
             if kind == "B":
@@ -99,14 +115,14 @@ class _Counted:
                 self._pending.append((stage, index))
 
     def add_pending(self) -> None:
-        """W of the oldest I that has none yet, if there is one."""
+        """Append W of the oldest I that has none yet, if there is one."""
         if self._pending:
             stage, index = self._pending.popleft()
             self._count(stage, "W")
             self.actions.append((stage, "W", index))
 
     def count(self, stage: int, kind: str) -> int:
-        """Actions of a kind so far."""
+        """Number of actions of a kind so far."""
         return self._next.get((stage, kind), 0)
 
     def _count(self, stage: int, kind: str) -> int:
@@ -116,7 +132,7 @@ class _Counted:
 
 
 def _zero_bubble_v(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    """ZB-V of arXiv:2401.10241, section 6. Laid out for at least 2 pp - 1 micro-batches; those that do not exist are left out."""
+    """ZB-V of arXiv:2401.10241, section 6. Computed for at least 2 pp - 1 micro-batches; those that do not exist are removed."""
     down, up = rank, 2 * pp - 1 - rank
     count = max(2 * pp - 1, micro_batches)
     order = _Counted()
@@ -142,7 +158,7 @@ def _zero_bubble_v(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]
 
 
 def _dual_pipe_v(rank: int, pp: int, count: int) -> tuple[Action, ...]:
-    """DualPipe (arXiv:2412.19437, section 3.2.1) cut in half, as a V."""
+    """One half of DualPipe (arXiv:2412.19437, section 3.2.1), in the shape of a V."""
     down, up, rest = rank, 2 * pp - 1 - rank, pp - rank - 1
     order = _Counted()
     order.add(down, *"F" * (2 * rest))

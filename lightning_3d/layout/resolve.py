@@ -1,4 +1,4 @@
-"""The layout of a run from its name and options, or the reason why there is none. Imports no torch."""
+"""The layout and schedule of a run, from a layout's name and options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from lightning_3d.layout.schedules import ScheduleInfo, default_schedule, find_s
 def resolve_layout(
     layout: str | Layout, schedule: str | None = None, vp: int | None = None, order: Sequence[str] | None = None
 ) -> tuple[Layout, str]:
-    """Bring together what a layout's name, the schedule and the keyword `vp=` say about stages per rank.
+    """Combine what a layout's name, the schedule and the option `vp=` say about stages per rank.
 
     Args:
-        layout: name or layout as the user gave it; vp 1 in it is the same as none given.
-        schedule: name in any case; None for `default_schedule`.
-        vp: the keyword, None when not given. It may repeat the layout's, not contradict it.
-        order: rank order, None for the layout's own.
+        layout: name or layout; vp 1 in it means that none is given.
+        schedule: name, in any case; None for `default_schedule`.
+        vp: the option, None when not given. It may repeat the layout's vp but not contradict it.
+        order: rank order; None for the layout's own.
 
     Returns:
-        The layout, with vp 2 for a V or a looped schedule when none is given and there is a pipeline, and the
-        schedule's name.
+        The layout and the name of the schedule. Where no vp is given, a V or looped schedule with a pipeline gets vp 2.
 
     Raises:
         LayoutError: vp contradicts the layout or the schedule, or is above 1 without a pipeline.
@@ -34,7 +33,7 @@ def resolve_layout(
         layout = replace(layout, order=tuple(order))
     if vp is not None and layout.vp not in (1, vp):
         raise LayoutError(
-            f"The layout {layout} says vp {layout.vp}, but the option vp={vp} says otherwise. Give only one of them."
+            f"The layout {layout} has vp {layout.vp}, but the option is vp={vp}. Give only one of them."
         )
     if vp is not None:
         layout = replace(layout, vp=vp)
@@ -48,22 +47,22 @@ def resolve_layout(
 def resolve_available(
     layout: str | Layout | None, schedule: str | None, vp: int | None, order: Sequence[str] | None
 ) -> tuple[Layout | None, str]:
-    """`resolve_layout`, with None for data parallelism over all ranks, of a layout that this version runs.
+    """Resolve a layout as `resolve_layout` does and check its expert groups. None means data parallelism over all ranks.
 
     Raises:
-        LayoutError: as `resolve_layout` and `check_available`; options of a layout without one.
+        LayoutError: as `resolve_layout` and `check_expert_groups`; vp or order without a layout.
     """
     if layout is None:
         if vp is not None or order is not None:
-            raise LayoutError("vp= and order= belong to a layout: name one, for example Lightning3DStrategy('pp2_dp2', vp=2).")
+            raise LayoutError("vp= and order= need a layout, for example Lightning3DStrategy('pp2_dp2', vp=2).")
         return None, find_schedule(schedule or "1F1B").name
     if layout == "auto":
         raise LayoutError(
-            'layout="auto" needs the planner, which must know model, cluster and batch: Lightning3DStrategy(**lightning_3d.planned(module,'
-            ' cluster="h100_4x8", sequence_length=4096, global_batch_size=256)). Or name a layout.'
+            'layout="auto" needs the planner, which must know the model, the cluster and the batch: Lightning3DStrategy('
+            '**lightning_3d.planned(module, cluster="h100_4x8", sequence_length=4096, global_batch_size=256)). Or name a layout.'
         )
     resolved, name = resolve_layout(layout, schedule, vp, order)
-    check_available(resolved)
+    check_expert_groups(resolved)
     return resolved, name
 
 
@@ -95,27 +94,23 @@ def check_schedule(layout: Layout, schedule: str) -> ScheduleInfo:
     return info
 
 
-def check_available(layout: Layout) -> None:
-    """Refuse axes that this version does not have, and expert groups that do not fill the ranks of a stage.
+def check_expert_groups(layout: Layout) -> None:
+    """Refuse expert groups that do not fill the ranks of a stage.
 
     Raises:
-        LayoutError: an ep that does not divide tp * cp * dp.
+        LayoutError: ep does not divide tp * cp * dp.
     """
-    _check_expert_groups(layout)
-
-
-def _check_expert_groups(layout: Layout) -> None:
     ranks = layout.tp * layout.cp * layout.dp
     if ranks % layout.ep == 0:
         return
     relation = "is more than" if layout.ep > ranks else "does not divide"
     factors = " * ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1) or "no axis above 1"
     raise LayoutError(
-        f"Expert parallelism is laid over the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} of {layout}"
+        f"Expert parallelism uses the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} ranks of {layout}"
         f" ({factors}). Use {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
     )
 
 
 def nearest(choices: Sequence[int], wanted: int) -> list[int]:
-    """The largest choice up to `wanted` and the smallest above it."""
+    """Return the largest choice up to `wanted` and the smallest above it."""
     return [*[max(choice for choice in choices if choice <= wanted)], *[choice for choice in choices if choice > wanted][:1]]

@@ -1,4 +1,4 @@
-"""The seven pipeline schedules: what each asks of stages and micro-batches. Pure arithmetic, no torch.
+"""The seven pipeline schedules and their rules for stages and micro-batches. Pure arithmetic, no torch.
 
 Names are the class names of `torch.distributed.pipelining` without `Schedule`. In formulas, `pp` is the number of
 pipeline ranks, `vp` the number of stages on each (model chunks) and `m` the number of micro-batches of one optimizer
@@ -15,7 +15,7 @@ from lightning_3d.errors import LayoutError, did_you_mean, listed
 
 @dataclass(frozen=True)
 class ScheduleInfo:
-    """What a schedule is and what it needs.
+    """Properties and requirements of a schedule.
 
     Attributes:
         name: torch's class name without `Schedule`.
@@ -39,21 +39,21 @@ class ScheduleInfo:
         return 2 if self.v_shaped or self.looped else 1
 
     def allows_vp(self, vp: int) -> bool:
-        """Whether `vp` stages per rank are possible, for pp > 1."""
+        """Check whether `vp` stages per rank are possible, for pp > 1."""
         if self.v_shaped:
             return vp == 2
         return vp >= 1 if self.looped else vp == 1
 
     def min_micro_batches(self, pp: int, vp: int) -> int:
-        """The fewest micro-batches that the schedule runs with."""
+        """Return the fewest micro-batches that the schedule accepts."""
         return pp * vp if self.fills_stages else 1
 
     def divisor(self, pp: int, m: int) -> int:
-        """What `m` micro-batches must be divisible by: the number of rounds, max(1, m // pp), or 1."""
+        """Return the number that must divide `m` micro-batches: the number of rounds, max(1, m // pp), or 1."""
         return max(1, m // pp) if self.in_rounds else 1
 
     def accepts(self, pp: int, vp: int, m: int) -> bool:
-        """Whether `m` micro-batches work. Without a pipeline (pp * vp == 1) any number does."""
+        """Check whether `m` micro-batches work. Without a pipeline (pp * vp == 1) any number does."""
         if m < 1:
             return False
         if pp * vp == 1:
@@ -61,7 +61,7 @@ class ScheduleInfo:
         return m >= self.min_micro_batches(pp, vp) and m % self.divisor(pp, m) == 0
 
     def nearest_micro_batches(self, pp: int, vp: int, m: int) -> tuple[int, ...]:
-        """The next smaller and the next larger number of micro-batches that works, or `m` alone when it works."""
+        """Return the next smaller and the next larger number of micro-batches that works, or only `m` when it works."""
         if self.accepts(pp, vp, m):
             return (m,)
         below = [n for n in range(m - 1, max(0, m - 4 * pp), -1) if self.accepts(pp, vp, n)][:1]
@@ -85,10 +85,10 @@ SCHEDULES: dict[str, ScheduleInfo] = {
 
 
 def find_schedule(name: str) -> ScheduleInfo:
-    """The schedule of this name, in any case.
+    """Find a schedule by its name, ignoring case.
 
     Raises:
-        LayoutError: there is none; says which is nearest.
+        LayoutError: an unknown name, with the nearest known one.
     """
     for info in SCHEDULES.values():
         if info.name.lower() == str(name).lower():
@@ -98,7 +98,7 @@ def find_schedule(name: str) -> ScheduleInfo:
 
 
 def default_schedule(vp: int = 1) -> ScheduleInfo:
-    """The schedule when the user names none: 1F1B, or its interleaved form for more than one stage per rank."""
+    """Return the default schedule: 1F1B, or its interleaved form for more than one stage per rank."""
     return SCHEDULES["1F1B" if vp == 1 else "Interleaved1F1B"]
 
 
@@ -108,12 +108,12 @@ def schedules_for(vp: int) -> str:
 
 
 def stages_of_rank(pp_rank: int, pp: int, vp: int, v_shaped: bool) -> tuple[int, ...]:
-    """Stages that a pipeline rank owns, rising: (r, 2 pp - 1 - r) for a V, else r, r + pp, r + 2 pp, ...
+    """Return the stages of a pipeline rank in ascending order: (r, 2 pp - 1 - r) for a V, else r, r + pp, r + 2 pp, ...
 
     A single pipeline rank owns all its stages in either case.
     """
     if not 0 <= pp_rank < pp:
-        raise LayoutError(f"There is no pipeline rank {pp_rank} among {pp}: they are numbered 0 to {pp - 1}.")
+        raise LayoutError(f"There is no pipeline rank {pp_rank}: the {pp} ranks are numbered 0 to {pp - 1}.")
     if v_shaped and vp == 2:
         return (pp_rank, 2 * pp - 1 - pp_rank)
     if v_shaped and pp > 1:
@@ -122,17 +122,17 @@ def stages_of_rank(pp_rank: int, pp: int, vp: int, v_shaped: bool) -> tuple[int,
 
 
 def rank_of_stage(stage: int, pp: int, vp: int, v_shaped: bool) -> int:
-    """Pipeline rank that owns a stage, the inverse of `stages_of_rank`."""
+    """Return the pipeline rank that owns a stage. The inverse of `stages_of_rank`."""
     for pp_rank in range(pp):
         if stage in stages_of_rank(pp_rank, pp, vp, v_shaped):
             return pp_rank
-    raise LayoutError(f"There is no stage {stage} among {pp * vp}: they are numbered 0 to {pp * vp - 1}.")
+    raise LayoutError(f"There is no stage {stage}: the {pp * vp} stages are numbered 0 to {pp * vp - 1}.")
 
 
 def predicted_bubble(info: ScheduleInfo, pp: int, vp: int, m: int) -> float:
-    """Share of a step that a pipeline rank is idle, 0 to 1, for equal stages and communication that takes no time.
+    """Predict the share of a step, 0 to 1, that a pipeline rank is idle, for equal stages and communication that takes no time.
 
-    In units of one stage's forward, a backward takes 2, half of it for the gradients of weights. Filling and draining
+    In units of one stage's forward pass, a backward pass takes 2, half of it for the gradients of weights. Filling and draining
     the pipeline costs 3 (pp - 1); with m < pp there is a gap of 3 (pp - m) before each further chunk. Schedules that
     split the backward compute weight gradients in both (arXiv 2401.10241). Equal to a simulation of the orders of all
     seven schedules.

@@ -1,1 +1,1 @@
-"""What the configuration of a model says: sizes, families, parallel plans, pretrained folders. Imports no torch."""
+"""Models by their configuration: sizes, families, parallel plans, pretrained folders."""

@@ -1,4 +1,4 @@
-"""What a model's configuration says against context parallelism. Pure: no torch."""
+"""Fields of a model's configuration that rule out context parallelism. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ DROPOUTS = ("attention_dropout", "attn_pdrop")
 
 
 def check_fields(name: str, read: Callable[[str], Any]) -> None:
-    """Refuse a model for what the fields of its Transformers configuration say.
+    """Refuse a model whose Transformers configuration rules out context parallelism.
 
     Args:
-        name: of the model, for the message. read: the value of a field by its name; None where there is none.
+        name: name of the model in the message.
+        read: function from the name of a field to its value, or None.
 
     Raises:
-        PlanError: something in it looks at several tokens, beside attention that can be cut. ConfigError: an option of it.
+        PlanError: a part of the model, other than attention that can be split, reads several tokens.
+        ConfigError: an option that context parallelism does not support.
     """
     kinds = set(read("layer_types") or ()) - LAYER_TYPES
     reason = ""
@@ -30,15 +32,17 @@ def check_fields(name: str, read: Callable[[str], Any]) -> None:
     elif rope := _rope_type(read):
         reason = f"its rotary positions (rope_type {rope}) depend on the length of the sequence"
     if reason:
-        raise PlanError(f"Context parallelism (cp) cannot cut {name}: {reason}. Use cp 1.")
+        raise PlanError(f"Context parallelism (cp) cannot split the sequences of {name}: {reason}. Use cp 1.")
     if dropout := next((value for key in DROPOUTS if (value := read(key))), 0.0):
-        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not have. Set it to 0.")
+        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not support. Set it to 0.")
     if read("output_attentions"):
-        raise ConfigError(f"{name} returns attention weights (output_attentions), which context parallelism (cp) has not. Turn it off.")
+        raise ConfigError(
+            f"{name} returns attention weights, which context parallelism (cp) does not compute. Set output_attentions=False."
+        )
 
 
 def _rope_type(read: Callable[[str], Any]) -> str | None:
-    """The first of `ROPE_TYPES` that a model has."""
+    """Return the first of `ROPE_TYPES` that a model has."""
     for found in (read("rope_parameters"), read("rope_scaling")):
         if isinstance(found, dict):
             for values in (found, *(value for value in found.values() if isinstance(value, dict))):

@@ -1,4 +1,4 @@
-"""The parameters of the model families that are known: name and shape of each, as in Transformers. Pure Python."""
+"""Names and shapes of all parameters of the known model families, as in Transformers. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K, ModelSpec, Reader, Sh
 
 @dataclass(frozen=True)
 class Family:
-    """How a family names and shapes its parameters.
+    """Names and shapes of a family's parameters.
 
     Attributes:
-        block: shapes of one block from (spec, reader), by names relative to the block.
-        experts: of a mixture: shapes of what stands in the place of a block's `mlp`. dense_layers: (spec, reader) -> the layers that keep
-            it.
-        attention_width: (reader) -> mean width of queries and values, where it is not the head's.
-        defaults: values that Transformers takes for fields a configuration leaves out, where they matter here.
+        block: function from (spec, reader) to the shapes of one block, by names relative to the block.
+        defaults: Transformers' values of fields that a configuration omits, where they matter here.
+        base: name of the module with the blocks.
+        embedding: name of the token embedding in `base`.
+        final_norm: name of the norm after the blocks in `base`.
         bias_of_norms: norms are LayerNorms with a bias.
-        biased_routers: routers add a bias to their scores for the choice of experts alone.
+        experts: function from (spec, reader) to the shapes that replace a block's `mlp` in a mixture; None for a dense family.
+        dense_layers: function from (spec, reader) to the layers of a mixture that keep their `mlp`.
+        attention_width: function from the reader to the mean width of queries and values; None: that of a head.
+        biased_routers: routers add a bias to their scores that only affects the choice of experts.
     """
 
     block: Callable[[ModelSpec, Reader], Shapes]
@@ -37,11 +40,11 @@ class Family:
 
     @property
     def sparse(self) -> bool:
-        """Whether it is a mixture of experts."""
+        """True for a mixture of experts."""
         return self.experts is not None
 
     def complete(self, spec: ModelSpec, reader: Reader) -> ModelSpec:
-        """`spec` with the shapes of the whole model."""
+        """Return `spec` with the shapes of the whole model."""
         embedding = f"{self.base}.{self.embedding}.weight"
         shapes: Shapes = {embedding: (spec.vocab, spec.hidden)}
         block = sparse = self.block(spec, reader)
@@ -72,12 +75,13 @@ def _norm(name: str, size: int, *, bias: bool = False) -> Shapes:
 def _llama_like(
     *, qkv_bias: bool | None = None, out_bias: bool | None = None, qk_norm: bool = False, norms: tuple[str, ...] = ()
 ) -> Callable[[ModelSpec, Reader], Shapes]:
-    """Block of separate q, k, v projections and a gated MLP.
+    """Describe a block of separate q, k, v projections and a gated MLP.
 
     Args:
-        qkv_bias, out_bias: whether these projections have a bias; None follows the field `attention_bias`.
-        qk_norm: each head's query and key pass a norm of size head_dim.
-        norms: norms besides the two before attention and MLP.
+        qkv_bias: these projections have a bias; None follows the field `attention_bias`.
+        out_bias: the output projection has a bias; None follows the field `attention_bias`.
+        qk_norm: the query and the key of each head pass a norm of size head_dim.
+        norms: norms other than the two before attention and MLP.
     """
 
     def block(spec: ModelSpec, reader: Reader) -> Shapes:
@@ -128,7 +132,7 @@ def _phi3(spec: ModelSpec, reader: Reader) -> Shapes:
 
 
 def _experts(spec: ModelSpec, width: int) -> Shapes:
-    """Router and experts, each with a gated MLP of some width."""
+    """Shapes of the router and of experts with gated MLPs of this width."""
     return {
         "mlp.gate.weight": (spec.experts, spec.hidden),
         "mlp.experts.gate_up_proj": (spec.experts, 2 * width, spec.hidden),

@@ -1,8 +1,8 @@
-"""Parallel plans: which module of a model is cut how, and what runs before, in and after its blocks.
+"""Parallel plans: how each module of a model is sharded, and what runs before, in and after its blocks.
 
-A plan uses the words of Transformers, so that what a model family declares (`config.base_model_tp_plan`,
-`base_model_pp_plan` and the plans of the class) works as it is, and a plain `nn.Module` gives the same kind of
-dictionary. Reading a plan communicates nothing and touches no values: the module may be on the meta device.
+A plan uses the vocabulary of Transformers, so that a model family's own plan (`config.base_model_tp_plan`, `base_model_pp_plan`
+and the plans of the class) works unchanged, and a plain `nn.Module` gives the same kind of dictionary. Reading a plan communicates
+nothing and touches no values: the module may be on the meta device.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_s
 
 @dataclass(frozen=True)
 class Cut:
-    """How one module or parameter is cut over the tensor-parallel ranks.
+    """Rule by which one module or parameter is sharded over the tensor-parallel ranks.
 
     Attributes:
-        style: a word of Transformers' plans, see `DENSE_STYLES`.
+        style: style of Transformers' plans, see `DENSE_STYLES`.
         units: number of groups of rows that stay together (attention heads); one number, or one for each of `parts`.
-            Derived from the model where None; without heads, single rows.
-        parts: sizes of the matrices packed along the cut dimension (q, k, v; gate, up), each cut by itself. For the
+            None: derived from the model; without heads, single rows.
+        parts: sizes of the matrices packed along the sharded dimension (q, k, v; gate, up), each sharded separately. For the
             packed styles, None means two equal halves.
     """
 
@@ -47,16 +47,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What a model says about itself. Names are relative to the pipelined module; `*` is one component of a name.
+    """A model's parallel plan. Names are relative to the pipelined module; `*` is one component of a name.
 
     Attributes:
-        tp: pattern of a module or parameter name -> how it is cut.
+        tp: pattern of a module or parameter name -> how it is sharded.
         layers: name of the list of blocks, an `nn.ModuleList` or `nn.Sequential`; empty when the plan says nothing about pipelines.
-        before, after: modules that run before and after the blocks, in order of execution.
-        embedding: name of the token embedding that is cut by vocabulary, or None.
-        head: name of the linear layer that makes the logits and is cut by vocabulary, or None.
-        experts: the modules that hold the experts of a mixture, called with (tokens, experts of each token, their weights).
-        ep: pattern of a module or parameter name -> how it is dealt to expert-parallel ranks, in the place of `tp`.
+        before: modules that run before the blocks, in order of execution.
+        after: modules that run after the blocks, in order of execution.
+        embedding: name of the token embedding that is sharded by vocabulary, or None.
+        head: name of the linear layer that makes the logits and is sharded by vocabulary, or None.
+        experts: modules that hold the experts of a mixture, called with (tokens, experts of each token, their weights).
+        ep: pattern of a module or parameter name -> how it is sharded over expert-parallel ranks, instead of `tp`.
     """
 
     tp: dict[str, Cut]
@@ -69,47 +70,46 @@ class ParallelPlan:
     ep: dict[str, Cut] = field(default_factory=dict)
 
     def for_experts(self, ep: int) -> ParallelPlan:
-        """The plan for `ep` expert-parallel ranks: with more than one, experts are dealt out whole and not cut.
+        """Return the plan for `ep` expert-parallel ranks: with more than one, each rank holds whole experts.
 
         Raises:
-            PlanError: nothing says how the experts are dealt.
+            PlanError: the plan does not say how the experts are sharded.
         """
         if ep == 1:
             return self
         if not self.ep:
             raise PlanError(
-                f"The layout has ep={ep}, but the model's plan says nothing of experts: it is dense, or its experts are no module of one"
+                f"The layout has ep={ep}, but the model's plan has no experts: it is dense, or its experts are not one module with one"
                 " tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts': 'ep_dispatch_experts', 'blocks.*.experts.up':"
                 " 'grouped_gemm', ...}}."
             )
         return replace(self, tp=self.tp | self.ep)
 
     def cut_of(self, name: str) -> Cut | None:
-        """The entry for the module or parameter called `name`; an exact name wins over a pattern."""
+        """Return the entry for the module or parameter called `name`; an exact name takes precedence over a pattern."""
         if name in self.tp:
             return self.tp[name]
         return next((cut for pattern, cut in self.tp.items() if "*" in pattern and _matches(pattern, name)), None)
 
 
 def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> ParallelPlan:
-    """The plan of `module`: the user's where given, what the model declares for the rest.
+    """Read the plan of `module`: the user's entries, and the model's own for the rest.
 
     Args:
-        module: the whole pipelined module, on meta or not.
-        user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}, "ep": {pattern: style}}`, any key may be
-            absent. The order of "pp" is the order of execution, and the `nn.ModuleList` in it (else
-            the `nn.Sequential`) is the blocks.
+        module: whole pipelined module, on meta or not.
+        user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}, "ep": {pattern: style}}`; any key may be
+            absent. The order of "pp" is the order of execution; the `nn.ModuleList` in it (else the `nn.Sequential`) is the blocks.
 
     Raises:
-        PlanError: no plan is declared, a style or name is unknown, or the blocks are not one list.
+        PlanError: no plan, an unknown style or name, or blocks that are not one list.
     """
     user_plan = user_plan or {}
     if unknown := set(user_plan) - {"tp", "pp", "ep"}:
-        raise PlanError(f"A plan has the keys 'tp', 'pp' and 'ep', but this one has {sorted(unknown)}.")
+        raise PlanError(f"A plan has the keys 'tp', 'pp' and 'ep'; got {sorted(unknown)}.")
     declared_tp, declared_pp = _declared(module)
     tp = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
     ep = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
-    # Some families declare the head only, which is no pipeline plan.
+    # Some families declare only the head, which is not a pipeline plan.
     pp = list(user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else ()))
     if not tp and not pp:
         raise PlanError(
@@ -133,13 +133,18 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
 def find_pipeline_module(
     root: nn.Module, name: str | None = None, user_plan: Mapping[str, Any] | None = None
 ) -> tuple[str, nn.Module]:
-    """The one submodule of `root` that has a plan of its own, the outermost when plans are nested.
+    """Find the one submodule of `root` that has a plan, the outermost when plans are nested.
 
     Args:
-        name: of the module, where several have a plan.
-        user_plan: a plan given by the user belongs to the outermost module in which all of its names exist.
+        root: module to search.
+        name: name of the module, where several have a plan.
+        user_plan: plan of the user, which belongs to the outermost module in which all of its names exist.
 
-    Raises PlanError when there is none, when there are several, or when `name` does not exist.
+    Returns:
+        (name in `root`, module)
+
+    Raises:
+        PlanError: no such module, several, or no module called `name`.
     """
     modules = dict(root.named_modules())
     if name is not None:
@@ -162,8 +167,8 @@ def find_pipeline_module(
     if user_plan:
         raise PlanError(
             f"No submodule of {type(root).__name__} has all the names in the plan. Names are relative to the model"
-            " that is parallelized: say which one that is with pipeline_module='name of the model' to see what does"
-            " not match."
+            " that is parallelized. Name that model with pipeline_module='name of the model' to see what does not"
+            " match."
         )
     raise PlanError(
         f"No submodule of {type(root).__name__} declares a parallel plan. Pass plan={{'tp': ..., 'pp': ...}}, with"
@@ -172,23 +177,26 @@ def find_pipeline_module(
 
 
 def find_transformers_model(root: nn.Module) -> tuple[str, nn.Module]:
-    """The one model of Transformers in `root`, by its name there, whether it declares a plan or not.
+    """Find the one Transformers model in `root`, with or without a plan.
+
+    Returns:
+        (name in `root`, model)
 
     Raises:
-        PlanError: there is none, or there are several.
+        PlanError: no such model, or several.
     """
     found = models_in(root)
     if len(found) != 1:
         there = "none" if not found else f"{len(found)}: {', '.join(found)}"
         raise PlanError(
-            f"Context parallelism (cp) replaces the attention of one model of Transformers, but {type(root).__name__} has {there}. Use"
+            f"Context parallelism (cp) replaces the attention of one Transformers model, but {type(root).__name__} has {there}. Use"
             " cp 1."
         )
     return found.popitem()
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Name of every parameter -> the first name of the same Parameter object, which is its canonical one."""
+    """Map the name of every parameter to the first name of the same Parameter object, its canonical name."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -197,10 +205,9 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tp plan, pp plan) that the module, its configuration and its children declare, in order of execution.
+    """Return (tp plan, pp plan) of the module, its configuration and its children, in order of execution.
 
-    A model built by Transformers merges them on the instance, but puts the head's entry first; so the order is rebuilt
-    here.
+    A model built by Transformers merges them on the instance, but puts the head's entry first, so the order is rebuilt here.
     """
     if not is_transformers_model(module):
         return _as_dict(own(module, "_tp_plan")), _as_dict(own(module, "_pp_plan"))
@@ -216,12 +223,12 @@ def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
             pp.update({f"{name}.{key}": value for key, value in child_pp.items()})
     tp.update(_as_dict(getattr(type(module), "_tp_plan", None)))
     pp.update(_as_dict(getattr(type(module), "_pp_plan", None)))
-    # The instance's plan is the same, or what a user has set (model.tp_plan = ...).
+    # The instance's plan is the same unless a user has set another one (model.tp_plan = ...).
     return _as_dict(vars(module).get("_tp_plan")) or tp, pp
 
 
 def _declared_ep(module: nn.Module) -> dict[str, Any]:
-    """How the module's configuration, or that of its children, deals experts to expert-parallel ranks."""
+    """Return the expert-parallel plan of the module's configuration and of its children."""
     if not is_transformers_model(module):
         return _as_dict(own(module, "_ep_plan"))
     ep: dict[str, Any] = {}
@@ -234,7 +241,7 @@ def _declared_ep(module: nn.Module) -> dict[str, Any]:
 
 
 def _as_dict(plan: Any) -> dict[str, Any]:
-    """Some classes declare None, or an exception object, for 'no plan'."""
+    """Return a plan as a dict; some classes declare None, or an exception object, for 'no plan'."""
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
@@ -243,7 +250,7 @@ def _as_cut(pattern: str, entry: Any) -> Cut:
     style = OLDER_NAMES.get(cut.style, cut.style)
     if style not in DENSE_STYLES | EXPERT_STYLES:
         raise PlanError(
-            f"The plan cuts '{pattern}' by the style '{style}', which is not supported."
+            f"The plan shards '{pattern}' with the style '{style}', which is not supported."
             f"{did_you_mean(style, DENSE_STYLES)} Supported are {', '.join(sorted(DENSE_STYLES))}."
         )
     return Cut(style, cut.units, cut.parts)
@@ -255,7 +262,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _require_matches(tp: Mapping[str, Cut], names: list[str]) -> None:
-    """A user's pattern that names nothing is a typing error; a family's may belong to a variant of the model."""
+    """Refuse a user's pattern that matches nothing. A family's own pattern may belong to a variant of the model."""
     for pattern in tp:
         if not any(_matches(pattern, name) for name in names):
             wildcards = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
@@ -265,7 +272,7 @@ def _require_matches(tp: Mapping[str, Cut], names: list[str]) -> None:
 
 
 def _fits(module: nn.Module, user_plan: Mapping[str, Any]) -> bool:
-    """Whether every name and pattern of a plan exists in the module."""
+    """Check whether every name and pattern of a plan exists in the module."""
     names = _names(module)
     return set(user_plan.get("pp") or ()) <= set(names) and all(
         any(_matches(pattern, name) for name in names) for pattern in user_plan.get("tp") or ()
@@ -277,7 +284,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _lists(module: nn.Module, order: Iterable[str]) -> list[str]:
-    """What may be the list of blocks: an `nn.ModuleList`, or where there is none an `nn.Sequential` whose entries have no names."""
+    """Return candidates for the list of blocks: every `nn.ModuleList`, or without one every `nn.Sequential` with unnamed entries."""
     modules = dict(module.named_modules())
     named = {name: modules[name] for name in order if name in modules}
     lists = [name for name, found in named.items() if isinstance(found, nn.ModuleList)]
@@ -286,7 +293,7 @@ def _lists(module: nn.Module, order: Iterable[str]) -> list[str]:
 
 
 def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """(blocks, modules before, modules after) from the names in order of execution."""
+    """Return (blocks, modules before, modules after) from the names in order of execution."""
     if not order:
         return "", (), ()
     modules = dict(module.named_modules())
@@ -299,18 +306,18 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
     lists = _lists(module, order)
     if len(lists) != 1:
         raise PlanError(
-            f"A pipeline plan names exactly one list of blocks, which are dealt to the stages: an nn.ModuleList, or where it names none an"
-            f" nn.Sequential; this one names {', '.join(lists) or 'none'}. Put the blocks into one nn.ModuleList."
+            f"A pipeline plan must name exactly one list of blocks for the stages: an nn.ModuleList, or without one an nn.Sequential. This"
+            f" plan names {', '.join(lists) or 'none'}. Put the blocks into one nn.ModuleList."
         )
     at = order.index(lists[0])
     return lists[0], tuple(order[:at]), tuple(order[at + 1 :])
 
 
 def _find_head(module: nn.Module, before: tuple[str, ...], after: tuple[str, ...], plan: ParallelPlan) -> str | None:
-    """The linear layer that makes the logits: the model's own answer, else the last module after the blocks.
+    """Find the linear layer that makes the logits: a Transformers model names it, otherwise it is the last module after the blocks.
 
-    Of a plain module that is one which the plan cuts, or with as many rows as an embedding before the blocks. Any other may make a
-    single number.
+    In a plain module the plan must shard it, or it must have as many rows as an embedding before the blocks. Any other may
+    compute a single number.
     """
     if is_transformers_model(module):
         head = cast(Any, module).get_output_embeddings()
@@ -322,7 +329,7 @@ def _find_head(module: nn.Module, before: tuple[str, ...], after: tuple[str, ...
 
 
 def _find_embedding(module: nn.Module, before: tuple[str, ...], head: str | None) -> str | None:
-    """The embedding of token ids: in a plain module the first one before the blocks with as many rows as the head."""
+    """Find the embedding of token ids: in a plain module the first one before the blocks with as many rows as the head."""
     if is_transformers_model(module):
         embedding = cast(Any, module).get_input_embeddings()
         return _name_of(module, embedding) if isinstance(embedding, nn.Embedding) else None
@@ -341,7 +348,7 @@ def _name_of(module: nn.Module, wanted: nn.Module) -> str | None:
 
 
 def _with_vocabulary(module: nn.Module, plan: ParallelPlan, embedding: str | None, head: str | None) -> ParallelPlan:
-    """Cut the token embedding and the head by vocabulary unless the plan says otherwise; tied ones always alike."""
+    """Shard the token embedding and the head by vocabulary unless the plan says otherwise; tied ones always in the same way."""
     styles = {embedding: "embedding_rowwise", head: "colwise_gather_output"}
     wanted = {name: style for name, style in styles.items() if name is not None}
     entries = {name: plan.cut_of(name) for name in wanted}

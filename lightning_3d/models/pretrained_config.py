@@ -1,6 +1,6 @@
-"""What `model.pretrained=<path>` says about a run before it starts. Reads JSON only: no torch, no Transformers.
+"""Checks of `model.pretrained=PATH` before a run starts. Reads only JSON: no torch, no Transformers.
 
-`model=pretrained` takes the whole architecture from the folder. A model that is named (`model=llama3_1_8b`) must be the one in the folder.
+`model=pretrained` takes the whole architecture from the folder. A named model (`model=llama3_1_8b`) must be the one in the folder.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import CheckpointError, ConfigError, listed
+from lightning_3d.errors import CheckpointError, ConfigError, listed, plural
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.safetensors_folder import StoredTensor, find_folder, read_config, read_tensors
+from lightning_3d.models.spec import ModelSpec
 
 TAKEN = "pretrained"
-"""The name of the model whose architecture is the folder's."""
+"""Name of the model that takes its architecture from the folder."""
 
 REQUIRED = "required"
-"""What a recipe for fine-tuning says in the place of a folder. (`???` would not do: in OmegaConf it does not replace a value.)"""
+"""Placeholder for the folder in a recipe for fine-tuning. (OmegaConf's `???` does not replace a value.)"""
 
-# Of `config.json`, what is no part of the architecture: where it came from, and what a run decides.
+# Fields of `config.json` that are not part of the architecture: its origin, and settings that a run decides.
 _NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
-# Fields that change what a model computes, though the shapes of its weights stay the same.
+# Fields that change what a model computes without changing the shapes of its weights.
 _COMPUTED_WITH = (
     "model_type",
     "attention_bias",
@@ -45,56 +46,63 @@ _COMPUTED_WITH = (
 )
 
 
-def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
-    """The group `model` with the folder's full path, and with its architecture where it takes that from there.
+def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict[str, Any], ModelSpec]:
+    """Complete the group `model` from the pretrained folder that it names, if any, and read the sizes of the model.
 
     Args:
-        dry: nothing is started, so a folder that is `REQUIRED` may be named later.
+        dry: nothing is started, so a `REQUIRED` folder may be named later.
+
+    Returns:
+        (the group with the folder's full path, and with the folder's architecture where it takes that from there; sizes of the model)
 
     Raises:
-        CheckpointError: the folder is missing, incomplete, damaged, or holds no weights that can be read.
-        ConfigError: the architecture is not the one of the folder.
+        CheckpointError: the folder is missing, incomplete or damaged, or has no readable weights.
+        ConfigError: no fields of a Transformers configuration, an invalid size, or another architecture than the folder's.
     """
-    path, config = model.get("pretrained"), model.get("config")
+    path, name, config = model.get("pretrained"), model.get("name"), model.get("config")
     if path == REQUIRED and not dry:
         raise ConfigError("model.pretrained must be given: the folder of the pretrained weights, model.pretrained=PATH.")
-    path = None if path == REQUIRED else path
-    model = {**model, "pretrained": path}
-    if path is None:
-        if model.get("name") == TAKEN:
+    if path in (None, REQUIRED):
+        if name == TAKEN:
             raise ConfigError("model=pretrained takes the architecture from a folder in Transformers' format: give model.pretrained=PATH.")
-        return model
+        return {**model, "pretrained": None}, read_spec(_fields(config))
     folder = find_folder(str(path))
     stored = architecture(folder)
     tensors = read_tensors(folder)
-    if model.get("name") == TAKEN:
-        model["config"] = {**stored, **(config or {})}
-    elif isinstance(config, dict):
-        _require_same(config, stored, str(model.get("name")), folder)
-    _require_stored_shapes(model["config"], tensors, folder)
-    return model | {"pretrained": str(folder)}
+    config = {**stored, **(config or {})} if name == TAKEN else _fields(config)
+    spec = read_spec(config)
+    if name != TAKEN:
+        _require_same(config, spec, stored, str(name), folder)
+    _require_stored_shapes(spec, tensors, folder)
+    return {**model, "config": config, "pretrained": str(folder)}, spec
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    if not isinstance(config, dict):
+        raise ConfigError("model.config must hold the fields of a Transformers configuration, with its model_type.")
+    return config
 
 
 def architecture(folder: Path) -> dict[str, Any]:
-    """The fields of a folder's `config.json` that say what the model is.
+    """Read the fields of a folder's `config.json` that define the model.
 
     Raises:
-        CheckpointError: no such file, a quantized checkpoint, or one of more than a text model.
+        CheckpointError: no such file, quantized weights, or more than a text model.
     """
     config = read_config(folder)
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "its own way")
-        raise CheckpointError(f"The weights in {folder} are quantized ({method}). Take those of the model in bf16 or fp32.")
+        method = config["quantization_config"].get("quant_method", "unknown method")
+        raise CheckpointError(f"The weights in {folder} are quantized ({method}). Use the model's weights in bf16 or fp32.")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         raise CheckpointError(
-            f"{folder} holds a {config.get('model_type')}, of which a text model is only a part (text_config). Save its language model"
-            " alone with Transformers, and give that folder."
+            f"{folder} contains a {config.get('model_type')}, whose text model is only a part of it (text_config). Save the text model"
+            " separately with Transformers, and use that folder."
         )
     return {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE}
 
 
 def differences(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Fields in which two configurations of one model disagree, as `field 4, in the folder 8`. A field that one lacks is left out."""
+    """List fields in which two configurations of one model disagree, as `field 4, in the folder 8`. Fields that one lacks are omitted."""
     pairs = {key: (config[key], stored[key]) for key in _COMPUTED_WITH if config.get(key) is not None and stored.get(key) is not None}
     ropes = _rope(config), _rope(stored)
     pairs |= {f"rope {key}": (ropes[0][key], ropes[1].get(key)) for key in ropes[0] if all(ropes)}
@@ -102,7 +110,7 @@ def differences(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[st
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions, in the words of Transformers 5; before it they were `rope_theta` and `rope_scaling`."""
+    """Read the rotary positions with the names of Transformers 5; earlier versions have `rope_theta` and `rope_scaling`."""
     rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     known = {key: value for key, value in rope.items() if value is not None and not isinstance(value, Mapping)}
@@ -113,21 +121,21 @@ def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, An
     """Refuse a model that computes something else than the one whose weights are in the folder.
 
     Raises:
-        ConfigError: it names the fields.
+        ConfigError: with the fields that differ.
     """
     found = differences(config, stored)
     if found:
         raise ConfigError(
             f"The weights in {folder} are not those of model={name}: {listed(found[:4])}. Take the architecture from the folder:"
-            f" model={TAKEN}; fields of model.config that you give beside it win."
+            f" model={TAKEN}; fields of model.config override it."
         )
 
 
-def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:
-    """Refuse a model of other shapes than the folder's, by name, or one that is computed in another way."""
+def _require_same(config: Mapping[str, Any], spec: ModelSpec, stored: Mapping[str, Any], name: str, folder: Path) -> None:
+    """Refuse a model with other shapes than the folder's, or one that computes something else."""
     if config.get("model_type") == stored.get("model_type"):
-        specs = read_spec(config), read_spec(stored)
-        here, there = (spec.shapes or {} for spec in specs)
+        stored_spec = read_spec(stored)
+        here, there = spec.shapes or {}, stored_spec.shapes or {}
         both = [key for key in here if key in there]
         other = [f"{key} {list(here[key])}, in the folder {list(there[key])}" for key in both if here[key] != there[key]]
         if here and there:
@@ -135,10 +143,10 @@ def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: st
             other += [f"{key} not in the folder" for key in here if key not in there]
         if other:
             raise ConfigError(
-                f"The weights in {folder} are not those of model={name}. {len(other)} parameters differ: {'; '.join(other[:3])}. Take the"
-                f" architecture from the folder: model={TAKEN}."
+                f"The weights in {folder} are not those of model={name}. {plural(len(other), 'parameter')} differ{'s' * (len(other) == 1)}:"
+                f" {'; '.join(other[:3])}. Take the architecture from the folder: model={TAKEN}."
             )
-        if here and specs[0].windows != specs[1].windows:
+        if here and spec.windows != stored_spec.windows:
             raise ConfigError(
                 f"The weights in {folder} are not those of model={name}: attention windows (sliding_window, layer_types) differ. Take the"
                 f" architecture from the folder: model={TAKEN}."
@@ -146,21 +154,25 @@ def _require_same(config: Mapping[str, Any], stored: Mapping[str, Any], name: st
     refuse_other_architecture(config, stored, name, folder)
 
 
-def _require_stored_shapes(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Refuse files whose tensors have other shapes than the configuration says, for those that have its names."""
-    shapes = read_spec(config).shapes or {}
+def _require_stored_shapes(spec: ModelSpec, tensors: Mapping[str, StoredTensor], folder: Path) -> None:
+    """Refuse files in which tensors with the model's names have other shapes than the configuration says."""
+    shapes = spec.shapes or {}
     refuse_shapes({key: (shape, tensors[key].shape) for key, shape in shapes.items() if key in tensors}, folder)
 
 
 def refuse_shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], folder: Path) -> None:
-    """Refuse parameters whose shape, the first of a pair, is not the stored one.
+    """Refuse parameters whose shape is not the stored one.
+
+    Args:
+        shapes: (shape in the model, stored shape) by name.
+        folder: folder of the stored tensors.
 
     Raises:
-        ConfigError: it names the first of them, with both shapes.
+        ConfigError: with the first parameters that differ, and both shapes.
     """
     other = [f"{name} {list(ours)}, stored {list(theirs)}" for name, (ours, theirs) in shapes.items() if ours != theirs]
     if other:
         raise ConfigError(
-            f"{len(other)} parameters of the model have other shapes than those stored in {folder}: {'; '.join(other[:3])}. Give the model"
-            " the configuration of the folder."
+            f"{plural(len(other), 'parameter')} of the model {'has' if len(other) == 1 else 'have'} another shape than stored in {folder}:"
+            f" {'; '.join(other[:3])}. Use the folder's configuration for the model."
         )

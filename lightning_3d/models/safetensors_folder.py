@@ -2,10 +2,10 @@
 
     config.json                         the architecture
     model.safetensors                   all tensors, or
-    model.safetensors.index.json        tensor -> file, beside model-00001-of-00004.safetensors, ...
+    model.safetensors.index.json        tensor -> file, next to model-00001-of-00004.safetensors, ...
 
-The header of a safetensors file is JSON, so names, shapes and types of all tensors, and whether a file is complete, are known before
-anything is started. Pickles are never loaded.
+The header of a safetensors file is JSON, so names, shapes and types of all tensors are known before anything is started, and truncated
+files are noticed. Pickles are never loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import CheckpointError, listed
+from lightning_3d.errors import CheckpointError, listed, plural
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -32,7 +32,7 @@ _LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file. `dtype` is safetensors' word for it: F32, BF16, ..."""
+    """A tensor in a safetensors file. `dtype` has safetensors' names: F32, BF16, ..."""
 
     file: Path
     name: str
@@ -41,16 +41,16 @@ class StoredTensor:
 
 
 def find_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder that `path` names: itself, or that of a model of the Hugging Face hub in the local cache. Nothing is downloaded.
+    """Find a folder: `path` itself, or the folder of a Hugging Face hub model in the local cache. Nothing is downloaded.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no such folder, and no such model in the cache.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.absolute()
     if folder.exists():
-        raise CheckpointError(f"{path} is a file. Pretrained weights are a folder with {CONFIG} and {SINGLE}; give the folder.")
+        raise CheckpointError(f"{path} is a file. Use the folder with {CONFIG} and {SINGLE}.")
     name = str(path)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise CheckpointError(f"There is no folder {path} to read pretrained weights from.")
@@ -61,15 +61,15 @@ def find_folder(path: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError):
         raise CheckpointError(
             f"There is no folder {name}, and no model of this name in the cache {constants.HF_HUB_CACHE}. Ranks download nothing: run"
-            f" `hf download {name}` before, on every node, or give a folder that all nodes see."
+            f" `hf download {name}` on every node first, or use a folder that all nodes can read."
         ) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields of `config.json`.
+    """Read the fields of `config.json`.
 
     Raises:
-        CheckpointError: the file is missing or no JSON object.
+        CheckpointError: the file is missing or not a JSON object.
     """
     try:
         config = json.loads((folder / CONFIG).read_text())
@@ -78,15 +78,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read as JSON: {error}.") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} holds no JSON object.")
+        raise CheckpointError(f"{folder / CONFIG} does not contain a JSON object.")
     return config
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in the folder, by its name there.
+    """Read the headers of all tensors in the folder, by name.
 
     Raises:
-        CheckpointError: no safetensors files, files or tensors that the index names are missing, or a file is damaged.
+        CheckpointError: no safetensors files, missing files or tensors that the index names, or a damaged file.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
@@ -97,12 +97,12 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{len(absent)} of {len(files)} files that {INDEX} names are not in {folder}: {_some(absent)}. Copy or download them again."
+            f"{len(absent)} of {len(files)} files that {INDEX} names are missing in {folder}: {_some(absent)}. Copy or download them again."
         )
     headers = {name: read_header(folder / name) for name in files}
     lost = [f"'{name}' ({file})" for name, file in places.items() if name not in headers[file]]
     if lost:
-        raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that are not in their files: {_some(lost)}.")
+        raise CheckpointError(f"{folder / INDEX} names {plural(len(lost), 'tensor')} missing in their files: {_some(lost)}.")
     return {name: headers[file][name] for name, file in places.items()}
 
 
@@ -113,14 +113,14 @@ def _read_index(file: Path) -> dict[str, str]:
             return dict(places)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise CheckpointError(f"{file} is damaged: it has no weight_map from tensors to files beside it. Copy or download it again.")
+    raise CheckpointError(f"{file} is damaged: it has no weight_map from tensors to files in its folder. Copy or download it again.")
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file.
+    """Read the header of a safetensors file.
 
     Raises:
-        CheckpointError: the file is no safetensors file, or its size is not the one that its header describes.
+        CheckpointError: not a safetensors file, or another size than its header describes.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -128,8 +128,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, _LARGEST_HEADER):
             if _LFS.startswith(start) and start:
-                raise CheckpointError(f"{file} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in {file.parent}.")
-            raise _damaged(file, f"it has {size} bytes, and its first 8 say that a header of {length} follows")
+                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` in {file.parent}.")
+            raise _damaged(file, f"it has {size} bytes, but its first 8 announce a header of {length} bytes")
         text = stream.read(length)
     try:
         header = json.loads(text)
@@ -140,11 +140,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise _damaged(file, "its header is not that of a safetensors file") from None
     described = 8 + length + max((end for _, end in ranges.values()), default=0)
     if described != size:
-        raise _damaged(file, f"its header describes {described} bytes, it has {size}")
+        raise _damaged(file, f"its header describes {described} bytes, but it has {size}")
     for name, (begin, end) in ranges.items():
         stored = tensors[name]
         if stored.dtype in WIDTHS and end - begin != prod(stored.shape) * WIDTHS[stored.dtype]:
-            raise _damaged(file, f"{end - begin} bytes are no {stored.dtype} tensor of {list(stored.shape)} ('{name}')")
+            raise _damaged(file, f"{end - begin} bytes cannot hold a {stored.dtype} tensor of shape {list(stored.shape)} ('{name}')")
     return tensors
 
 
@@ -153,19 +153,19 @@ def _damaged(file: Path, why: str) -> CheckpointError:
 
 
 def _what_it_is(folder: Path) -> str:
-    """What a folder without weights in the right format seems to be, and what helps."""
+    """Describe a folder without weights in the right format, and what to do with it."""
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith((".bin", ".pth", ".pt")) and ("model" in name or "consolidated" in name)]
     if "manifest.json" in names and ".metadata" in names:
-        return " It is a checkpoint of lightning_3d: go on from it with trainer.resume= or ckpt_path=."
+        return " It is a checkpoint of lightning_3d: resume it with trainer.resume= or ckpt_path=."
     if "adapter_config.json" in names:
-        return " It holds adapters of PEFT; give the folder of the model that they were trained on."
+        return " It contains PEFT adapters; use the folder of the model that they were trained on."
     if CONFIG in names and pickles:
         convert = CONVERT.format(folder)
-        return f" {pickles[0]} is a pickle, which can run any code when it is loaded: it never is. If you trust it, convert it: {convert}"
+        return f" {pickles[0]} is a pickle, which can run any code when loaded, so it is not loaded. If you trust it, convert it: {convert}"
     if pickles:
-        return f" {_some(pickles)} is no checkpoint in Transformers' format; convert it with the script that its model has there."
-    return f" It holds {_some(names)}." if names else " It is empty."
+        return f" {_some(pickles)} is not in Transformers' format; convert it with the script for its model there."
+    return f" It contains {_some(names)}." if names else " It is empty."
 
 
 def _some(names: list[str]) -> str:

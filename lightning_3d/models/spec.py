@@ -1,9 +1,9 @@
-"""What a model configuration says about sizes, without building the model. Pure Python: no torch, no Transformers.
+"""Sizes of a model from its configuration, without building the model. Pure Python: no torch, no Transformers.
 
-`model_families.read_spec` makes a `ModelSpec` from the dict that a `model/` config file holds under `config` (the fields of a
-Transformers configuration). Every configuration gives the numbers that layouts are checked against (heads, layers, vocabulary, ...).
-For the families listed in `model_families` a spec also has the name and shape of every parameter, and from these the parameter count
-and the FLOPs."""
+`families.read_spec` makes a `ModelSpec` from the dict that a `model/` config file holds under `config` (the fields of a Transformers
+configuration). Every configuration gives the numbers that layouts are checked against (heads, layers, vocabulary, ...). For the families
+in `families.FAMILIES` a spec also has the name and shape of every parameter, and from these the parameter count and the FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ class ModelSpec:
     """Sizes of a decoder.
 
     Attributes:
+        model_type: name of the family in Transformers.
         hidden: width of the residual stream.
-        kv_heads: key/value heads; equals `heads` without grouped-query attention.
+        layers: number of blocks.
+        heads: attention (query) heads.
+        kv_heads: key/value heads; equal to `heads` without grouped-query attention.
         head_dim: width of a head; where queries are wider than values (multi-head latent attention), the mean of the two.
         intermediate: inner width of the MLP.
-        max_positions: longest sequence the positions are made for; None when the configuration does not say.
+        vocab: rows of the embedding.
+        max_positions: longest sequence that the positions support; None when the configuration does not say.
         tied: the output head is the embedding matrix.
-        experts: experts per mixture-of-experts layer; 0 for a dense model.
+        experts: experts of each mixture-of-experts layer; 0 for a dense model.
         top_k: experts that see each token; 0 for a dense model.
-        windows: per layer, how many tokens back attention reaches; None for all of them.
+        windows: attention window of each layer in tokens; None for the whole sequence.
         shapes: shape of every parameter by its name in Transformers, tied ones once; None for families not in
-            `model_families`.
+            `families.FAMILIES`.
+        embedding: name of the parameter of the token embedding.
     """
 
     model_type: str
@@ -65,20 +70,20 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int | None:
-        """Number of parameters, tied ones counted once; None for a family whose shapes are not known here."""
+        """Number of parameters, tied ones counted once; None for an unknown family."""
         return None if self.shapes is None else sum(prod(shape) for shape in self.shapes.values())
 
     @property
     def active_parameters(self) -> int | None:
-        """Number of parameters that see a token: all but the experts that it is not sent to."""
+        """Number of parameters that a token passes: all but the experts that it is not routed to; None for an unknown family."""
         return None if self.shapes is None else round(sum(self._active(shape) for shape in self.shapes.values()))
 
     def _active(self, shape: tuple[int, ...]) -> float:
-        """Elements of a parameter that see a token. Those of three dimensions hold one matrix for each expert."""
+        """Count the elements of a parameter that a token passes. Parameters of three dimensions hold one matrix for each expert."""
         return prod(shape) * (self.top_k / self.experts if len(shape) == 3 else 1)
 
     def flops_per_token(self, seq: int) -> float:
-        """Floating-point operations of one training token: forward and backward, no recomputation.
+        """Count the floating-point operations of one training token: forward and backward, without recomputation.
 
         Six per weight that takes part in a matrix product (the output head does, also when tied; the embedding look-up
         does not), and for attention 12 x heads x head_dim x context per layer, as in PaLM (arXiv:2204.02311, appendix
@@ -89,11 +94,11 @@ class ModelSpec:
             seq: sequence length in tokens.
 
         Raises:
-            ConfigError: the shapes of this family are not known.
+            ConfigError: an unknown family.
         """
         if self.shapes is None:
             raise ConfigError(
-                f"The FLOPs of model_type '{self.model_type}' are not known: `lightning_3d.models.families` does not list this family."
+                f"The FLOPs of model_type '{self.model_type}' are unknown: `lightning_3d.models.families` does not list this family."
             )
         matrices = sum(self._active(shape) for name, shape in self.shapes.items() if len(shape) > 1 and name != self.embedding)
         if self.tied:
@@ -103,7 +108,7 @@ class ModelSpec:
 
 
 class Reader:
-    """Fields of a configuration, with the defaults of its family and synonyms resolved."""
+    """Fields of a configuration, with synonyms and the defaults of its family."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._config = config
@@ -120,13 +125,13 @@ class Reader:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} of the model is {value!r}; it must be a whole number of at least 1.")
+            raise ConfigError(f"{name} of the model must be a whole number of at least 1; got {value!r}.")
         return value
 
     def size(self, name: str) -> int:
         value = self.optional(name)
         if value is None:
-            raise ConfigError(f"The model configuration has no {name}. Sizes have no defaults here: state it.")
+            raise ConfigError(f"The model configuration has no {name}. Set it: sizes have no defaults here.")
         return value
 
     def first(self, names: tuple[str, ...]) -> int:
@@ -134,7 +139,7 @@ class Reader:
 
 
 def attention_windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
-    """Attention window of each layer, from `layer_types` or from the rule that Transformers fills it in by."""
+    """Read the attention window of each layer, from `layer_types` or by Transformers' rule for its default."""
     window = reader.optional("sliding_window")
     kinds = reader.get("layer_types")
     if kinds is not None:

@@ -1,1 +1,1 @@
-"""One package for each kind of parallelism, which never import each other, and below them what they share."""
+"""One package for each kind of parallelism, which never import each other, and the modules that they share."""

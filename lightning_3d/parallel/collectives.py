@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> None:
-    """Replace `x`, contiguous, by its sum over the group, or what another operation makes of it."""
+    """Replace `x`, contiguous, by its sum over the group, or the result of another operation."""
     import torch.distributed as dist
 
     from lightning_3d.parallel import gloo_exchange as exchange
@@ -25,7 +25,7 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> No
 
 
 def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
-    """Start to collect the parts of all ranks, equal in size, one behind the other. Returns the work to wait for.
+    """Start to gather the parts of all ranks, equal in size, one after the other. Returns the work to wait for.
 
     torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
     """
@@ -37,7 +37,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
 
 
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
-    """Start to sum `whole` over the ranks and to leave each its part. Returns the work to wait for.
+    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for.
 
     torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
     """

@@ -22,12 +22,12 @@ SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than
 
 
 def fits(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether `all_gather` and `reduce_scatter` are for this tensor: on CPU, over ranks that speak gloo."""
+    """True if `all_gather` and `reduce_scatter` support this tensor: on CPU, over ranks that use gloo."""
     return x.device.type == "cpu" and get_backend(group) in ("gloo", FAKE_GLOO) and get_world_size(group) > 1
 
 
 def fits_whole(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether `all_reduce` is: over two ranks, or where the tensor is small."""
+    """True if `all_reduce` supports it: over two ranks, or if the tensor is small."""
     return fits(x, group) and (get_world_size(group) == 2 or x.nbytes * (get_world_size(group) - 1) <= SMALL)
 
 
@@ -49,20 +49,20 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) ->
 
 
 def all_gather(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> Work:
-    """Start to collect the parts of all ranks in `whole`. Returns the work to wait for."""
+    """Start to gather the parts of all ranks in `whole`. Returns the work to wait for."""
     copies = part.view(1, -1).expand(get_world_size(group), -1).contiguous()
     return _Sent(all_to_all_single(whole.view(copies.shape), copies, group=group, async_op=True), copies)  # type: ignore[return-value]
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> Work:
-    """Start to add up `whole` and to leave each rank its part. Returns the work to wait for."""
+    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for."""
     received = torch.empty_like(whole).view(get_world_size(group), -1)
     work = all_to_all_single(received, whole.view(received.shape), group=group, async_op=True)
     return _Sum(work, received, part)  # type: ignore[return-value]
 
 
 class _Sent:
-    """Work that keeps alive what it sends."""
+    """Work that keeps its tensors alive while they are sent."""
 
     def __init__(self, work: Work, sent: Tensor) -> None:
         self._work, self._sent = work, sent

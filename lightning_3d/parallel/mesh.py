@@ -35,7 +35,7 @@ _HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
 
 
 class Mesh:
-    """The process groups of one layout, and where this rank stands in them.
+    """Process groups of one layout and this rank's coordinates.
 
     The default process group must be initialized. Building a mesh is collective over the world and sends nothing yet;
     `warm_up` connects.
@@ -48,7 +48,9 @@ class Mesh:
         LayoutError: the world has another number of ranks than the layout.
 
     Attributes:
-        layout: the layout. rank: global rank. coordinates: index of this rank along each axis.
+        layout: the layout.
+        rank: global rank.
+        coordinates: index of this rank along each axis.
     """
 
     def __init__(self, layout: Layout, *, timeout: timedelta | None = None) -> None:
@@ -81,7 +83,7 @@ class Mesh:
 
     @property
     def pipeline_up(self) -> dist.ProcessGroup:
-        """Over the ranks of the pipeline, for messages to a higher pipeline rank.
+        """Group over the ranks of the pipeline, for messages to a higher pipeline rank.
 
         Not the one for messages to a lower rank on NCCL, where the operations of one communicator wait for each other.
         """
@@ -89,27 +91,27 @@ class Mesh:
 
     @property
     def pipeline_down(self) -> dist.ProcessGroup:
-        """Over the ranks of the pipeline, for messages to a lower pipeline rank."""
+        """Group over the ranks of the pipeline, for messages to a lower pipeline rank."""
         return self._apart.get("down") or self.group("pp")
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """Over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
+        """Group over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
         return self._apart.get("control") or self.group("pp")
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """Over the ranks that deal the experts of this stage among them, in the order of `expert_index`."""
+        """Group of the ranks that share the experts of this stage, in the order of `expert_index`."""
         return self.group_for(self._experts)
 
     @property
     def expert_index(self) -> int:
-        """Which of the ep parts of its stage's experts this rank has."""
+        """Index of this rank's part among the ep parts of its stage's experts."""
         return self._experts.index(self.rank)
 
     @property
     def expert_data_group(self) -> dist.ProcessGroup:
-        """Over the ranks of this stage that have the same experts."""
+        """Group of the ranks of this stage that have the same experts."""
         return self.group_for(self._expert_data)
 
     @property
@@ -161,7 +163,7 @@ class Mesh:
         try:
             return self._by_ranks[wanted]
         except KeyError:
-            raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: create it.") from None
+            raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: call Mesh.create first.") from None
 
     def warm_up(self) -> None:
         """Use every group and every pair of pipeline neighbours once, in the same order on all ranks.
@@ -213,7 +215,7 @@ class Mesh:
         return group
 
     def _new_over_pipelines(self, description: str, backend: str | None = None) -> dist.ProcessGroup:
-        """A group over the ranks of this pipeline, beside the one over the axis. All ranks make all of them."""
+        """Create a second group over the ranks of this pipeline. All ranks create all of them."""
         own = [self._new(ranks, description, backend) for ranks in self.layout.groups("pp")]
         return next(group for group in own if group is not None)
 
@@ -231,7 +233,9 @@ class StageMesh:
     A model that is put together over it runs all `stages` of a pipeline one after the other on every rank, to try a plan.
 
     Args:
-        mesh: of the run. stage: the one that `index("pp")` names, out of `stages`.
+        mesh: the run's mesh.
+        stage: stage that `index("pp")` returns.
+        stages: number of stages.
     """
 
     def __init__(self, mesh: Mesh, stage: int, stages: int) -> None:
@@ -283,6 +287,6 @@ def _neighbours(pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a collective in this group must live."""
+    """Device that tensors of a collective in this group must be on."""
     on_host = dist.get_backend(group) in _HOST_BACKENDS or not torch.cuda.is_available()
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Walks through the nested containers in which batches and the outputs of modules come."""
+"""Walks through nested containers of tensors, such as batches and outputs of modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def rows_of(value: Any, rows: slice | Tensor) -> Any:
-    """These rows, in dimension 0, of every tensor, in a container of the same type. What is no tensor stays."""
+    """These rows, in dimension 0, of every tensor, in a container of the same type. Anything else is kept as it is."""
     if isinstance(value, Tensor):
         return value[rows]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What tensors that look whole, and hold a part, share."""
+"""Helpers for tensor subclasses that report the full shape but hold one shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def whole_arguments(value: Any, kind: type) -> Any:
-    """The same arguments, with the full tensor (`full()`) in the place of every stand-in of this kind in them."""
+    """Replace every tensor of this kind in the arguments by the full one (`full()`)."""
     if isinstance(value, kind):
         return value.full()  # type: ignore[attr-defined]
     if isinstance(value, (list, tuple)):

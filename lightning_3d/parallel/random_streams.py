@@ -22,7 +22,7 @@ _ALL_RANKS = 0
 
 
 class RandomState:
-    """Reseeds the default generator of a device on the way through the model, at two integer hashes and one seeding.
+    """Reseeds the default generator of a device during a forward; costs two integer hashes and one seeding each time.
 
     Args:
         seed: of the run.
@@ -63,25 +63,25 @@ class RandomState:
             self.layer(-1)
 
     def layer(self, index: int) -> None:
-        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks unless blocks deal
-        out the sequence.
+        """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks unless blocks split
+        the sequence.
         """
         if self.enabled:
             self._set(f"layer {index}", self._tp_rank + 1 if self.deals_sequence and index >= 0 else _ALL_RANKS)
 
     def enter_region(self, name: str) -> None:
-        """Start what follows the column-parallel layer `name`: another stream on each tensor-parallel rank."""
+        """Start the region after the column-parallel layer `name`: another stream on each tensor-parallel rank."""
         if self.enabled:
             self._set(name, self._tp_rank + 1)
 
     def leave_region(self, name: str, *, alike: bool = True) -> None:
-        """Start what follows the row-parallel layer `name`: the same stream on all tensor-parallel ranks, where they are alike."""
+        """Start the region after the row-parallel layer `name`: the same stream on all tensor-parallel ranks, where they are alike."""
         if self.enabled:
             self._set(name, _ALL_RANKS if alike else self._tp_rank + 1)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Leave no trace: what draws after a step (a sampler's shuffle, equal on all ranks) goes on where it was."""
+        """Restore the random state afterwards, so that a sampler's shuffle, for example, stays equal on all ranks."""
         if not self.enabled:
             yield
             return
@@ -103,7 +103,7 @@ class RandomState:
 
 
 def may_use_dropout(module: nn.Module) -> bool:
-    """Whether a forward of `module` may draw random numbers.
+    """True if a forward of `module` may draw random numbers.
 
     Told by its dropout layers, by probabilities among its attributes and in a Transformers configuration, and by the
     names that the code of the user's own classes mentions.
@@ -133,7 +133,7 @@ def _has_probability(values: dict[str, Any]) -> bool:
 
 
 def _mentions_dropout(kind: type[nn.Module]) -> bool:
-    """PyTorch's, Transformers' and PEFT's modules keep probabilities in attributes; other code may have numbers of its own."""
+    """True if the code of a forward mentions random numbers. PyTorch's, Transformers' and PEFT's modules are known by their attributes."""
     if kind.__module__.startswith(("torch.", "transformers.", "peft.", "lightning_3d.")):
         return False
     code = getattr(kind.forward, "__code__", None)
@@ -154,7 +154,7 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
 
 @lru_cache(maxsize=65536)
 def _hash(name: str) -> int:
-    """The same number for a name in every process, which Python's hash is not."""
+    """Hash of a name that is the same in every process, unlike Python's."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -167,5 +167,5 @@ def _mix(state: int, value: int) -> int:
 
 
 def global_seed() -> int:
-    """The one that `seed_everything` was given; 0 without."""
+    """The seed that `seed_everything` set; 0 if it was not called."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))

@@ -1,4 +1,4 @@
-"""Sequence parallelism: how the hidden states between layers are dealt to the tensor-parallel ranks. Pure: no torch."""
+"""Sequence parallelism: how the hidden states between layers are split over the tensor-parallel ranks. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class SequenceShards:
-    """What the stages of a pipeline, the layers and the dropout streams of one rank know about it.
+    """Split of the sequence, shared by the pipeline stages, the layers and the dropout streams of one rank.
 
     Attributes:
         ranks: of the tensor-parallel group.
@@ -24,11 +24,11 @@ class SequenceShards:
 
     @property
     def part(self) -> int:
-        """Tokens on each rank; where ranks do not divide the sequence, the last ones hold some that are padding."""
+        """Tokens on each rank; if ranks do not divide the sequence, the last ones hold some padding."""
         return -(-self.length // self.ranks)
 
     def real(self, rank: int) -> int:
-        """Tokens on a rank that are no padding."""
+        """Number of tokens on a rank that are not padding."""
         return min(self.part, max(self.length - rank * self.part, 0))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShards:

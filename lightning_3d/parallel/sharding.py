@@ -1,7 +1,7 @@
-"""Where every parameter lives: one table per rank, keyed by the full parameter name.
+"""The shard of every parameter on a rank: one table per rank, keyed by the full parameter name.
 
-Initialization, the tensor-parallel rewrite, the gradient norm and checkpoints all read this table, so that what a shard is
-stands in exactly one place. Everything here is pure arithmetic on shapes; only `ShardSpec.cut` and `ShardSpec.paste` touch tensors.
+Initialization, the tensor-parallel rewrite, the gradient norm and checkpoints all read this table, so that a
+shard is defined in exactly one place. Everything here is arithmetic on shapes; only `ShardSpec.cut` and `ShardSpec.paste` touch tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of the global tensor and where it lies in the local one. All three tuples have one entry per dimension."""
+    """A rectangle of the global tensor and its place in the local one. All three tuples have one entry per dimension."""
 
     global_offset: tuple[int, ...]
     local_offset: tuple[int, ...]
@@ -36,7 +36,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What this rank holds of one parameter.
+    """This rank's shard of one parameter.
 
     Attributes:
         name: full parameter name, the same on every rank and in every layout.
@@ -47,7 +47,7 @@ class ShardSpec:
         pp_replicas: pipeline coordinates that hold the parameter (two for an embedding tied across stages); empty where there is
             no pipeline.
         tied_to: canonical name of the parameter that this one is tied to, when this one is a copy of it.
-        expert: the parameter is a part of the experts of a mixture, dealt over expert-parallel ranks: its gradient and state belong to
+        expert: the parameter is a part of the experts of a mixture, sharded over expert-parallel ranks: its gradient and state belong to
             the ranks of the stage that have the same experts, whatever their tensor-parallel coordinate.
     """
 
@@ -69,22 +69,22 @@ class ShardSpec:
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank holds less than the whole parameter."""
+        """True if this rank holds less than the whole parameter."""
         return self.local_shape != self.global_shape
 
     def is_replicated(self, tp_size: int) -> bool:
-        """Whether every tensor-parallel rank holds the whole parameter."""
+        """True if every tensor-parallel rank holds the whole parameter."""
         return not self.is_cut and len(self.tp_replicas) == tp_size
 
     def is_uneven(self, tp_size: int) -> bool:
-        """Whether tensor-parallel ranks hold shards of different sizes, a vocabulary that they do not divide for example."""
+        """True if tensor-parallel ranks hold shards of different sizes, for example of a vocabulary that they do not divide."""
         if self.expert:
             return False
         shards = tp_size // len(self.tp_replicas)
         return prod(self.local_shape) * shards != prod(self.global_shape)
 
     def counts_in_norm(self, tp_index: int, pp_index: int) -> bool:
-        """Whether the rank at these coordinates is the one that adds this shard to a global sum, so that replicas count once.
+        """True if the rank at these coordinates adds this shard to a global sum, so that replicas count once.
 
         Always for experts: the ranks that have the same ones are data-parallel to each other.
         """
@@ -96,7 +96,7 @@ class ShardSpec:
     def cut(self, full: Tensor) -> Tensor:
         """Copy this rank's shard, of shape `local_shape`, out of the full tensor of shape `global_shape`."""
         if tuple(full.shape) != self.global_shape:
-            raise ValueError(f"{self.name} has shape {tuple(full.shape)}, its specification says {self.global_shape}.")
+            raise ValueError(f"{self.name} has shape {tuple(full.shape)}, but its specification has {self.global_shape}.")
         local = full.new_empty(self.local_shape)
         for box in self.boxes:
             local[box.local_slices()] = full[box.global_slices()]
@@ -113,7 +113,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """What the optimizer of this rank keeps for one parameter.
+    """State that the optimizer of this rank keeps for one parameter.
 
     Attributes:
         name: full parameter name.
@@ -128,13 +128,13 @@ class OptimizerShard:
     values: Mapping[str, Tensor | float]
 
     def to_host(self) -> OptimizerShard:
-        """The same, with tensors that are in the memory of a device copied to the host's."""
+        """Return a copy whose tensors are in host memory."""
         moved = {k: value if isinstance(value, (int, float)) else value.detach().cpu() for k, value in self.values.items()}
         return replace(self, values=moved)
 
 
 def replicated(name: str, shape: Sequence[int], tp_size: int, *, grad_sum: bool = False) -> ShardSpec:
-    """A parameter that every tensor-parallel rank holds whole; `grad_sum` when each sees only a part of its gradient."""
+    """Specification of a parameter that every tensor-parallel rank holds whole; `grad_sum` when each sees only a part of its gradient."""
     everyone = tuple(range(tp_size))
     whole = Box((0,) * len(shape), (0,) * len(shape), tuple(shape))
     return ShardSpec(
@@ -151,7 +151,7 @@ def cut_along(
     tp_replicas: tuple[int, ...],
     tp_grad_sum: tuple[int, ...] = (),
 ) -> ShardSpec:
-    """A parameter of which this rank holds, in this order, the ranges `pieces` = (start, length) along dimension `dim`."""
+    """Specification of a parameter whose shard is, in this order, the ranges `pieces` = (start, length) along dimension `dim`."""
     boxes = []
     filled = 0
     for start, length in pieces:
@@ -163,7 +163,7 @@ def cut_along(
 
 
 def even_range(total: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of part `index` when `total` rows are dealt in runs of ceil(total / parts); the last runs may be shorter."""
+    """(start, length) of part `index` when `total` rows are split into runs of ceil(total / parts); the last runs may be shorter."""
     run = -(-total // parts)
     start = min(index * run, total)
     return start, min(run, total - start)

@@ -1,4 +1,4 @@
-"""The planner for people with a Trainer of their own: a layout that it chooses, or a refusal of one that does not fit. Imports no torch."""
+"""The planner for scripts with their own Trainer: chooses a layout, or refuses one that does not fit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.plan import MEMORY_RESERVE, PlanOptions
 from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
 from lightning_3d.config.plan_run import largest_micro_batch
-from lightning_3d.config.run_config import ParallelismConfig, RunConfig
+from lightning_3d.config.run_config import ParallelismConfig, RunConfig, complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.batch_rules import check_batch
 from lightning_3d.layout.layout import AXES
@@ -20,7 +20,7 @@ from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.planner.advice import Advice
 
 _OPEN = ("order", "schedule", "micro_batch_size", "zero_stage", "recompute", "sequence_parallel")
-"""Options that the planner chooses where they are not given."""
+"""Options that the planner chooses unless they are given."""
 
 
 def planned(
@@ -36,25 +36,26 @@ def planned(
     memory_reserve: float = MEMORY_RESERVE,
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of `Lightning3DStrategy` that the planner has looked at, before a model is built or a rank started:
+    """Return arguments of `Lightning3DStrategy` that the planner chose or checked, before a model is built or a rank started:
 
         strategy = Lightning3DStrategy(**planned(module, cluster="h100_4x8", sequence_length=4096, global_batch_size=256))
 
     Args:
-        model: a Transformers model or its configuration (an object or a dict), or a module that has one. Its configuration is enough.
-        cluster: a name as `cluster=` takes it on the command line, or a `ClusterConfig`.
+        model: Transformers model or its configuration (an object or a dict), or a module that contains one.
+        cluster: name as in `cluster=` on the command line, or a `ClusterConfig`.
+        sequence_length: tokens of a sequence.
         global_batch_size: sequences of one optimizer step over all ranks.
-        layout: `auto`: the fastest that fits; or a name, which is only refused where it does not fit on the cluster's GPUs.
-        precision: a name of the group `precision`: bf16, bf16_mixed, fp8, fp32, fp64.
-        profile: a file of `lightning-3d profile`.
-        force: nothing is refused.
-        memory_reserve: share of each GPU's memory that `auto` leaves free; a named layout that uses it is warned of.
-        options: other arguments of the strategy. What is among them of schedule, micro_batch_size, zero_stage, recompute,
-            sequence_parallel and order is not searched.
+        layout: `auto` for the fastest that fits; or a name, which is refused if it does not fit on the cluster's GPUs.
+        precision: name in the group `precision`: bf16, bf16_mixed, fp8, fp32, fp64.
+        profile: file that `lightning-3d profile` wrote.
+        force: refuse nothing.
+        memory_reserve: share of each GPU's memory, 0 to 0.9, that `auto` leaves free; a named layout that uses it causes a warning.
+        options: other arguments of the strategy. Of these, schedule, micro_batch_size, zero_stage, recompute, sequence_parallel and
+            order are not searched.
 
     Raises:
-        ConfigError: no configuration of a family that is known here; a cluster whose GPUs are not known, for `auto`.
-        LayoutError: nothing fits, or the named layout does not, with a table of what needs how much.
+        ConfigError: no configuration, or an unknown model family; with `auto`, a cluster with unknown GPUs.
+        LayoutError: nothing fits, or the named layout does not fit, with a table of the memory.
     """
     check_sizes(sequence_length=sequence_length, global_batch_size=global_batch_size)
     if precision not in PRECISIONS:
@@ -62,7 +63,7 @@ def planned(
     known = {field.name for field in fields(ParallelismConfig)}
     defaults: dict[str, Any] = dict.fromkeys(_OPEN) if layout == "auto" else {"zero_stage": 0}
     given = {name: value for name, value in options.items() if name in known}
-    run = RunConfig(
+    asked = RunConfig(
         model={"config": config_of(model)},
         data={"sequence_length": sequence_length, "global_batch_size": global_batch_size},
         parallelism=ParallelismConfig(**{**defaults, **given, "layout": layout}),
@@ -71,6 +72,7 @@ def planned(
         profile=profile,
         plan=PlanOptions(memory_reserve),
     )
+    run = complete_run(asked)
     run.plan.check()
     advice = Advice()
     if layout == "auto":
@@ -108,10 +110,10 @@ def _cluster(given: str | ClusterConfig) -> ClusterConfig:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """The fields of the Transformers configuration of a model, of a module that holds one, or of a configuration.
+    """Return the fields of the Transformers configuration of a model, of a module that contains one, or of a configuration.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no configuration.
     """
     for one in _candidates(model):
         if isinstance(one, Mapping) and one.get("model_type"):
@@ -119,13 +121,13 @@ def config_of(model: Any) -> dict[str, Any]:
         if getattr(one, "model_type", None) and hasattr(one, "to_dict"):
             return dict(one.to_dict())
     raise ConfigError(
-        f"The planner knows models of Transformers by their configuration, and {type(model).__name__} has none. Give the configuration,"
-        " or name a layout without planned(...): Lightning3DStrategy(layout) takes any module with a plan."
+        f"The planner needs the configuration of a Transformers model, and {type(model).__name__} has none. Pass the configuration, or"
+        " name a layout without planned(...): Lightning3DStrategy(layout) takes any module with a plan."
     )
 
 
 def _candidates(model: Any) -> Iterable[Any]:
-    """What may be the configuration of a model: itself, its own, and those of what it holds."""
+    """Yield possible configurations of a model: itself, its own, and those of its attributes and submodules."""
     yield model
     yield getattr(model, "config", None)
     yield from vars(model).values() if hasattr(model, "__dict__") else ()

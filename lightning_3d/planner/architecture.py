@@ -1,13 +1,15 @@
-"""Sizes of a decoder that memory and time depend on: how many weights a block has, and how they are cut. Pure Python."""
+"""Sizes of a decoder that memory and time depend on: the weights of a block, and how they are sharded. Pure Python."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.models.families import FAMILIES
+from lightning_3d.models.families import FAMILIES, read_spec
 from lightning_3d.models.spec import ModelSpec
 
 _ROUTED = ("mlp.experts.", "mlp.gate.weight")
@@ -15,7 +17,7 @@ _ROUTED = ("mlp.experts.", "mlp.gate.weight")
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights of one matrix product: `outputs` x `inputs`. Tensor parallelism cuts `outputs` (column), `inputs` (row), or neither."""
+    """Weights of one matrix product, `outputs` x `inputs`. Tensor parallelism shards `outputs` (column), `inputs` (row), or neither."""
 
     outputs: int
     inputs: int
@@ -26,7 +28,7 @@ class Matrix:
         return self.outputs * self.inputs
 
     def local(self, tp: int) -> tuple[float, float]:
-        """(outputs, inputs) on one tensor-parallel rank."""
+        """Return (outputs, inputs) on one tensor-parallel rank."""
         return (
             self.outputs / (tp if self.cut == "column" else 1),
             self.inputs / (tp if self.cut == "row" else 1),
@@ -38,12 +40,23 @@ class Architecture:
     """A decoder of equal blocks, some of which may be mixtures.
 
     Attributes:
+        layers: number of blocks.
+        hidden: width of the residual stream.
+        heads: attention (query) heads.
+        kv_heads: key/value heads.
+        vocab: rows of the embedding.
+        ffn: inner width of the MLP of a dense block.
+        gated: MLPs have a gate projection.
+        tied: the output head is the embedding matrix.
         attention: projections of attention.
-        ffn: inner width of the MLP of a dense block. gated: it has a gate beside it.
+        query_width: heads * width of a head.
+        key_width: width of all keys and values that attention reads, per token.
         dense_layers: blocks with an MLP; the others are mixtures.
-        expert_ffn: inner width of an expert. shared_ffn: of the experts that see every token, together.
-        query_width: heads * width of a head. key_width: width of all keys and values that attention reads, per token.
-        windows: how many tokens back attention reaches in each block; None for all, an empty tuple for all in all blocks.
+        experts: experts of a mixture.
+        top_k: experts that see each token.
+        expert_ffn: inner width of an expert.
+        shared_ffn: inner width of the experts that see every token, together.
+        windows: attention window of each block in tokens; None for the whole sequence, an empty tuple for it in all blocks.
         norms: parameters of norms and biases of a block.
     """
 
@@ -82,7 +95,7 @@ class Architecture:
         top_k: int = 0,
         head_dim: int | None = None,
     ) -> Architecture:
-        """A decoder with grouped-query attention whose blocks are all dense, or all mixtures of experts of width `ffn`."""
+        """Return a decoder with grouped-query attention whose blocks are all dense, or all mixtures of experts of width `ffn`."""
         width = head_dim or hidden // heads
         queries, keys = heads * width, kv_heads * width
         return cls(
@@ -106,14 +119,14 @@ class Architecture:
 
     @classmethod
     def from_spec(cls, spec: ModelSpec) -> Architecture:
-        """Sizes of a model whose parameters are known by name and shape.
+        """Read the sizes of a model whose parameters are known by name and shape.
 
         Raises:
-            ConfigError: a family whose parameters are not known.
+            ConfigError: an unknown model family.
         """
         if spec.shapes is None:
             raise ConfigError(
-                f"The planner does not know the parameters of model_type '{spec.model_type}'. Known families:"
+                f"The planner does not know the model family '{spec.model_type}'. Known families:"
                 f" {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)
@@ -144,13 +157,22 @@ class Architecture:
             norms=sum(prod(shape) for shape in any_block.values() if len(shape) == 1),
         )
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Architecture:
+        """Read the sizes of a model from the fields of its Transformers configuration.
+
+        Raises:
+            ConfigError: invalid fields or sizes, or an unknown model family.
+        """
+        return cls.from_spec(read_spec(config))
+
     @cached_property
     def attention_size(self) -> int:
         """Weights of attention in one block."""
         return sum(matrix.size for matrix in self.attention)
 
     def mlp(self, width: int) -> tuple[Matrix, ...]:
-        """The matrices of an MLP of some inner width."""
+        """Return the matrices of an MLP of this inner width."""
         return (Matrix((2 if self.gated else 1) * width, self.hidden), Matrix(self.hidden, width, "row"))
 
     def mlp_size(self, width: int) -> int:
@@ -180,16 +202,16 @@ class Architecture:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         return self.layers * (self.dense_block + self.routed_block) + self.embedding * (1 if self.tied else 2) + self.hidden
 
     def context(self, seq: int) -> float:
-        """Tokens that a token attends to, averaged over tokens and blocks: under a causal mask half of the sequence, or of its window."""
+        """Count the tokens that a token attends to, averaged over tokens and blocks: with a causal mask half of the sequence or window."""
         reach = [min(window or seq, seq) for window in self.windows or (None,)]
         return sum(length * (1 - length / (2 * seq)) for length in reach) / len(reach)
 
     def model_flops(self, seq: int) -> float:
-        """FLOPs of one token, forward and backward, as papers count them: attention without the half that the mask saves."""
+        """Count the FLOPs of one token, forward and backward, as papers do: without subtracting what the causal mask saves."""
         mixtures = self.layers - self.dense_layers
         weights = self.layers * self.attention_size + self.dense_layers * self.mlp_size(self.ffn) + self.embedding
         weights += mixtures * (self.top_k * self.expert_size + self.mlp_size(self.shared_ffn))
@@ -210,7 +232,7 @@ def _blocks(spec: ModelSpec) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _matrix(name: str, shape: tuple[int, ...]) -> Matrix:
-    """How tensor parallelism cuts a projection of attention: down-projections of latent attention are on every rank."""
+    """Return a projection of attention as tensor parallelism shards it; down-projections of latent attention are replicated."""
     outputs, inputs = shape
     if any(part in name for part in ("q_a_proj", "kv_a_proj")):
         return Matrix(outputs, inputs, "none")

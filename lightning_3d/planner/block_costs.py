@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Matrix
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
@@ -19,9 +20,9 @@ _WORD = 4
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one part of the model: computation, and communication that is not hidden, forward and backward.
+    """Seconds of one part of the model: computation and exposed communication, forward and backward.
 
-    `weights` is the share of `backward` that computes gradients of weights (zero-bubble schedules run it later, arXiv:2401.10241).
+    `weights` is the share of `backward` for gradients of weights (zero-bubble schedules run it later, arXiv:2401.10241).
     """
 
     forward: float = 0.0
@@ -54,10 +55,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of everything that ranks of a job do for one micro-batch.
+    """Seconds of all work of a job's ranks for one micro-batch.
 
     Attributes:
-        block: one block. embedding: the look-up. head: final norm, output head and loss. message: one tensor between two stages.
+        block: one block.
+        embedding: embedding look-up.
+        head: final norm, output head and loss.
+        message: one tensor between two stages.
         host_block: seconds that the host needs to start a block, forward and backward together.
     """
 
@@ -69,39 +73,25 @@ class Work:
 
 
 def work_of(job: Job, machine: Machine) -> Work:
-    """What the ranks of a job do for one micro-batch."""
+    """Predict the work of a job's ranks for one micro-batch."""
     layout = job.layout
     shared = job.tokens / (layout.tp if job.sequence_parallel else 1)
-    hops = _pipeline_hops(job, machine)
     return Work(
         block=_recomputed(job, machine),
         embedding=_embedding(job, machine),
         head=_head(job, machine),
-        message=send(machine, hops, shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
-        host_block=_host(job, machine),
+        message=send(machine, pipeline_hops(layout, machine), shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
+        host_block=job.stack.host_seconds(layout, machine),
     )
 
 
-def _host(job: Job, machine: Machine) -> float:
-    """Seconds that the host needs to start a block, forward and backward together."""
-    layout, stack = job.layout, job.stack
-    if layout.tp == 1:
-        return stack.host_block
-    seconds = stack.host_block + stack.host_collectives
-    if group(layout, ("tp",), machine.gpus_per_node).nodes > 1:
-        seconds += stack.host_network * layout.tp
-    if layout.pp > 1 and _pipeline_hops(job, machine):
-        seconds += stack.host_tensor * layout.tp
-    return seconds
-
-
-def _pipeline_hops(job: Job, machine: Machine) -> bool:
-    """Whether some neighbouring stages are on different nodes."""
-    return group(job.layout, ("pp",), machine.gpus_per_node).nodes > 1
+def pipeline_hops(layout: Layout, machine: Machine) -> bool:
+    """Check whether some neighbouring stages are on different nodes."""
+    return group(layout, ("pp",), machine.gpus_per_node).nodes > 1
 
 
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
-    """Matrix products of `tokens` tokens with matrices that tensor parallelism cuts, `copies` times (experts)."""
+    """Predict matrix products of `tokens` tokens with matrices that tensor parallelism shards, `copies` times (experts)."""
     rate, bandwidth, kernel = machine.matmul_rate(job.precision), machine.memory_rate, machine.efficiency.kernel
     width = 1 if job.precision == "fp8" else job.width
     forward = inputs = weights = 0.0
@@ -112,21 +102,20 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
         size = copies * outputs * depth / bandwidth
         forward += work + activations + width * size + copies * kernel
         inputs += work + activations + width * size + copies * kernel
-        weights += work + activations + 2 * job.stack.gradient_bytes * size + copies * kernel
+        weights += work + activations + 2 * job.stack.footprint.gradient * size + copies * kernel
     weights *= job.trained
     return Part(forward=forward, backward=inputs + weights, weights=weights)
 
 
 def _attention(job: Job, machine: Machine) -> Part:
-    """Scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
+    """Predict scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
     (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
     of 16-bit scores, of which no half is saved (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
     width = model.query_width / layout.tp
     context = model.context(job.seq)
     if job.stack.flash:
-        rate = machine.peak * machine.efficiency.attention * job.stack.attention_speed
-        forward = 4.0 * job.tokens * context * width / rate
+        forward = 4.0 * job.tokens * context * width / job.stack.attention_rate(machine)
         part = Part(forward=forward, backward=2.5 * forward)
     else:
         scores = job.tokens * job.seq * model.heads / layout.tp
@@ -142,16 +131,17 @@ def _attention(job: Job, machine: Machine) -> Part:
 
 
 def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
-    """Norms, residual sums, rotation of queries and keys, and the activation of an MLP of local inner width `inner`.
+    """Predict norms, residual sums, rotation of queries and keys, and the activation of an MLP of local inner width `inner`.
 
-    Bytes that are read and written, in units of 2 bytes: a norm 2 h, a sum 3 h, rotation 2 (queries + keys), an activation with gate 3
-    inner widths; times what the software moves beyond that."""
+    Numbers read and written: a norm 2 h, a sum 3 h, rotation 2 (queries + keys), an activation with gate 3 inner widths; all multiplied by
+    `Traffic.elementwise`.
+    """
     model, layout = job.model, job.layout
     tp = layout.tp
     shared = model.hidden / (tp if job.sequence_parallel else 1)
     rotated = (model.query_width + model.key_width / 2) / tp
     gates = 3 if model.gated else 2
-    traffic = job.width * job.tokens * job.stack.traffic * (10 * shared + 2 * rotated + gates * inner)
+    traffic = job.width * job.tokens * job.stack.traffic.elementwise * (10 * shared + 2 * rotated + gates * inner)
     if job.precision == "fp8":
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
     forward = traffic / machine.memory_rate
@@ -159,8 +149,8 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
 
 
 def _tensor_parallel(job: Job, machine: Machine) -> Part:
-    """Two all-reduces of (batch, seq, hidden) forward and two backward, or as many pairs of all-gather and reduce-scatter; with sequence
-    parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
+    """Predict two all-reduces of (batch, seq, hidden) forward and two backward, or as many pairs of all-gather and reduce-scatter. With
+    sequence parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
     layout = job.layout
     if layout.tp == 1:
         return Part()
@@ -171,7 +161,7 @@ def _tensor_parallel(job: Job, machine: Machine) -> Part:
 
 
 def _mixture(job: Job, machine: Machine) -> Part:
-    """Router, shared experts, exchange of tokens and routed experts of one block: top_k copies of each token are sent and come back
+    """Predict router, shared experts, token exchange and routed experts of one block: top_k copies of each token are sent and come back
     (arXiv:2006.16668, section 2.2)."""
     model, layout = job.model, job.layout
     local = max(1, model.experts // layout.ep)
@@ -194,12 +184,12 @@ def _mixture(job: Job, machine: Machine) -> Part:
 
 
 def expert_group(job: Job, machine: Machine) -> Group:
-    """Ranks that deal the experts of a stage: neighbours counted over tp, cp, dp."""
+    """Return the ranks that share the experts of a stage: neighbours counted over tp, cp, dp."""
     return Group(job.layout.ep, min(job.layout.ep, machine.gpus_per_node))
 
 
 def _block(job: Job, machine: Machine) -> Part:
-    """A block, averaged over dense ones and mixtures."""
+    """Predict a block, averaged over dense ones and mixtures."""
     model, tp = job.model, job.layout.tp
     part = products(job, machine, model.attention, job.tokens) + _attention(job, machine) + _tensor_parallel(job, machine)
     mixtures = (model.layers - model.dense_layers) / model.layers
@@ -212,7 +202,7 @@ def _block(job: Job, machine: Machine) -> Part:
 
 
 def _recomputed(job: Job, machine: Machine) -> Part:
-    """A block whose backward pass begins with what it computes anew: all of its forward, or attention and element-wise operations."""
+    """Predict a block with recomputation: its backward pass repeats all of its forward, or attention and element-wise operations."""
     block = _block(job, machine)
     if job.recompute == "full":
         return block + Part(backward=block.forward, backward_communication=block.forward_communication)
@@ -224,16 +214,16 @@ def _recomputed(job: Job, machine: Machine) -> Part:
 
 
 def _embedding(job: Job, machine: Machine) -> Part:
-    """Rows are read and written; the backward pass adds to all of the gradient's."""
+    """Predict the embedding: rows are read and written, and the backward pass adds to the gradient's rows."""
     rows = 2 * job.width * job.tokens * job.model.hidden / machine.memory_rate
     return Part(forward=rows, backward=2 * rows)
 
 
 def _head(job: Job, machine: Machine) -> Part:
-    """The output head, cut along the vocabulary, and the loss, whose passes over the logits are bound by memory."""
+    """Predict the output head, sharded by vocabulary, and the loss, whose passes over the logits are bound by memory."""
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
-    logits = job.tokens * model.vocab / job.layout.tp * job.stack.logit_traffic / machine.memory_rate
+    logits = job.tokens * model.vocab / job.layout.tp * job.stack.traffic.logit / machine.memory_rate
     part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
     if job.layout.tp > 1:
         ranks = group(job.layout, ("tp",), machine.gpus_per_node)

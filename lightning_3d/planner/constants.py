@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_3d.planner.job import Stack
 from lightning_3d.planner.machine import Efficiency
+from lightning_3d.planner.stack import Footprint, Host, Overlap, Stack, Traffic
 
 EFFICIENCIES = {
     # [fit] on nanotron's sweep, llm-foundry, Megatron Core (NeMo) and torchtitan, 80 GB and 96 GB
@@ -21,36 +21,34 @@ EFFICIENCIES = {
         matmul=0.85, matmul8=0.85, memory=0.90, attention=0.55, kernel=2.9e-5, link=0.85, network=0.75, crowding=0.02, exposed=0.72
     ),
 }
-"""By type of GPU. Later types than H100 are taken to reach as much of their rates as H100 does."""
+"""Efficiency by type of GPU. Later types than H100 are assumed to reach the same shares of their rates as H100."""
 
 
 def efficiency_of(gpu: str) -> Efficiency:
-    """Of the type of GPU that a name contains."""
+    """Return the efficiency of the type of GPU that a name contains."""
     return EFFICIENCIES["a100" if "a100" in gpu.lower() else "h100"]
 LINK_LATENCY, NETWORK_LATENCY = 0.6e-6, 2.7e-6
 """NCCL 2.30, src/graph/tuning.cc, hwLatencies."""
 
 EAGER = Stack(
-    traffic=2.4,  # [fit]
-    logit_traffic=14.3,  # [fit]
-    optimizer_traffic=90.0,  # [fit]
-    host_block=3.0e-3,  # [fit]
-    host_collectives=1.25e-3,  # [fit]
-    overlaps_gather=False,
+    host=Host(block=3.0e-3, collectives=1.25e-3),  # [fit]
+    traffic=Traffic(elementwise=2.4, logit=14.3, parameter=90.0),  # [fit]
+    overlap=Overlap(gather=False),
 )
 """Eager blocks, as nanotron's runs show them."""
 
 OURS = replace(
     EAGER,
-    name="ours",
-    # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in
-    # float32 and its normalized copy, the MLP its gate before and after the activation
-    saved=8.0,
-    saved_inner=2.0,
-    gradient_bytes=4.0,  # docs/zero.md
-    spare_gradient_bytes=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
-    logit_bytes=10.0,  # 16-bit logits, their float32 copy and its gradient
-    context=0.9e9,
-    overhead=1.05,
+    footprint=Footprint(
+        # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in
+        # float32 and its normalized copy, the MLP its gate before and after the activation
+        saved=8.0,
+        saved_inner=2.0,
+        gradient=4.0,  # docs/zero.md
+        spare_gradient=4.0,  # the buffer that is reduced is a copy of the gradients (docs/zero.md)
+        logit=10.0,  # 16-bit logits, their float32 copy and its gradient
+        context=0.9e9,
+        allocator=1.05,
+    ),
 )
 """This package, without torch.compile."""

@@ -1,5 +1,4 @@
-"""How much memory of this machine is free: of its own, and of the control groups that a container or a job of SLURM puts a process in. Pure
-Python."""
+"""Free memory of this machine, and of the control groups of a container or a SLURM job. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ _UNLIMITED = 1 << 60
 
 
 def available_memory(root: Path = _ROOT) -> float | None:
-    """Bytes that this process and those that it starts can take before the kernel ends one; None where the kernel does not say, as on other
-    systems than Linux.
+    """Return the bytes that this process and its children can allocate before the kernel kills one; None where the kernel does not say,
+    as on systems other than Linux.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: folder that contains `proc` and `sys`.
     """
     rooms = [room for room in (_of_machine(root), *_of_groups(root)) if room is not None]
     return max(0.0, min(rooms)) if rooms else None
@@ -27,7 +26,7 @@ def _of_machine(root: Path) -> float | None:
 
 
 def _of_groups(root: Path) -> Iterator[float | None]:
-    """Of each group around this process that has a limit. What files are cached with counts as used and is given up at need."""
+    """Yield the free bytes of each control group of this process that has a limit. The page cache counts as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -52,7 +51,7 @@ def _of_groups(root: Path) -> Iterator[float | None]:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, and for `max`."""
+    """Read a number from a file; None where there is no such file, and for `max`."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -61,7 +60,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Read lines of a name and a number."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

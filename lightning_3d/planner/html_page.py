@@ -1,4 +1,4 @@
-"""`plan.html`: what the planner found, as one file without scripts or anything from elsewhere. Pure Python."""
+"""`plan.html`: the result of a search as one file without scripts or external resources. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from math import ceil, log10
 
+from lightning_3d.errors import plural
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import step_of
-from lightning_3d.planner.tables import PARTS, describe, gigabytes, margin, reason, share_of_peak, tokens_per_second
+from lightning_3d.planner.tables import PARTS, describe, margin, reason, share_of_peak, tokens_per_second
+from lightning_3d.storage.numbers import gigabytes
 
 _STAGES = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#0c9bb5", "#b5524a")
 _PARTS = ("forward", "backward", "send", "receive", "reduce", "optimizer")
@@ -22,7 +24,7 @@ _ACTIONS = {
 }
 _MOST_NODES = 16
 _MOST_ACTIONS = 220
-"""Of one rank, so that each can be seen."""
+"""Most actions of one rank that are drawn, so that each is visible."""
 _STYLE = """
 header pre { white-space: pre-wrap; }
 .figure { overflow-x: auto; } .figure svg { width: 100%; height: auto; display: block; }
@@ -39,10 +41,13 @@ _PARETO_NOTE = "numbers are the rows above; joined: none is both faster and smal
 
 
 def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        style: that of reports, so that all pages look alike.
+        found: result of the search; not empty.
+        machine: the cluster.
+        title: heading of the page.
+        style: style sheet of the reports, so that all pages look alike.
         reserve: share of each GPU's memory that no layout may use, 0 to 1.
     """
     first = found.best[0]
@@ -54,8 +59,8 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
     ]
     if first.job.layout.pp > 1:
         cards.append(_timeline(first, machine))
-    counted = f"{found.shapes:,} shapes divide model and batch, {found.expanded:,} could be among the fastest"
-    counted += f", {len(found.simulated)} schedules were played"
+    counted = f"{found.shapes:,} shapes divide the model and the batch; {found.expanded:,} of them could be among the fastest"
+    counted += f"; {plural(len(found.simulated), 'schedule')} simulated"
     body = f"<header><h1>{escape(title)}</h1><pre>{escape(describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
     body += "\n".join(cards) + f"\n<footer>{counted}</footer>"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -106,7 +111,7 @@ def _table(found: Found, machine: Machine) -> str:
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those than which none is both faster and smaller, the smallest first."""
+    """Return the candidates for which no other is both faster and smaller, smallest first."""
     front: list[Candidate] = []
     for one in sorted(candidates, key=lambda one: (one.memory.total, one.step.seconds)):
         if not front or one.step.seconds < front[-1].step.seconds:
@@ -190,7 +195,7 @@ def _order(candidate: Candidate) -> str:
 
 
 def _nodes(candidate: Candidate, machine: Machine) -> str:
-    """The ranks of each node, as in reports: the colour is the pipeline rank."""
+    """Draw the ranks of each node, as in reports; the colour is the pipeline rank."""
     layout = candidate.job.layout
     shown = min(machine.nodes, _MOST_NODES)
     nodes = []
@@ -216,7 +221,7 @@ def _stage(index: int) -> str:
 
 
 def _timeline(candidate: Candidate, machine: Machine) -> str:
-    """Actions of a step, as many from its beginning as can be told apart."""
+    """Draw the actions of a step, as many from its start as stay visible."""
     timeline = step_of(candidate.job, machine, keep=True).timeline
     assert timeline is not None
     ranks = candidate.job.layout.pp
@@ -246,7 +251,7 @@ def _timeline(candidate: Candidate, machine: Machine) -> str:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Of (words, colour), a colour by its value or by its name in the style."""
+    """Draw a legend of (words, colour); a colour is a value or a name in the style."""
     spans = "".join(
         f'<span><i style="background: {colour if colour.startswith("#") else f"var(--{colour})"}"></i>{escape(words)}</span>'
         for words, colour in entries
@@ -255,6 +260,6 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _svg(width: float, height: float, marks: Sequence[str], *, least: int) -> str:
-    """As wide as the page, at least `least` pixels: what is wider is scrolled."""
+    """Draw a figure as wide as the page and at least `least` pixels; a wider figure can be scrolled."""
     look = f'style="min-width: {least}px; max-width: {width}px"'
     return f'<div class="figure"><svg viewBox="0 0 {width} {height}" {look} role="img">{"".join(marks)}</svg></div>'

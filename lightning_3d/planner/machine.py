@@ -1,4 +1,4 @@
-"""What a cluster can do: rates of its GPUs and links, and how much of these software reaches. Pure Python."""
+"""Rates of a cluster's GPUs and links, and the share of them that software reaches. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from math import ceil, log2
 
 from lightning_3d.layout.layout import Layout
 
-_LARGE_LATENCIES = 3.4e-6, 14.0e-6
-"""Seconds of a step of a ring over links and between nodes, protocol Simple (NCCL 2.30, src/graph/tuning.cc, hwLatencies)."""
-
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a vendor's rates software reaches: the constants that are calibrated, one set for a type of GPU.
+    """Shares of a vendor's rates that software reaches: calibrated constants, one set for each type of GPU.
 
     Attributes:
         matmul: share of the peak that a large matrix product reaches.
@@ -44,12 +41,19 @@ class Machine:
     """A cluster of equal nodes.
 
     Attributes:
+        gpu: name of the GPU.
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each node.
         memory: bytes of one GPU.
-        bandwidth: of that memory, bytes a second.
-        peak: operations a second of matrix products in 16 bits. peak8: in float8. peak32: in float32.
-        link, network: bytes a second of one GPU, one way, within a node and between nodes.
-        link_latency, network_latency: seconds of one message.
-        efficiency: what is reached of these.
+        bandwidth: memory bandwidth of one GPU, in bytes a second.
+        peak: operations a second of matrix products in 16 bits.
+        peak8: the same in float8.
+        peak32: the same in float32.
+        link: bytes a second of one GPU, one way, within a node.
+        network: bytes a second of one GPU, one way, between nodes.
+        link_latency: seconds of one message within a node.
+        network_latency: seconds of one message between nodes.
+        efficiency: shares of these rates that software reaches.
     """
 
     gpu: str
@@ -96,7 +100,7 @@ class Group:
 
 @lru_cache(maxsize=4096)
 def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
-    """The group of rank 0 along these axes, where ranks fill nodes in their order."""
+    """Return the group of rank 0 along these axes; ranks fill nodes in order."""
     size, stride, local = 1, 1, 1
     for axis in layout.order:
         degree = layout.size(axis)
@@ -108,7 +112,7 @@ def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
 
 
 def ring_rate(machine: Machine, ranks: Group) -> float:
-    """Bytes a second that leave each rank in a ring. Between nodes, all members in a node use the network ports of their own GPUs."""
+    """Return the bytes a second that leave each rank in a ring. Between nodes, each member in a node uses the network port of its GPU."""
     efficiency = machine.efficiency
     inside = machine.link * efficiency.link
     if ranks.nodes == 1:
@@ -118,7 +122,7 @@ def ring_rate(machine: Machine, ranks: Group) -> float:
 
 
 def gather(machine: Machine, ranks: Group, size: float) -> float:
-    """Seconds of an all-gather or a reduce-scatter of `size` bytes in all: (n - 1) / n of them pass each rank in n - 1 steps of a ring
+    """Predict an all-gather or a reduce-scatter of `size` bytes in total: (n - 1) / n of them pass each rank in n - 1 steps of a ring
     (Thakur et al., "Optimization of collective communication operations in MPICH", 2005)."""
     n = ranks.size
     if n == 1:
@@ -127,25 +131,14 @@ def gather(machine: Machine, ranks: Group, size: float) -> float:
     return steps + (n - 1) / n * size / ring_rate(machine, ranks)
 
 
-def gather_apart(machine: Machine, ranks: Group, size: float, messages: int, share: float) -> float:
-    """Seconds of as many all-gathers as there are `messages`, one after the other, of `size` bytes in all: the latencies of NCCL's protocol
-    for large messages for each step of each, and a `share` of the bandwidth between nodes."""
-    n = ranks.size
-    if n == 1:
-        return 0.0
-    steps = (n - ranks.nodes) * _LARGE_LATENCIES[0] + (ranks.nodes - 1) * _LARGE_LATENCIES[1]
-    rate = min(machine.link * machine.efficiency.link, machine.network * ranks.local * share if ranks.nodes > 1 else float("inf"))
-    return messages * steps + (n - 1) / n * size / rate
-
-
 def all_reduce(machine: Machine, ranks: Group, size: float) -> float:
-    """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
+    """Predict the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * gather(machine, ranks, size)
 
 
 def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
-    """Seconds in which each rank sends `size` bytes, in equal parts, to all ranks of the group: what stays in the node goes over links,
-    the rest over the rank's own network port."""
+    """Predict the seconds in which each rank sends `size` bytes, in equal parts, to all ranks of the group: over links within the node, and
+    over the rank's own network port to other nodes."""
     n = ranks.size
     if n == 1:
         return 0.0
@@ -157,7 +150,7 @@ def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
 
 
 def send(machine: Machine, across_nodes: bool, size: float) -> float:
-    """Seconds of a message between two ranks."""
+    """Predict the seconds of a message between two ranks."""
     if across_nodes:
         return machine.network_latency + size / (machine.network * machine.efficiency.network)
     return machine.link_latency + size / (machine.link * machine.efficiency.link)

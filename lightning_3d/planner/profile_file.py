@@ -1,7 +1,7 @@
-"""Constants from a profile: what `lightning-3d profile` measured, in place of vendors' rates and of published runs. Pure Python.
+"""Constants from what `lightning-3d profile` measured, instead of vendors' rates and published runs. Pure Python.
 
-Each operation is taken to cost what `work` and `machine` say: operations / rate + bytes / bandwidth + a constant. The rates are found by
-least squares of relative errors with terms that are not negative (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
+Each operation costs operations / rate + bytes / bandwidth + a constant, as in `block_costs` and `machine`. The rates minimize the squared
+relative errors, with terms that are not negative (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
 
     copy          the bandwidth of memory: the largest
     elementwise   bytes / (memory * bandwidth): the largest
@@ -27,18 +27,18 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.models.families import read_spec
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.constants import efficiency_of
-from lightning_3d.planner.job import Job, Stack
+from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import block_activations
+from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
 
 FORMAT = "lightning_3d profile 1"
 _NEEDED = ("format", "date", "device", "name", "memory", "ranks", "ranks_per_node", "precision", "operations")
 _ONCE = ("copy", "elementwise", "matmul", "attention", "optimizer", "model", "host")
-"""Kinds of operations that every profile has. Collectives need two ranks."""
+"""Kinds of operations that every profile has. Collectives need at least two ranks."""
 _MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
     "all_gather": lambda n: (n - 1, (n - 1) / n),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
@@ -54,10 +54,13 @@ class Profile:
     """A measured machine.
 
     Attributes:
-        device: `cuda` or `cpu`. name: what the system calls it.
-        memory: bytes of one rank. ranks_per_node: that ran at the same time on one machine.
-        precision: of what was measured: fp32, fp64 or bf16.
-        operations: what was measured, each with its `kind` and `seconds`.
+        device: `cuda` or `cpu`.
+        name: the system's name of the device.
+        memory: bytes of one rank.
+        ranks: number of ranks.
+        ranks_per_node: ranks that ran at the same time on one machine.
+        precision: precision of the measurements: fp32, fp64 or bf16.
+        operations: measurements, each with its `kind` and `seconds`.
         context: bytes of a GPU that are neither free nor the allocator's.
     """
 
@@ -71,7 +74,7 @@ class Profile:
     context: float = 0.0
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
-        """The measurements of a kind."""
+        """Return the measurements of a kind."""
         return [one for one in self.operations if one["kind"] == kind]
 
     @cached_property
@@ -106,7 +109,7 @@ class Profile:
         return 1 / slope if slope else self.products[0]
 
     def link(self, placement: str) -> tuple[float, float] | None:
-        """(seconds of a message, bytes a second) of the collectives in a `node`, or `between` nodes; None where none was measured."""
+        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes; None where none was measured."""
         found = [one for one in self.of("collective") if one["placement"] == placement]
         if not found:
             return None
@@ -120,21 +123,21 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file.
+    """Read the profile in a file.
 
     Raises:
-        ConfigError: there is none, or it is broken.
+        ConfigError: no such file, or a damaged one.
     """
-    hint = "lightning-3d profile makes one."
+    hint = "Make one with lightning-3d profile."
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"profile={path} cannot be read: {getattr(error, 'strerror', None) or 'no JSON'}. {hint}") from error
+        raise ConfigError(f"profile={path} cannot be read: {getattr(error, 'strerror', None) or 'it is not JSON'}. {hint}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f'profile={path} is no profile: its "format" is not "{FORMAT}". {hint}')
+        raise ConfigError(f'profile={path} is not a profile: its "format" is not "{FORMAT}". {hint}')
     missing = [name for name in _NEEDED if name not in content]
     if missing:
-        raise ConfigError(f"profile={path} is broken: {missing[0]} is missing. {hint}")
+        raise ConfigError(f"profile={path} is damaged: {missing[0]} is missing. {hint}")
     try:
         profile = Profile(
             device=str(content["device"]),
@@ -153,14 +156,14 @@ def read_profile(path: Path) -> Profile:
             _positive(one["seconds"])
         stack_of_profile(profile, machine_of_profile(profile), Stack())
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"profile={path} is broken: {type(error).__name__}, {error}. {hint}") from error
+        raise ConfigError(f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}") from error
     return profile
 
 
 def _positive(value: Any) -> float:
     number = float(value)
     if not 0 < number < float("inf"):
-        raise ValueError(f"{value} is no positive number")
+        raise ValueError(f"{value} is not a positive number")
     return number
 
 
@@ -168,7 +171,12 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
     """Refuse a profile of other hardware than the cluster's.
 
     Args:
-        gpu: what the cluster calls its GPUs; None where it does not say. accelerator: cpu, gpu or auto.
+        profile: the profile.
+        gpu: the cluster's name of its GPUs; None where it does not say.
+        accelerator: cpu, gpu or auto.
+
+    Raises:
+        ConfigError: the profile was measured on other hardware.
     """
     kind = "gpu" if profile.device == "cuda" else "cpu"
     if accelerator not in ("auto", kind):
@@ -180,16 +188,17 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
 
 
 def _types(name: str) -> list[str]:
-    """Words such as h100 in the name of a GPU."""
+    """Find words such as h100 in the name of a GPU."""
     return re.findall(r"(?<![a-z0-9])[a-z]{1,2}\d{2,3}(?![a-z0-9])", name.lower())
 
 
 def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes: int = 1) -> Machine:
-    """The machine that was measured.
+    """Convert a profile to a machine.
 
     Args:
-        stated: a cluster whose vendors' rates are known: what was measured becomes the share of these that is reached. None: what was
-            measured is all that is known. nodes: of which there are so many then.
+        profile: the measurements.
+        stated: cluster with known vendors' rates, of which the measurements become shares. None: only the measurements are known.
+        nodes: number of nodes where `stated` is None.
     """
     rate, kernel = profile.products
     inside, between = profile.link("node"), profile.link("between")
@@ -220,41 +229,42 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
 
 
 def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
-    """The software as it was measured on the machine: its host, its operations bound by memory, and what it keeps for the backward pass."""
+    """Return the software as measured on the machine: its host, its operations bound by memory, and what it keeps for the backward pass."""
     per_parameter, step = _fit(profile.of("optimizer"), lambda one: (one["parameters"], 1.0))
-    plain = replace(stack, traffic=0.0, logit_traffic=0.0)
 
-    def seconds(one: Mapping[str, Any], **changes: Any) -> float:
-        job = _job(profile, one, replace(plain, **changes))
+    def seconds(one: Mapping[str, Any], elementwise: float = 0.0, logit: float = 0.0) -> float:
+        traffic = replace(stack.traffic, elementwise=elementwise, logit=logit)
+        job = _job(profile, one, replace(stack, traffic=traffic))
         work = work_of(job, machine)
         return sum((work.block * job.model.layers + work.embedding + work.head).seconds()[:2])
 
     def share(one: Mapping[str, Any]) -> tuple[float, float]:
         base = seconds(one)
-        return seconds(one, traffic=1.0) - base, seconds(one, logit_traffic=1.0) - base
+        return seconds(one, elementwise=1.0) - base, seconds(one, logit=1.0) - base
 
-    traffic, logit_traffic = _fit(profile.of("model"), share, seconds)
+    elementwise, logit = _fit(profile.of("model"), share, seconds)
     host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
     largest = max(profile.of("model"), key=lambda one: one["tokens"])
     kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
     by_block, beside = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
-    job = _job(profile, largest, replace(stack, saved=0.0))
-    changes: dict[str, Any] = {}
-    if profile.device == "cpu":  # nothing runs beside the cores' own work, and what is counted is what tensors hold
-        changes = {"overlaps_all_reduce": False, "overlaps_data": False, "overlaps_gather": False, "overhead": 1.0}
-    return replace(
-        stack,
-        traffic=traffic,
-        logit_traffic=logit_traffic,
-        optimizer_traffic=per_parameter * machine.memory_rate,
-        host_step=step,
-        host_block=host,
-        host_collectives=stack.host_collectives if profile.device == "cuda" else 0.0,
+    footprint = replace(stack.footprint, saved=0.0)
+    job = _job(profile, largest, replace(stack, footprint=footprint))
+    footprint = replace(
+        footprint,
         saved=max(0.0, by_block - block_activations(job)) / job.tokens / job.model.hidden,
-        logit_bytes=beside / (job.tokens * job.model.vocab),
+        logit=beside / (job.tokens * job.model.vocab),
         context=profile.context,
-        **changes,
     )
+    measured = replace(
+        stack,
+        host=Host(block=host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step),
+        traffic=Traffic(elementwise=elementwise, logit=logit, parameter=per_parameter * machine.memory_rate),
+        footprint=footprint,
+    )
+    if profile.device == "cuda":
+        return measured
+    # On a CPU nothing runs beside the cores' own work, and what is counted is what tensors hold.
+    return replace(measured, overlap=Overlap(False, False, False), footprint=replace(footprint, allocator=1.0))
 
 
 def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:
@@ -263,12 +273,12 @@ def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _layers(one: Mapping[str, Any]) -> int:
-    return read_spec(one["config"]).layers
+    return Architecture.from_config(one["config"]).layers
 
 
 def _job(profile: Profile, one: Mapping[str, Any], stack: Stack) -> Job:
-    """A measured model as a job of one rank."""
-    model = Architecture.from_spec(read_spec(one["config"]))
+    """Return a measured model as a job of one rank."""
+    model = Architecture.from_config(one["config"])
     rows = one["tokens"] // one["seq"]
     precision = "fp32" if profile.precision in ("fp32", "fp64") else "bf16"
     return Job(model, Layout(), one["seq"], rows, rows, precision=precision, stack=stack)
@@ -279,7 +289,13 @@ def _fit(
     terms: Callable[[Mapping[str, Any]], tuple[float, ...]],
     known: Callable[[Mapping[str, Any]], float] = lambda one: 0.0,
 ) -> tuple[float, ...]:
-    """Factors of terms, none negative, whose sum with what is known is nearest to the seconds, relative to these."""
+    """Fit factors of terms, none negative, that minimize the squared relative error of the seconds.
+
+    Args:
+        measured: measurements, each with its `seconds`.
+        terms: function from a measurement to the terms whose factors are unknown.
+        known: function from a measurement to the seconds that are known already.
+    """
     rows = [(terms(one), one["seconds"] - known(one), one["seconds"]) for one in measured]
     count = len(rows[0][0])
     best, least = (0.0,) * count, float("inf")
@@ -297,7 +313,7 @@ def _fit(
 
 
 def _solve(table: Sequence[tuple[Sequence[float], float]]) -> list[float] | None:
-    """Least squares of one or two unknowns by their normal equations; None where rows do not tell them apart."""
+    """Solve least squares of one or two unknowns by their normal equations; None where the rows do not determine them."""
     if len(table[0][0]) == 1:
         square = sum(row[0] ** 2 for row, _ in table)
         return [sum(row[0] * rest for row, rest in table) / square] if square else None

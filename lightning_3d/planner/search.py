@@ -1,8 +1,8 @@
-"""The fastest layouts of a model on a cluster that fit. Pure Python.
+"""Search for the fastest layouts of a model on a cluster that fit. Pure Python.
 
-A best-first search with bounds from below (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136): a layout waits in a queue with
-what its step takes at least; when it comes first, it is replaced by its schedules with their bounds; when one of these comes first, it is
-simulated; when a simulated one comes first, nothing that is left can be faster. So few are simulated, and the first is the best of all.
+A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
+bound of their step. The first layout is replaced by its schedules with their own bounds, the first schedule is simulated, and a simulated
+one that comes first is the fastest of all that remain. So only a few are simulated.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_3d.planner.memory import Memory, least_memory, memory_of
 from lightning_3d.planner.step_time import Step, least_seconds, least_span, step_of
 
 MOST_SIMULATED = 30
-"""No more candidates than this are simulated."""
+"""Most candidates that are simulated."""
 
 ORDERS = (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp"))
 _RECOMPUTE = ("none", "selective", "full")
 _LONGEST_SHARE = 1024
-"""Context parallelism leaves each rank at least so many tokens of a sequence."""
+"""Fewest tokens of a sequence that context parallelism leaves each rank."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What is not searched because somebody has set it; None is free."""
+    """Values that the user has set and that are not searched; None is free."""
 
     layout: Layout | None = None
     schedule: str | None = None
@@ -53,13 +53,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        best: the fastest first, each with other degrees of parallelism.
-        simulated: all whose schedule was played. seen: these, and what needs none because it has no pipeline.
-        shapes: degrees, micro-batches and orders that divide model and batch. too_large: of these, the ones that fit in no way. expanded:
-            the ones whose bound was low enough to look at schedules.
+        best: fastest candidates first, each with other degrees of parallelism.
+        simulated: candidates whose schedule was simulated.
+        seen: simulated candidates, and those without a pipeline, which need no simulation.
+        shapes: number of combinations of degrees, micro-batch and order that divide model and batch.
+        expanded: number of shapes whose bound was low enough to look at their schedules.
+        too_large: number of shapes that do not fit in any way.
     """
 
     best: tuple[Candidate, ...]
@@ -76,13 +78,15 @@ def search(
     """Find the fastest candidates with different degrees of parallelism.
 
     Args:
-        job: model, batch and precision; its layout and what belongs to it are only where the search begins.
-        machine: all of whose GPUs are used.
-        most: layouts to return. limit: candidates to simulate.
+        job: model, batch and precision; its layout is not used.
+        machine: cluster, all of whose GPUs are used.
+        fixed: values that are not searched.
+        most: layouts to return.
+        limit: most candidates to simulate.
         reserve: share of each GPU's memory that stays free, 0 to 1.
 
     Returns:
-        With an empty `best` when nothing fits.
+        The result; its `best` is empty when nothing fits.
     """
     fixed, room = fixed or Fixed(), (1 - reserve) * machine.memory
     number = count()
@@ -141,7 +145,7 @@ def _degrees(job: Job) -> tuple[int, ...]:
 
 
 def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
-    """All degrees, rank orders, micro-batches and forms of tensor parallelism that divide the model and the batch."""
+    """Yield all degrees, rank orders, micro-batches and forms of tensor parallelism that divide the model and the batch."""
     for layout in [fixed.layout] if fixed.layout is not None else _layouts(job, machine):
         if job.global_batch % layout.dp:
             continue
@@ -155,7 +159,7 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:
-    """Degrees whose product is the number of GPUs. Tensor parallelism stays within what fast links connect."""
+    """Yield degrees whose product is the number of GPUs. Tensor parallelism stays within the GPUs that fast links connect."""
     model, gpus = job.model, machine.gpus
     widths = [width for width in (model.ffn, model.expert_ffn, model.shared_ffn) if width]
     for tp in divisors(min(machine.gpus_per_node, gpus)):
@@ -173,7 +177,7 @@ def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:
 
 
 def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
-    """The schedules of a shape. GPipe and LoopedBFS take as long as 1F1B and its interleaved form, and need more memory."""
+    """Yield the schedules of a shape, without GPipe and LoopedBFS: as fast as 1F1B and its interleaved form, with more memory."""
     layout = job.layout
     if layout.pp == 1:
         yield replace(job, schedule=fixed.schedule or "1F1B")
@@ -193,9 +197,11 @@ def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
 
 
 def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
-    """What fits in so many bytes, with each ZeRO stage that makes a difference and the least recomputation: stage 0 sends more than
-    stage 1, and with a pipeline stage 2 does what stage 1 does. Selective recomputation does not run with a split backward (see
-    `block_options`), and stage 3 would hold all parameters there."""
+    """Yield the ways to run a job within `room` bytes, with each useful ZeRO stage and the least recomputation.
+
+    Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, selective recomputation does
+    not run (see `BlockOptions`), and stage 3 would hold all parameters.
+    """
     split = find_schedule(job.schedule).split_backward and job.layout.pp > 1
     stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
     levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE[_RECOMPUTE.index(job.recompute) :]

@@ -1,4 +1,4 @@
-"""Seconds of a training step, and where they go. Pure Python."""
+"""Seconds of a training step and of its parts. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_3d.layout.orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, all_reduce, gather, gather_apart, group
+from lightning_3d.planner.machine import Machine, all_reduce, gather, group
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
 """How sharply a maximum of two rates is taken where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
 
-_AHEAD_SHARPNESS = 10
-"""How sharply a host that is faster than the GPU runs ahead of it: its lead grows until its queue of kernels is full."""
+_HIDDEN = 0.8
+"""Share of a pass that communication can hide behind."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,15 @@ class Step:
 
     Attributes:
         seconds: of the whole step.
-        compute, communication: of the rank that works most: computation, and tensor-, context- and expert-parallel communication that
-            nothing hides.
-        host: what starting kernels takes longer than the kernels.
+        seconds: duration of the whole step.
+        compute: computation of the busiest rank.
+        communication: exposed tensor-, context- and expert-parallel communication of the busiest rank.
+        host: time by which starting kernels exceeds running them.
         bubble: waiting for other stages.
-        data: reduction of gradients and gathering of parameters that nothing hides.
-        optimizer: the optimizer's own.
+        data: exposed reduction of gradients and gathering of parameters.
+        optimizer: optimizer step.
         waiting: seconds of the GPU for a micro-batch, divided by those that the host needs to start its kernels.
-        timeline: of the pipeline; None for a bound.
+        timeline: timeline of the pipeline; None for a bound.
     """
 
     seconds: float
@@ -48,14 +49,6 @@ class Step:
     waiting: float
     timeline: Timeline | None = None
 
-    def queue(self, job: Job) -> float:
-        """How far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster. In a pipeline the first rank
-        starts pp - 1 forward passes before it waits for a gradient, and pp - 2 of them find the GPU with one to do, in so far as the host
-        is not the slower one."""
-        ahead = self.waiting * job.stack.ahead
-        started = (job.layout.pp - 2) / (job.layout.pp - 1) if job.layout.pp > 2 else 0.0
-        return max(started * min(1.0, ahead), 1 / (1 + ahead**-_AHEAD_SHARPNESS))
-
 
 def _smooth_max(a: float, b: float) -> float:
     if not a or not b:
@@ -65,7 +58,7 @@ def _smooth_max(a: float, b: float) -> float:
 
 
 def _stage_part(work: Work, stage: Stage, late: Part) -> Part:
-    """Seconds of a stage for one micro-batch. `late`: what each block waits for besides."""
+    """Return the seconds of a stage for one micro-batch. `late`: what each block waits for in addition."""
     part = work.block * stage.blocks
     if stage.embedding:
         part += work.embedding
@@ -75,14 +68,12 @@ def _stage_part(work: Work, stage: Stage, late: Part) -> Part:
 
 
 def _late(job: Job, machine: Machine, block: Part) -> Part:
-    """What a block waits for where ZeRO 3 gathers parameters, and stages 2 and 3 scatter gradients, for every micro-batch: what its
-    computation does not hide."""
+    """Return the exposed communication of a block where ZeRO gathers parameters or reduces gradients for every micro-batch."""
     if not job.gathers_often and not job.reduces_often:
         return Part()
     stack, size = job.stack, sum(parameters_of(job, Stage(1, False, False)))
     ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
-    if stack.apart and job.gathers_often:
-        once = gather_apart(machine, ranks, job.width * size, stack.apart, stack.apart_network)
+    if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * size)) is not None:
         again = 1 + (job.recompute == "full") + job.reduces_often
         return Part(forward_communication=once, backward_communication=again * once)
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
@@ -92,20 +83,22 @@ def _late(job: Job, machine: Machine, block: Part) -> Part:
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
-    """What no schedule, split into stages or ZeRO stage goes below: all work, shared by the pipeline's ranks."""
+    """Return a lower bound for all schedules, splits into stages and ZeRO stages: all work, shared by the pipeline's ranks."""
     work = work_of(job, machine)
     whole = work.block * job.model.layers + work.embedding + work.head
-    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host_step
+    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host.step
 
 
 def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False, work: Work | None = None) -> Step:
     """Predict a step.
 
     Args:
-pipeline: `simulate` plays the schedule's actions; `bound`: what no order of actions goes below; `estimate`: a formula that is right for
-            1F1B with equal stages and near for others.
+        job: the job.
+        machine: the cluster.
+        pipeline: `simulate` plays the schedule's actions; `bound` returns a lower bound for all orders of actions; `estimate` is a formula
+            that is exact for 1F1B with equal stages and close for others.
         keep: keep the events of the timeline.
-        work: of a job that differs in schedule, chunks or ZeRO stage alone, where it is known.
+        work: `work_of` a job that differs only in schedule, chunks or ZeRO stage, where it is known.
     """
     layout, stages, work = job.layout, stages_of(job), work or work_of(job, machine)
     kinds, played = _stage_seconds(job, machine, work)
@@ -137,10 +130,10 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
     data, optimizer = max([_after(job, machine, [held[stage] for stage in mine], played[mine[0]]) for mine in distinct], key=sum)
     busy_gpu = sum(sum(part.seconds()) - part.weights for part in own)
     return Step(
-        seconds=span + data + optimizer + job.stack.host_step,
+        seconds=span + data + optimizer + job.stack.host.step,
         compute=compute,
         communication=communication,
-        host=max(0.0, loads[busiest] - compute - communication) + job.stack.host_step,
+        host=max(0.0, loads[busiest] - compute - communication) + job.stack.host.step,
         bubble=span - loads[busiest],
         data=data,
         optimizer=optimizer,
@@ -150,38 +143,40 @@ pipeline: `simulate` plays the schedule's actions; `bound`: what no order of act
 
 
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
-    """Of each kind of stage for a micro-batch: (seconds of the GPU, seconds where the host starts kernels)."""
+    """Return for each kind of stage, for a micro-batch: (seconds of the GPU, seconds including the host that starts kernels)."""
     late = _late(job, machine, work.block)
     kinds = {stage: _stage_part(work, stage, late) for stage in set(stages_of(job))}
     return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
 
 
 def stage_seconds(job: Job, machine: Machine) -> tuple[list[StageSeconds], Work]:
-    """(Seconds of every stage for a micro-batch, all work)."""
+    """Return (seconds of every stage for a micro-batch, all work)."""
     work = work_of(job, machine)
     _, played = _stage_seconds(job, machine, work)
     return [played[stage] for stage in stages_of(job)], work
 
 
 def least_span(job: Job, machine: Machine, work: Work) -> float:
-    """Seconds that no order of the schedule's actions goes below, before gradients are reduced."""
+    """Return a lower bound of the seconds for all orders of the schedule's actions, before gradients are reduced."""
     _, played = _stage_seconds(job, machine, work)
     seconds = [played[stage] for stage in stages_of(job)]
     info, layout = find_schedule(job.schedule), job.layout
     owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
-    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host_step
+    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host.step
 
 
 @lru_cache(maxsize=1024)
 def _owned(pp: int, vp: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
-    """Stages of each pipeline rank."""
+    """Return the stages of each pipeline rank."""
     return tuple(stages_of_rank(rank, pp, vp, v_shaped) for rank in range(pp))
 
 
 def _least_span(seconds: list[StageSeconds], owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
-    """What no order of actions goes below. A rank starts when an input has come through all stages before its first one; it works for its
-    load; and when its last gradient of an input is done, that one goes back through the stages before. With a split backward, gradients of
-    weights may wait until then."""
+    """Return a lower bound for all orders of actions.
+
+    A rank starts when an input has passed all stages before its first one and works for its load. Its last gradient of an input then
+    passes back through those stages. With a split backward, gradients of weights may be computed meanwhile.
+    """
     best = 0.0
     way = list(accumulate([one.forward + message for one in seconds], initial=0.0))
     back = list(accumulate([one.backward - (one.weights if split else 0.0) + message for one in seconds], initial=0.0))
@@ -193,7 +188,7 @@ def _least_span(seconds: list[StageSeconds], owned: tuple[tuple[int, ...], ...],
 
 
 def _with_host(part: Part, host: float) -> StageSeconds:
-    """A stage's seconds where kernels are started by a host that needs `host` seconds for both passes, a third of it forward."""
+    """Return the seconds of a stage with a host that needs `host` seconds to start the kernels of both passes, a third of it forward."""
     forward = _smooth_max(part.forward + part.forward_communication, host / 3)
     backward = _smooth_max(part.backward + part.backward_communication, host * 2 / 3)
     whole = part.backward + part.backward_communication
@@ -201,25 +196,30 @@ def _with_host(part: Part, host: float) -> StageSeconds:
 
 
 def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last: StageSeconds) -> tuple[float, float]:
-    """(reduction and gathering that nothing hides, optimizer) of a rank whose stages have so many (parameters, routed experts' apart).
+    """Return (seconds of exposed reduction and gathering, seconds of the optimizer) of a rank.
 
-    An all-reduce at stage 0; else a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. What overlaps hides behind
-    the backward pass of the last micro-batch of the rank's first stage."""
+    Stage 0 needs an all-reduce, other stages a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. Overlapping
+    communication hides behind the backward pass of the last micro-batch of the rank's first stage.
+
+    Args:
+        held: (parameters, parameters of routed experts) of each stage of the rank.
+        last: seconds of its first stage.
+    """
     layout, stack = job.layout, job.stack
     dense, routed = map(sum, zip(*held, strict=True))
     sharers = data_ranks(job)
     ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
-    optimizer = (stepped * stack.optimizer_traffic + job.trained * (dense + routed) * stack.every_traffic) / machine.memory_rate
+    optimizer = stack.optimizer_bytes(stepped, job.trained * (dense + routed)) / machine.memory_rate
     if job.zero == 0:
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
     else:
         whole = 1 if stack.scatters else 2
         reduce = 0.0 if job.reduces_often else whole * gather(machine, ranks, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
-    if stack.overlaps_data if job.zero else stack.overlaps_all_reduce:
-        reduce = max(reduce - stack.hidden * last.backward, 0.1 * reduce)
-    if stack.overlaps_gather:
-        spread = max(spread - stack.hidden * last.forward, 0.1 * spread)
+    if stack.overlap.data if job.zero else stack.overlap.all_reduce:
+        reduce = max(reduce - _HIDDEN * last.backward, 0.1 * reduce)
+    if stack.overlap.gather:
+        spread = max(spread - _HIDDEN * last.forward, 0.1 * spread)
     return reduce + spread, optimizer

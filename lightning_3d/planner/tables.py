@@ -1,4 +1,4 @@
-"""What the planner found, in words. Pure Python."""
+"""The planner's predictions as text. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import Step
+from lightning_3d.storage.numbers import gigabytes
 
 PARTS = ("compute", "communication", "host", "bubble", "data", "optimizer")
-"""What a step's seconds go to, as `Step` names it."""
+"""Parts of a step's seconds, by their names in `Step`."""
 
 _MEANING = {
     "compute": "computation",
@@ -25,25 +26,20 @@ _MEANING = {
 }
 
 
-def gigabytes(size: float) -> str:
-    """Of bytes, as vendors count them."""
-    return f"{size / 1e9:.1f} GB"
-
-
 def memory_table(memory: Memory) -> str:
-    """What the bytes of a rank are for, one line each."""
+    """List the bytes of a rank by their use, one line each."""
     rows = {**asdict(memory), "all": memory.total}
     return "\n".join(f"  {name:<12} {gigabytes(size):>10}" for name, size in rows.items())
 
 
 def margin(memory: Memory, machine: Machine) -> str:
-    """The share of a GPU that a rank is predicted to fill, and what stays free."""
+    """Describe the share of a GPU that a rank is predicted to fill, and what stays free."""
     free = machine.memory - memory.total
     return f"{memory.total / machine.memory:.0%} of {gigabytes(machine.memory)}, {gigabytes(free)} free"
 
 
 def describe(job: Job) -> str:
-    """Keys of `parallelism` that make this job."""
+    """Return the keys of `parallelism` that make this job."""
     words = [f"parallelism={job.layout.name}", f"micro_batch_size={job.micro_batch}", f"zero_stage={job.zero}"]
     if job.layout.pp > 1:
         words.append(f"schedule={job.schedule}")
@@ -57,19 +53,19 @@ def describe(job: Job) -> str:
 
 
 def tokens_per_second(candidate: Candidate) -> float:
-    """Of all GPUs."""
+    """Return the tokens per second of all GPUs."""
     job = candidate.job
     return job.global_batch * job.seq / candidate.step.seconds
 
 
 def share_of_peak(candidate: Candidate, gpus: int, peak: float) -> float:
-    """Model FLOPs of a step, as papers count them, divided by the peak in 16 bits."""
+    """Return the MFU, 0 to 1: model FLOPs of a step, as papers count them, divided by the peak in 16 bits."""
     job = candidate.job
     return job.model.model_flops(job.seq) * tokens_per_second(candidate) / gpus / peak
 
 
 def reason(candidate: Candidate, first: Candidate) -> str:
-    """What a candidate loses to the first: the part of a step that is longer by most, and how much of the difference that is."""
+    """Say why a candidate is slower than the first: the part of its step that is longer by most, with the difference."""
     if candidate is first:
         return "the fastest"
     longer = {part: _seconds(candidate.step, part) - _seconds(first.step, part) for part in PARTS}
@@ -85,7 +81,7 @@ def _seconds(step: Step, part: str) -> float:
 
 
 def found_table(found: Found, machine: Machine) -> str:
-    """The best candidates, one row each."""
+    """Return a table of the best candidates, one row each."""
     head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "of GPU", "GB free", "loses by")
     rows = [head]
     for one in found.best:
@@ -111,7 +107,7 @@ def found_table(found: Found, machine: Machine) -> str:
 
 
 def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
-    """A candidate as plain values."""
+    """Return a candidate as plain values for JSON."""
     job = candidate.job
     return {
         "layout": job.layout.name,
@@ -139,7 +135,7 @@ Table = list[list[str]]
 
 
 def table(head: Sequence[str], rows: Table) -> list[str]:
-    """Lines of a Markdown table whose columns are aligned."""
+    """Return the lines of a Markdown table with aligned columns."""
     cells = [list(head), *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = ["| " + " | ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)) + " |" for row in cells]

@@ -1,4 +1,4 @@
-"""How long a pipeline's step takes: its list of actions is played, with the seconds of each stage. Pure Python."""
+"""Duration of a pipeline's step: plays its actions with the seconds of each stage. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_3d.layout.orders import Order, training_order
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch on a stage: forward, whole backward, and the part of the backward that is for weights."""
+    """Seconds of one micro-batch on a stage: forward, whole backward, and the part of the backward for gradients of weights."""
 
     forward: float
     backward: float
     weights: float = 0.0
 
     def of(self, kind: str) -> float:
-        """Seconds of an action: F, B, I or W."""
+        """Return the seconds of an action: F, B, I or W."""
         if kind == "F":
             return self.forward
         if kind == "B":
@@ -31,10 +31,9 @@ class Timeline:
     """A played step.
 
     Attributes:
-        seconds: from the first start to the last end.
+        seconds: time from the first start to the last end.
         busy: seconds that each rank computes.
-        finished: when each rank ends its last action.
-        in_flight: for each rank, the most forwards whose backward is not yet over, by stage, at the moment when they are most in all.
+        finished: time at which each rank ends its last action.
         events: (rank, stage, kind, micro-batch, start, end) of all actions, when asked for.
     """
 
@@ -45,7 +44,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time that they wait."""
+        """Share of the ranks' time, 0 to 1, that they wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
@@ -57,11 +56,12 @@ def play(
     Args:
         order: actions of each rank.
         stages: seconds of each stage.
-        message: seconds that a tensor takes from stage to stage of different ranks. back: the same for gradients, where it is not equal.
-        keep: note the events.
+        message: seconds that a tensor takes between stages of different ranks.
+        back: the same for gradients; None: as `message`.
+        keep: record the events.
 
     Raises:
-        ValueError: an order in which ranks wait for each other.
+        ValueError: an order in which ranks deadlock.
     """
     last = len(stages) - 1
     late = message if back is None else back
@@ -102,14 +102,14 @@ def play(
                     runnable.append(woken)
         clock[rank] = now
     if any(done < len(actions) for done, actions in zip(position, order, strict=True)):
-        raise ValueError("The order of actions has ranks that wait for each other.")
+        raise ValueError("The order of actions deadlocks: ranks wait for each other.")
     return Timeline(max(clock), tuple(busy), tuple(clock), tuple(events))
 
 
 @lru_cache(maxsize=1024)
 def in_flight(schedule: str, pp: int, vp: int, micro_batches: int) -> tuple[dict[int, int], ...]:
-    """Of each rank, by stage, the micro-batches whose activations live at once, at the moment when they are most in all: a forward adds
-    one; B, or the W that follows an I, frees it."""
+    """Return for each rank, by stage, the micro-batches whose activations live at once at the rank's peak. A forward adds one; B, or the W
+    after an I, frees it."""
     ranks = []
     for actions in training_order(schedule, pp, vp, micro_batches):
         live: dict[int, int] = {}

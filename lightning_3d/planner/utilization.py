@@ -1,4 +1,4 @@
-"""How much of what its devices can compute a run uses. Imports no torch."""
+"""Model FLOPs utilization (MFU) of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
 
 _RATES = {"bf16": ("bf16",), "bf16_mixed": ("bf16",), "fp8": ("fp8",), "fp32": ("tf32", "fp32")}
-"""Of each precision the keys of `cluster.peak_flops` that tell its rate, the first that is known."""
+"""Keys of `cluster.peak_flops` for each precision; the first known one counts."""
 
 
 def full_speed(config: Mapping[str, Any]) -> float | None:
-    """Tokens a second at which forward and backward (without recomputation, see `ModelSpec.flops_per_token`) would take all of the peak
-    rate of all ranks: tokens/s divided by this is the model FLOPs utilization, MFU.
+    """Return the tokens per second at which forward and backward (without recomputation, see `ModelSpec.flops_per_token`) would use the
+    peak rate of all ranks. Tokens/s divided by this is the MFU.
 
-    None on a CPU, and where the rate of the GPUs or the operations of the model are not known: with LoRA most weights have no gradient.
+    None on a CPU, for unknown GPUs or model families, and with LoRA, where most weights have no gradient.
 
     Args:
         config: complete and resolved, as `RunPlan.freeze` returns it.

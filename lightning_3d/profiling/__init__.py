@@ -1,1 +1,1 @@
-"""Measures the operations of this machine for the planner (`lightning-3d profile`)."""
+"""Measurement of operations on this machine for the planner (`lightning-3d profile`)."""

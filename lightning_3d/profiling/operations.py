@@ -1,5 +1,5 @@
-"""What operations of a model cost on the machine at hand: matrix products, attention, operations bound by memory, the optimizer,
-collectives, and a few of the model's blocks. Runs in every rank at the same time, as in training; `planner.profiled` reads the result.
+"""Measure a model's operations on this machine: matrix products, attention, operations bound by memory, the optimizer, collectives, and a
+few of the model's blocks. Every rank measures at the same time, as in training; `planner.profile_file` reads the result.
 
 On a GPU an operation is timed between two CUDA events of its stream, on a CPU by the clock. Every number is the median of some
 repetitions and then of the ranks.
@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.models.families import read_spec
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from lightning_3d.planner.architecture import Architecture
 from lightning_3d.tracing.memory import SavedTensors
 from lightning_3d.training.module import transformers_config
 
@@ -31,9 +29,9 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 _LONG_SECONDS = 0.5
-"""What takes longer is measured once."""
+"""Longer operations are measured once."""
 _COPIED = {"cuda": (1 << 26, 1 << 29), "cpu": (1 << 22, 1 << 25)}
-"""Bytes of copies, and of collectives at most: larger than what caches hold."""
+"""Bytes of copies, and of the largest collectives: more than caches hold."""
 _STEPPED = {"cuda": (1 << 24, 1 << 27), "cpu": (1 << 18, 1 << 21)}
 """Parameters that an optimizer steps."""
 _FEW_TOKENS = 16
@@ -43,7 +41,7 @@ Entry = dict[str, Any]
 
 
 def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
-    """Measure on this rank, together with all others; the same answer on each."""
+    """Measure together with all other ranks, and return the same result on each."""
     local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", local) if accelerator == "gpu" else torch.device("cpu")
     if device.type == "cuda":
@@ -92,18 +90,18 @@ class _Meter:
         self._repeats = repeats
 
     def empty(self, *sizes: int, dtype: torch.dtype) -> Tensor:
-        """Random numbers: products of zeros need less power, and run faster, on some GPUs."""
+        """Return random numbers: products of zeros need less power, and run faster, on some GPUs."""
         return torch.randn(sizes, device=self.device, dtype=dtype)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Of an action, when all ranks do it: the median of some repetitions, after two others."""
+        """Time an action that all ranks run: the median of some repetitions, after two warm-ups."""
         action()
         self._wait()
         started = time.perf_counter()
         action()
         self._wait()
         long = torch.tensor([time.perf_counter() - started > _LONG_SECONDS], dtype=torch.int32, device=self.device)
-        dist.all_reduce(long)  # ranks must do the same number of collectives, and begin together
+        dist.all_reduce(long)  # ranks must run the same number of collectives, and start together
         times = list(self._events(action) if self.device.type == "cuda" else self._clock(action, 1 if long else self._repeats))
         return statistics.median(times)
 
@@ -114,7 +112,7 @@ class _Meter:
             yield time.perf_counter() - started
 
     def _events(self, action: Callable[[], Any]) -> Iterator[float]:
-        """The stream is given all repetitions before it is waited for, so that the host's own time is not in between."""
+        """Enqueue all repetitions before waiting for the stream, so that the host's own time is not in between."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(self._repeats + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -125,7 +123,7 @@ class _Meter:
             yield before.elapsed_time(after) / 1e3
 
     def host_seconds(self, action: Callable[[], Any]) -> float:
-        """Of an action whose kernels are so short that the host is what takes time."""
+        """Time an action whose kernels are so short that the host determines the time."""
         action()
         self._wait()
         times = []
@@ -142,8 +140,8 @@ class _Meter:
 
 
 def _products(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """The matrix products of a block and of the output head, cut as by each degree, with a micro-batch of tokens and a quarter of it."""
-    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    """Measure the matrix products of a block and of the output head, sharded by each degree, with a micro-batch of tokens and a quarter."""
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
     matrices = [*model.attention, *model.mlp(model.ffn or model.expert_ffn), *model.mlp(model.expert_ffn if model.ffn else 0)]
     sizes = {tuple(int(size) for size in matrix.local(tp)) for tp in shapes.degrees for matrix in matrices}
     sizes.add((model.vocab, model.hidden))
@@ -163,8 +161,8 @@ def _token_counts(shapes: Shapes) -> tuple[int, ...]:
 
 
 def _attention(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Fused causal attention, forward and backward, with the heads of each degree. `flops` are counted as in `planner.work`."""
-    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    """Measure fused causal attention, forward and backward, with the heads of each degree. `flops` as in `planner.block_costs`."""
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
     found = []
     for tp in shapes.degrees:
         heads, width = max(1, model.heads // tp), model.query_width // model.heads
@@ -180,8 +178,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def _memory_bound(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Copies, and products element by element of what a block has: bytes are read and written."""
-    model, dtype = _architecture(shapes.config), _DTYPES[shapes.precision]
+    """Measure copies and element-wise products; `bytes` are read and written."""
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
     found = []
     for size in _COPIED[meter.device.type]:
         source = torch.ones(size, dtype=torch.uint8, device=meter.device)
@@ -198,7 +196,7 @@ def _memory_bound(shapes: Shapes, meter: _Meter) -> list[Entry]:
 
 
 def _optimizer(meter: _Meter) -> list[Entry]:
-    """A step of AdamW on float32 master weights."""
+    """Measure a step of AdamW on float32 master weights."""
     found = []
     for count in _STEPPED[meter.device.type]:
         weights = meter.empty(count, dtype=torch.float32).requires_grad_()
@@ -209,7 +207,7 @@ def _optimizer(meter: _Meter) -> list[Entry]:
 
 
 def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Forward and backward of the user's model with one and with three of its blocks: a micro-batch, and few tokens, for the host."""
+    """Measure the user's model with one and with three of its blocks: with a micro-batch, and for the host with few tokens."""
     found = []
     for layers in (1, 3):
         config = with_layers(shapes.config, layers)
@@ -225,7 +223,7 @@ def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A configuration with so many blocks, the first ones of the model where these differ."""
+    """Return a configuration with `layers` blocks, the first ones of the model where they differ."""
     key = next(name for name in _LAYER_KEYS if name in config)
     whole, layers = config[key], min(layers, config[key])
     by_layer = {name: value[:layers] for name, value in config.items() if isinstance(value, list) and len(value) == whole}
@@ -239,7 +237,7 @@ def _build(config: Mapping[str, Any], shapes: Shapes, device: torch.device) -> t
         model = AutoModelForCausalLM.from_config(
             transformers_config(config), attn_implementation=shapes.attention, dtype=_DTYPES[shapes.precision]
         )
-    for parameter in model.parameters():  # so that they do not count as what a step makes
+    for parameter in model.parameters():  # so that gradients do not count as memory of a step
         parameter.grad = torch.zeros_like(parameter)
     return model.train()
 
@@ -255,7 +253,7 @@ def _step(model: torch.nn.Module, rows: int, seq: int, vocabulary: int) -> Calla
 
 
 def _kept(model: torch.nn.Module, step: Callable[[], None], device: torch.device) -> float:
-    """Bytes of a step at their most, beside parameters and gradients: on a CPU those that the backward pass keeps."""
+    """Return the peak bytes of a step without parameters and gradients: on a CPU those that the backward pass keeps."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -268,12 +266,12 @@ def _kept(model: torch.nn.Module, step: Callable[[], None], device: torch.device
 
 
 def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """All kinds in groups inside of a node and in groups with one rank of each node, with small and large messages."""
+    """Measure all collectives in groups inside a node and in groups with one rank of each node, with small and large messages."""
     ranks, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
     placed: dict[str, Sequence[list[int]]] = {"node": nodes, "between": [list(column) for column in zip(*nodes, strict=True)]}
     tokens = shapes.micro_batch * shapes.seq
-    hidden = _architecture(shapes.config).hidden * _DTYPES[shapes.precision].itemsize
+    hidden = shapes.model.hidden * _DTYPES[shapes.precision].itemsize
     largest = _COPIED[meter.device.type][0]
     sizes = sorted({1 << 12, min(largest, tokens * hidden), largest})
     found = []
@@ -288,7 +286,7 @@ def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
 
 
 def _kinds(size: int, group: Any, meter: _Meter) -> dict[str, Callable[[], Any]]:
-    """The collectives on `size` bytes in all, by name; `send`: half of the ranks send to the next one."""
+    """Return the collectives on `size` bytes in total, by name; `send`: half of the ranks send to the next one."""
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     part = max(1, size // 4 // count)
     whole, own = meter.empty(part * count, dtype=torch.float32), meter.empty(part, dtype=torch.float32)
@@ -311,11 +309,7 @@ def _kinds(size: int, group: Any, meter: _Meter) -> dict[str, Callable[[], Any]]
 
 
 def _middle(own: list[Entry]) -> list[Entry]:
-    """For every entry the median of all ranks' seconds."""
+    """Replace the seconds of every entry by the median of all ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, [entry["seconds"] for entry in own])
     return [{**entry, "seconds": statistics.median(times)} for entry, *times in zip(own, *everywhere, strict=True)]
-
-
-def _architecture(config: Mapping[str, Any]) -> Architecture:
-    return Architecture.from_spec(read_spec(config))

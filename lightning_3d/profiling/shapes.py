@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+from lightning_3d.planner.architecture import Architecture
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured.
+    """Shapes to measure.
 
     Attributes:
         config: fields of a Transformers configuration.
-        degrees: of tensor parallelism whose products are measured.
-        micro_batch, seq: rows and tokens of a micro-batch.
-        repeats: of each operation.
+        model: sizes of the model.
+        attention: Transformers' name of the attention kernel; None for its default.
+        precision: fp32, fp64 or bf16.
+        degrees: degrees of tensor parallelism whose products are measured.
+        micro_batch: sequences of a micro-batch.
+        seq: tokens of a sequence.
+        repeats: repetitions of each operation.
     """
 
     config: Mapping[str, Any]
+    model: Architecture
     attention: str | None
     precision: str
     degrees: tuple[int, ...]

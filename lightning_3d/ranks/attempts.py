@@ -1,7 +1,7 @@
-"""A store for the ranks of one attempt, where the server outlives attempts: torchrun keeps it when it starts ranks again.
+"""Names for the attempts of a run in a store that outlives them: torchrun keeps its store when it restarts the ranks.
 
-What an earlier attempt left there must not be taken for this one's. torchrun's TORCHELASTIC_RESTART_COUNT does not tell attempts
-apart: a node that starts its ranks again because another node did, not because its own failed, does not count (torch 2.13).
+Entries of an earlier attempt must not be mistaken for those of this one. torchrun's TORCHELASTIC_RESTART_COUNT does not distinguish
+attempts: a node that restarts its ranks because another node did, not because its own failed, does not count (torch 2.13).
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ _POLL_SECONDS = 0.05
 
 
 def name_attempt(store: Any, rank: int, world_size: int, seconds: float = 1800.0) -> str:
-    """A word that the ranks of this attempt share and no other attempt has. Collective.
+    """Agree on a name that all ranks of this attempt share and no other attempt has. Collective over the world.
 
-    Every rank says hello with a word that only it can have made up, and takes the answer to that word. Rank 0 answers words, old ones
-    too, until all ranks have thanked it.
+    Every rank posts a random word and waits for the answer to that word. Rank 0 answers all words, old ones too, until all ranks have
+    confirmed.
 
     Args:
         store: a `torch.distributed.Store`.
-        seconds: until rank 0 gives up.
+        rank: rank of this process.
+        world_size: number of ranks.
+        seconds: time after which rank 0 gives up.
 
     Raises:
-        TimeoutError: on rank 0, names ranks that never came.
+        TimeoutError: on rank 0; names the ranks that did not join.
     """
     mine = uuid.uuid4().hex
     if rank > 0:

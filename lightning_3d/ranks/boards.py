@@ -1,4 +1,4 @@
-"""Boards on which ranks post their failures: a folder of one machine, or a store that all ranks reach. Imports no torch."""
+"""Boards on which ranks post their failures: a folder on one machine, or a store that all ranks reach. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_3d.ranks.failure import Failure
 from lightning_3d.ranks.rendezvous import explained_errors
 
 FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
-"""Names the folder that serves as board. Set by the supervisor for its ranks."""
+"""Environment variable with the folder that serves as board. The supervisor sets it for its ranks."""
 
 _KEY = "lightning_3d/failure"
 _SEEN = "lightning_3d/failure_seen"
@@ -25,20 +25,20 @@ _FORGOTTEN = "lightning_3d/failure_forgotten"
 
 
 class Board(Protocol):
-    """Where failures are posted. The methods may be called from any thread."""
+    """A place where ranks post failures. The methods may be called from any thread."""
 
     def post(self, failure: Failure) -> bool:
-        """Post a failure; True when this rank is the one that shows what failed."""
+        """Post a failure. Returns True if this rank is the one that prints it."""
 
     def first(self) -> Failure | None:
-        """The failure that is the cause, None as long as there is none."""
+        """Return the failure that is the cause; None as long as there is none."""
 
     def forget(self, rank: int) -> None:
-        """Begin anew: `rank`, like all others, caught what was posted and trains again."""
+        """Clear the board: `rank`, like all others, caught the failure that was posted and trains again."""
 
 
 class LocalBoard:
-    """The board of a single process, which shows its own failure."""
+    """Board of a single process, which prints its own failure."""
 
     def post(self, failure: Failure) -> bool:
         return True
@@ -51,7 +51,7 @@ class LocalBoard:
 
 
 class FolderBoard:
-    """One file per failed rank in a folder of this machine. The supervisor shows the cause, so no rank ever does."""
+    """Board with one file for each failed rank in a folder of this machine. The supervisor prints the cause, so no rank does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,13 +60,13 @@ class FolderBoard:
         path = self.folder / f"failure_{failure.rank}.json"
         draft = self.folder / f"draft_{failure.rank}.json"
         draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        with contextlib.suppress(FileExistsError):  # the first words of a rank count
+        with contextlib.suppress(FileExistsError):  # the first failure of a rank counts
             os.link(draft, path)
-        draft.unlink()  # writing it again would change the post, which is the same file
+        draft.unlink()  # writing it again would change the post, which is the same file (a hard link)
         return False
 
     def all(self) -> list[Failure]:
-        """Failures of all ranks, earliest first."""
+        """Return the failures of all ranks, earliest first."""
         posts = [Failure(**json.loads(path.read_text("utf-8"))) for path in self.folder.glob("failure_*.json")]
         return sorted(posts, key=lambda failure: failure.time)
 
@@ -78,16 +78,16 @@ class FolderBoard:
 
 
 class StoreBoard:
-    """A key of a store that all ranks reach, set by the first rank that fails.
+    """Board in a key of a store that all ranks reach, set by the first rank that fails.
 
-    A rank that only lost a peer waits a moment for the peer's own words before it posts.
+    A rank that only lost its connection to another rank waits a moment for that rank's own failure before it posts.
 
     Args:
         store: a `torch.distributed.Store`.
-        world_size: of the run.
-        serves: this process holds the store's server, so that it must outlive the others' reading.
+        world_size: number of ranks of the run.
+        serves: whether this process runs the store's server, and so must wait until the others have read.
         patience: seconds to wait for the cause, and for readers.
-        lasting: a store that outlives this attempt, where torchrun may start the ranks again.
+        lasting: a store that outlives this attempt, if torchrun may restart the ranks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StoreBoard:
                 _poll(lambda: self._store.add(_SEEN, 0) >= self._world_size or None, self._patience)
             return cause.rank == failure.rank
         except RuntimeError:
-            # The store is gone with the process that served it, rank 0. Rank 1 speaks for all that are left.
+            # The store is gone with rank 0, which served it. Rank 1 prints for all that are left.
             return failure.rank == 1
 
     def first(self) -> Failure | None:
@@ -119,13 +119,13 @@ class StoreBoard:
         return Failure(**json.loads(text)) if text != self._past else None
 
     def forget(self, rank: int) -> None:
-        """Collective: no rank goes on, and can fail anew, before all have forgotten."""
+        """Clear the board. Collective: no rank continues, and can fail again, before all have cleared it."""
         self._past = self._posted()
         rounds = -(-self._store.add(_FORGOTTEN, 1) // self._world_size)
         _poll(lambda: self._store.add(_FORGOTTEN, 0) >= rounds * self._world_size or None, 60.0)
 
-    def tell_all(self, key: str, value: str, rank: int) -> str:
-        """What rank 0 says under a key, in all ranks. Collective; rank 0 returns when all have read it."""
+    def broadcast(self, key: str, value: str, rank: int) -> str:
+        """Broadcast a value of rank 0 under a key. Collective over the world; rank 0 returns when all have read it."""
         key = f"lightning_3d/{key}"
         if rank == 0:
             self._store.set(key, value)
@@ -137,8 +137,8 @@ class StoreBoard:
             _poll(lambda: self._store.add(f"{key}/read", 0) >= self._world_size or None, 60.0)
         return value
 
-    def told_before(self, key: str) -> str | None:
-        """What rank 0 said last in an attempt before this one."""
+    def earlier_broadcast(self, key: str) -> str | None:
+        """Return the last value that rank 0 broadcast under a key in an earlier attempt; None where there is none."""
         key = f"lightning_3d/{key}"
         return self._lasting.get(key).decode() if self._lasting is not None and self._lasting.check([key]) else None
 
@@ -154,9 +154,9 @@ def _poll(look: Callable[[], Any], seconds: float) -> Any:
 
 
 def connect_board(rank: int, world_size: int) -> Board:
-    """The board of this run: the supervisor's folder, else the store at MASTER_ADDR and MASTER_PORT.
+    """Connect to the board of this run: the supervisor's folder, else the store at MASTER_ADDR and MASTER_PORT.
 
-    The store is a connection of its own, which the ranks of a world find whether or not the process group is up.
+    The store has its own connection, which the ranks reach whether or not the process group is up.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
@@ -168,16 +168,18 @@ def connect_board(rank: int, world_size: int) -> Board:
 
 
 def store_outlives_ranks() -> bool:
-    """Whether torchrun serves the store, and keeps it with all that is in it when it starts the ranks again."""
+    """Check whether torchrun serves the store, and keeps its contents when it restarts the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect_store(rank: int, world_size: int) -> tuple[Any, Any]:
-    """A `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or by torchrun: this attempt's part of it, and
-    all of it where it outlives the attempt. Collective over the world.
+    """Connect to the `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or torchrun. Collective over the world.
 
-    One connection serves all fits and evaluations of a process: if rank 0 let go of it in between, the others could reach a
-    server that is just closing.
+    One connection serves all fits and evaluations of a process: if rank 0 closed it in between, the others could reach a server that is
+    just closing.
+
+    Returns:
+        This attempt's part of the store; and the whole store where it outlives the attempt, else None.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size, restarts)

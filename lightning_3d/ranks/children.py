@@ -1,8 +1,8 @@
-"""The ranks that Lightning starts as children of rank 0 when a user runs a script of his own without torchrun.
+"""The ranks that Lightning starts as children of rank 0 when a user runs their own script without torchrun.
 
-Lightning's own observer kills rank 0 as soon as a child fails, whatever rank 0 is doing; the shell then sees exit code 137 and
-perhaps half a message. `Children` waits for the child's own words instead and speaks for one that left none. No child outlives
-rank 0: the kernel kills them when it dies, and a script that ends waits for them first.
+Lightning's own observer kills rank 0 as soon as a child fails, whatever rank 0 is doing; the shell then sees exit code 137 and perhaps
+half a message. `Children` waits for the child's own message instead, and reports for a child that left none. No child outlives rank 0:
+the kernel kills them when it dies, and a script waits for them before it ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Protocol
 from lightning_3d.ranks.failure import Failure, silent_end
 
 PATIENCE_SECONDS = 3.0
-"""How long the other ranks may take to learn of a failure by themselves after one of them has ended."""
+"""Time for the other ranks to notice by themselves that one of them failed."""
 
 LAST_SECONDS = 60.0
-"""How long ranks may take to come to the end of the script after rank 0 has."""
+"""Time for the other ranks to reach the end of the script after rank 0 has."""
 
 
 class Reporter(Protocol):
@@ -31,21 +31,21 @@ class Reporter(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank has failed itself."""
+        """True once this rank itself has failed."""
 
     def speak_for(self, failure: Failure) -> None:
         """Report the failure of a rank that ended without an error of its own."""
 
 
 class Children:
-    """Starts and watches processes that must all end with 0.
+    """Starts and watches processes that must all exit with 0.
 
     Args:
-        first_rank: global rank of this process, local rank 0.
-        world_size: of the run.
+        first_rank: global rank of this process, which is local rank 0.
+        world_size: number of ranks of the run.
 
     Attributes:
-        reporter: tells all ranks of a failure; None until the ranks are connected.
+        reporter: reports a failure to all ranks; None until the ranks are connected.
     """
 
     def __init__(self, first_rank: int, world_size: int) -> None:
@@ -58,7 +58,7 @@ class Children:
     def start(self, begin: Callable[[], Sequence[subprocess.Popen]]) -> None:
         """Start the local ranks 1, 2, ... and watch them, both in a thread that lives as long as they do.
 
-        The kernel ties a child to the thread that forked it, and the user may call `fit` in one that ends. Raises what `begin` raises.
+        The kernel ties a child to the thread that forked it, and the user may call `fit` in a thread that ends. Raises what `begin` raises.
         """
         begun: Future[None] = Future()
 
@@ -78,7 +78,7 @@ class Children:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Wait for the children at the end of the script, and end those that stay. After a failure of this rank they get less time."""
+        """Wait for the children at the end of the script, and kill those that stay. After a failure of this rank they get less time."""
         failed = self._has_failed()
         deadline = time.monotonic() + (PATIENCE_SECONDS if failed else LAST_SECONDS)
         while self._running() and time.monotonic() < deadline:
@@ -92,8 +92,8 @@ class Children:
         if not failed:
             ranks = ", ".join(str(self._first_rank + index + 1) for index in left)
             print(
-                f"lightning_3d: rank {ranks} of {self._world_size} still ran {LAST_SECONDS:g} s after rank {self._first_rank} came to the"
-                " end of the script, and was ended.",
+                f"lightning_3d: rank{'s' * (len(left) > 1)} {ranks} of {self._world_size} did not end within {LAST_SECONDS:g} s after rank"
+                f" {self._first_rank} reached the end of the script, and {'were' if len(left) > 1 else 'was'} killed.",
                 file=sys.stderr,
             )
             sys.stdout.flush()
@@ -101,7 +101,7 @@ class Children:
             os._exit(1)
 
     def _has_failed(self) -> bool:
-        """Whether the script ends by an exception that nobody caught, or before the ranks met."""
+        """Check whether the script ends by an uncaught exception, or before the ranks were connected."""
         return self.reporter is None or self.reporter.has_failed or getattr(sys, "last_value", None) is not None
 
     def _running(self) -> list[int]:
@@ -122,7 +122,7 @@ class Children:
             return
         rank = self._first_rank + failed + 1
         if code > 0:
-            time.sleep(PATIENCE_SECONDS)  # it printed something itself, or posted why; a signal leaves no words
+            time.sleep(PATIENCE_SECONDS)  # it printed or posted the reason itself; after a signal there is none
         failure = Failure(rank, 1, silent_end(code), False, time.time())
         if self.reporter is not None:
             self.reporter.speak_for(failure)
@@ -130,7 +130,7 @@ class Children:
             self._end_unconnected(failure)
 
     def _end_unconnected(self, failure: Failure) -> None:
-        """This process waits in a rendezvous that will never be complete, and cannot be woken."""
+        """End this process, which waits in a rendezvous that will never complete and cannot be interrupted."""
         print(failure.message(self._world_size), file=sys.stderr, flush=True)
         for process in self._processes:
             process.kill()

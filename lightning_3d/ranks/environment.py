@@ -13,13 +13,13 @@ from lightning_3d.ranks.rendezvous import CHOSEN_VARIABLE
 
 
 def refuse(error: Lightning3DError, outside: OutsideRank | None = None) -> int:
-    """Print why, once for all ranks, and return the exit code."""
+    """Print the message of an error, once for all ranks, and return the exit code."""
     print_once(f"lightning_3d: {error}", outside, file=sys.stderr)
     return error.exit_code
 
 
 def print_once(text: str, outside: OutsideRank | None, file: Any = None) -> None:
-    """Print unless another rank does."""
+    """Print, unless this is a rank other than 0."""
     if outside is None or outside.rank == 0:
         print(text, file=file, flush=True)
 
@@ -29,7 +29,7 @@ _NOT_IN_SLURM_STEP = ("bash", "interactive")
 
 @dataclass(frozen=True)
 class OutsideRank:
-    """This process as a rank that somebody else started."""
+    """This process as a rank that torchrun or SLURM started."""
 
     rank: int
     local_rank: int
@@ -43,10 +43,10 @@ class OutsideRank:
 
 
 def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | None:
-    """The rank that torchrun or SLURM (srun) made of this process; None when it was started by hand.
+    """Read from the environment which rank torchrun or SLURM (srun) started this process as; None if it was started by hand.
 
     Raises:
-        ConfigError: the variables contradict each other.
+        ConfigError: a variable is not a whole number.
     """
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -62,24 +62,22 @@ def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | N
             local_rank = int(environment.get("SLURM_LOCALID", 0))
             return OutsideRank(int(environment["SLURM_PROCID"]), local_rank, world, max(1, world // nodes), "slurm")
     except ValueError as error:
-        raise ConfigError(
-            f"The launcher's variables RANK, WORLD_SIZE and their like must be whole numbers: {error}."
-        ) from error
+        raise ConfigError(f"The launcher's environment variables (RANK, WORLD_SIZE, ...) must be whole numbers: {error}.") from error
     return None
 
 
 def set_master_address(outside: OutsideRank) -> None:
-    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: SLURM's ranks derive them from the job.
+    """Set MASTER_ADDR and MASTER_PORT if the launcher did not: ranks of SLURM derive them from the job.
 
     Raises:
-        ConfigError: srun was started in a way that Lightning refuses.
+        ConfigError: srun was started with options that Lightning does not support.
     """
     if outside.launcher == "slurm" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         from lightning.fabric.plugins.environments import SLURMEnvironment
 
         try:
             cluster = SLURMEnvironment()
-        except RuntimeError as error:  # options of srun that Lightning does not take
+        except RuntimeError as error:  # options of srun that Lightning does not support
             raise ConfigError(str(error)) from error
         if nodes := os.environ.get("SLURM_STEP_NODELIST"):  # a step may have fewer nodes than its job
             os.environ.setdefault("MASTER_ADDR", cluster.resolve_root_node_address(nodes))

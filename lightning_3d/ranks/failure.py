@@ -30,14 +30,15 @@ _ENDINGS = ("KeyboardInterrupt", "SIGTERMException")
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells the others.
+    """The failure of a rank, as it is posted for the others.
 
     Attributes:
+        rank: global rank that failed.
         exit_code: 2 for a mistake that the user can repair, 1 for everything else.
-        text: what to show: the message alone, or a traceback.
-        lost_peer: it may only be the consequence of another rank's failure.
+        text: the message alone, or a traceback.
+        lost_peer: whether it may only be the consequence of another rank's failure.
         time: seconds since the epoch.
-        plain: the text is a message of our own, which is shown alone.
+        plain: whether the text is our own message, which is shown alone.
     """
 
     rank: int
@@ -57,17 +58,17 @@ class Failure:
         return cls(rank, code, text, not refused and is_lost_peer(error), time.time(), refused)
 
     def message(self, world_size: int) -> str:
-        """What is printed, once for the whole run."""
+        """Write the message that is printed, once for the whole run."""
         if self.plain or self.exit_code == Lightning3DError.exit_code:
             return f"lightning_3d: {self.text}"
-        reason = " after it lost a peer that left no word (killed, or out of memory?)" if self.lost_peer else ""
+        reason = " because another rank disappeared without an error (killed or out of memory?)" if self.lost_peer else ""
         return f"lightning_3d: rank {self.rank} of {world_size} failed{reason}:\n{self.text}"
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The mistake of the user that an exception came from, else the exception itself.
+    """Return the user's mistake that caused an exception, else the exception itself.
 
-    What is half built when a mistake is found may raise again while it is torn down, and hide it.
+    Objects that are half built when a mistake is found may raise again while they are torn down, and hide it.
     """
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, Lightning3DError):
@@ -76,7 +77,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """2 for a mistake of the user, what a `SystemExit` carries, 128 + n for an interrupt and where signal n ended a fit, else 1."""
+    """Return 2 for a mistake of the user, the code of a `SystemExit`, 128 + n after an interrupt or signal n, else 1."""
     if isinstance(error, Lightning3DError):
         return error.exit_code
     if (number := ending_signal(error)) is not None:
@@ -87,15 +88,13 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def ending_signal(error: BaseException) -> int | None:
-    """The signal that ended a fit in order, between two steps (see `lightning_compat.ended_by`); None for any other exception."""
+    """Return the signal that ended a fit in order, between two steps; None for any other exception."""
     is_one = any(kind.__name__ == "SIGTERMException" for kind in type(error).__mro__)
     return int(getattr(error, "signal_number", signal.SIGTERM)) if is_one else None
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that another rank is gone or that this one was told to
-    end.
-    """
+    """Check whether an exception, or one that it was raised from, means that another rank is gone or that this one was asked to end."""
     seen: BaseException | None = error
     while seen is not None:
         names = {kind.__name__ for kind in type(seen).__mro__}
@@ -107,14 +106,14 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def silent_end(exit_code: int) -> str:
-    """What can be said of a rank that ended without a word, from its exit code as `subprocess` gives it."""
-    how = f"it was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it ended with exit code {exit_code}"
+    """Describe the end of a rank that reported no error, from its exit code as `subprocess` returns it."""
+    how = f"it was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"
     hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
-    return f"{how}{hint} without an error of its own."
+    return f"{how}{hint} and reported no error."
 
 
 def ignore_sigterm() -> None:
-    """Let a process that has failed end by itself.
+    """Ignore SIGTERM from now on, so that a process that has failed ends by itself.
 
     Lightning's handler of SIGTERM broadcasts a tensor (2.6, `_SignalConnector._sigterm_notifier_fn`), which raises or
     waits when the other ranks are gone, wherever this process happens to be.

@@ -1,8 +1,8 @@
-"""Processes that end with the one that started them, however that one ends.
+"""Tie processes to the one that started them, so that they end with it, however it ends.
 
 The kernel kills a process whose parent has died (Linux, `prctl(PR_SET_PDEATHSIG)`). The request is made between fork and exec, so
-that there is no moment at which a process runs without it, and it holds while C++ code waits in a rendezvous. It is tied to the
-*thread* that forked: whoever starts a process from a thread must keep that thread for as long as the process lives.
+that no process ever runs without it, and it holds while C++ code waits in a rendezvous. It is tied to the *thread* that forked: a thread
+that starts a process must live as long as the process.
 
 Importing this module imports no torch.
 """
@@ -24,12 +24,12 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _POLL_SECONDS = 1.0
 _CANNOT_EXECUTE = 126
-# Found before any fork: in a forked child another thread may have held the loader's lock for ever.
+# Looked up before any fork: in a forked child, a lock of the loader may be held forever by a thread that no longer exists.
 _prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies (Linux); ends this process if `parent` is not its parent any more."""
+    """Let the kernel kill this process when its parent dies (Linux). Ends this process if `parent` is no longer its parent."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request
@@ -37,33 +37,33 @@ def die_with(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Take `die_with` back, in the same thread, for a process that notices by itself and has something to say."""
+    """Undo `die_with`, in the same thread, for a process that notices by itself and has something to report."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def belong_to(parent: int) -> None:
-    """Die with the parent, and lead a process group, so that what this process starts can be ended with it."""
+    """Die with the parent, and lead a process group, so that this process and what it starts can be killed together."""
     die_with(parent)
     os.setpgid(0, 0)
 
 
 @contextlib.contextmanager
 def tied_interpreters() -> Iterator[None]:
-    """Let the fresh interpreters that `multiprocessing` starts inside belong to this process before they run a line of Python.
+    """Tie the fresh interpreters that `multiprocessing` starts inside to this process before they run any Python.
 
-    Importing what they need takes seconds, in which they would notice nothing. `multiprocessing.util.spawnv_passfds` (Python 3.11 to
-    3.14), which has no place for a function to call before exec, is replaced meanwhile.
+    Their imports take seconds, in which they would notice nothing. `multiprocessing.util.spawnv_passfds` (Python 3.11 to 3.14), which
+    cannot call a function before exec, is replaced meanwhile.
     """
     from multiprocessing import resource_tracker, util
 
-    resource_tracker.ensure_running()  # a process that all share, started before those that are tied
+    resource_tracker.ensure_running()  # a process that all of them share: start it before the tied ones
     module: Any = util
     before, parent = module.spawnv_passfds, os.getpid()
 
     def start(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: this one executes another program at once
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads: this child executes another program at once
             pid = os.fork()
         if pid > 0:
             return pid
@@ -83,9 +83,9 @@ def tied_interpreters() -> Iterator[None]:
 
 
 def tie_workers(loader: Any) -> None:
-    """Let the worker processes of a DataLoader end within seconds after this process, also in the middle of reading a sample.
+    """Let the worker processes of a DataLoader end within seconds after this process, also while they read a sample.
 
-    torch's own workers look for their parent between two batches only.
+    torch's workers check for their parent only between two batches.
     """
     given = getattr(loader, "worker_init_fn", None)
     if getattr(loader, "num_workers", 0) > 0 and getattr(given, "func", None) is not _begin_worker:
@@ -99,7 +99,7 @@ def _begin_worker(parent: int, given: Callable[[int], None] | None, number: int)
 
 
 def _follow(parent: int) -> None:
-    """End this process when another one has ended, which may not be its parent: a fork server starts workers, too."""
+    """End this process when another one has ended, which need not be its parent: a fork server can start workers."""
     while not _has_ended(parent):
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

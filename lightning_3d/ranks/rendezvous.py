@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: MASTER_ADDR and MASTER_PORT are found right before anybody waits there.
+"""The address where the ranks of a run meet: MASTER_ADDR and MASTER_PORT are checked before any rank waits there.
 
 torch's own errors come as tracebacks, or after half an hour. Importing this module imports no torch.
 """
@@ -16,20 +16,20 @@ from typing import Any
 from lightning_3d.errors import ConfigError
 
 CHOSEN_VARIABLE = "LIGHTNING_3D_PORT"
-"""The port that this package chose, for whoever asks later where MASTER_PORT comes from."""
+"""Environment variable with the port that this package chose, to recognize later where MASTER_PORT comes from."""
 
 _REACH_SECONDS = 5.0
 _RESOLVE_SECONDS = 60.0
-_ADVICE = "Unset {name} to take a free port, or set it to another one."
+_ADVICE = "Unset {name} to use any free port, or set it to another port."
 _SAME_ADVICE = "Set it to a free port, the same for all ranks."
 _LOCAL = "All ranks run on this machine: unset MASTER_ADDR, or set it to 127.0.0.1."
 
 
 def read_port(text: str, name: str = "MASTER_PORT", advice: str = _ADVICE) -> int:
-    """A port as an environment variable gives it.
+    """Read a port from the value of an environment variable.
 
     Raises:
-        ConfigError: not a number of a port.
+        ConfigError: it is not a whole number from 1 to 65535.
     """
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise ConfigError(f"{name} must be a whole number from 1 to 65535; got {text!r}. {advice.format(name=name)}")
@@ -37,28 +37,30 @@ def read_port(text: str, name: str = "MASTER_PORT", advice: str = _ADVICE) -> in
 
 
 def hold_meeting_point(cluster_environment: Any, num_nodes: int) -> socket.socket | None:
-    """Check where the ranks will meet before they are started, and keep others from taking the port. For local rank 0.
+    """Check where the ranks will meet before they start, and reserve the port. For local rank 0.
 
-    Sets MASTER_PORT where a run on one machine was not given one. Rank 0 can listen on the port although the socket that is returned
-    is bound to it; None on other nodes than the first.
+    Sets MASTER_PORT if a run on one machine has none.
+
+    Returns:
+        A socket that is bound to the port, on which rank 0 can listen nevertheless; None on nodes other than the first.
 
     Raises:
-        ConfigError: rank 0 cannot listen there, or the address does not lead here.
+        ConfigError: rank 0 cannot listen on the port, or the address does not lead to this machine.
     """
     given = next((name for name in ("MASTER_PORT", "STANDALONE_PORT") if name in os.environ), None)
     if given is not None:
         read_port(os.environ[given], given)
     elif num_nodes > 1 and _takes_any_port(cluster_environment):
         raise ConfigError(
-            f"A run on {num_nodes} nodes needs MASTER_ADDR and MASTER_PORT, the same on every node: the address of node 0 and a port that"
-            " is free there."
+            f"A run on {num_nodes} nodes needs MASTER_ADDR and MASTER_PORT, the same on every node: the address of node 0 and a free port"
+            " on it."
         )
     if cluster_environment.node_rank() > 0:
         return None
     if given is None and _takes_any_port(cluster_environment):
         holder = _bind(0, "MASTER_PORT", _ADVICE)
         os.environ["MASTER_PORT"] = os.environ[CHOSEN_VARIABLE] = str(holder.getsockname()[1])
-        if cluster_environment.main_port != holder.getsockname()[1]:  # it had been asked before, and stays with its answer
+        if cluster_environment.main_port != holder.getsockname()[1]:  # it was asked before, and keeps its answer
             holder.close()
             holder = _bind(int(cluster_environment.main_port), "MASTER_PORT", _ADVICE)
             os.environ["MASTER_PORT"] = os.environ[CHOSEN_VARIABLE] = str(cluster_environment.main_port)
@@ -76,9 +78,9 @@ def hold_meeting_point(cluster_environment: Any, num_nodes: int) -> socket.socke
 
 @contextlib.contextmanager
 def explained_errors(rank: int) -> Iterator[None]:
-    """Check MASTER_ADDR and MASTER_PORT, and say in one message what is wrong with them when torch cannot connect.
+    """Check MASTER_ADDR and MASTER_PORT, and explain in one message why torch cannot connect.
 
-    For ranks that somebody else started, whose address may become known a little later than they start.
+    For ranks that a launcher started, whose address may become resolvable a little after they start.
 
     Raises:
         ConfigError: rank 0 cannot listen, the port is not one, or the address cannot be resolved.
@@ -94,16 +96,16 @@ def explained_errors(rank: int) -> Iterator[None]:
 
 
 def _takes_any_port(cluster_environment: Any) -> bool:
-    """Whether a cluster environment has no idea of its own where the ranks meet: Lightning's takes variables, or any port."""
+    """Check whether a cluster environment leaves the meeting point open: Lightning's uses environment variables, or any port."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     return isinstance(cluster_environment, LightningEnvironment)
 
 
 def _bind(port: int, name: str, advice: str) -> socket.socket:
-    """A socket that holds a port but does not listen, on all addresses as torch's server will.
+    """Bind a socket that holds a port but does not listen, on all addresses as torch's server will.
 
-    With SO_REUSEADDR on both sides, the server of rank 0 may listen there meanwhile.
+    With SO_REUSEADDR on both sides, the server of rank 0 can listen there meanwhile.
     """
     dual = socket.has_dualstack_ipv6()
     holder = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
@@ -116,24 +118,24 @@ def _bind(port: int, name: str, advice: str) -> socket.socket:
         holder.close()
         if error.errno == errno.EADDRINUSE:
             raise _taken(port, name, advice) from None
-        raise ConfigError(f"Rank 0 cannot listen on port {port} of {name}: {error.strerror}. {advice.format(name=name)}") from None
+        raise ConfigError(f"Rank 0 cannot listen on port {port} ({name}): {error.strerror}. {advice.format(name=name)}") from None
     return holder
 
 
 def _taken(port: int, name: str, advice: str) -> ConfigError:
     if os.environ.get(CHOSEN_VARIABLE) == str(port):
         return ConfigError(
-            f"Port {port}, which was chosen for the ranks to meet, was taken by another program before rank 0 could listen on it. Start"
-            " again, or set MASTER_PORT to a free port."
+            f"Another program took port {port}, which had been chosen for the ranks, before rank 0 could listen on it. Start again, or set"
+            " MASTER_PORT to a free port."
         )
-    return ConfigError(f"Port {port} of {name} is taken by another program, but rank 0 must listen on it. {advice.format(name=name)}")
+    return ConfigError(f"Rank 0 must listen on port {port} ({name}), but another program uses it. {advice.format(name=name)}")
 
 
 def _resolve(address: str, seconds: float) -> list[Any]:
-    """Addresses of a name, which may appear in the name service a little later than the ranks.
+    """Resolve a host name, which may appear in the name service a little after the ranks start.
 
     Raises:
-        ConfigError: it did not within some seconds.
+        ConfigError: it could not be resolved within some seconds.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -141,13 +143,13 @@ def _resolve(address: str, seconds: float) -> list[Any]:
             return socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                reason = error.strerror if isinstance(error, OSError) else "it is not a name of a host"
-                raise ConfigError(f"MASTER_ADDR={address}, where the ranks are to meet, cannot be resolved: {reason}.") from None
+                reason = error.strerror if isinstance(error, OSError) else "it is not a host name"
+                raise ConfigError(f"MASTER_ADDR={address} cannot be resolved, but all ranks must reach rank 0 there: {reason}.") from None
         time.sleep(1.0)
 
 
 def _require_local(address: str) -> None:
-    """Connect to a listener of this process through an address.
+    """Check that an address leads to this machine, by connecting through it to a listener of this process.
 
     Raises:
         ConfigError: it does not lead to this machine.
@@ -164,4 +166,4 @@ def _require_local(address: str) -> None:
                 listener.listen()
                 client.connect((target[0], listener.getsockname()[1], *target[2:]))
                 return
-    raise ConfigError(f"MASTER_ADDR={address}, where the ranks are to meet, does not lead to this machine. {_LOCAL}")
+    raise ConfigError(f"MASTER_ADDR={address} does not lead to this machine. {_LOCAL}")

@@ -1,8 +1,8 @@
-"""One failing rank, one message: who failed first, who prints it, and how the other ranks end.
+"""Report a failing rank with one message: find who failed first, choose who prints it, and end the other ranks.
 
 A rank that raises takes its connections with it, so that within milliseconds the others fail as well, with messages
 about closed connections that bury the cause. Every rank therefore posts its failure on a board that all ranks share,
-before anything of it is torn down; the first post that is not about a lost peer is the cause and is shown once. The
+before anything is torn down. The first post that is not about a lost peer is the cause and is printed once. The
 others end quietly, with its exit code.
 
 The board is a folder where one process supervises the ranks of a machine (`lightning_3d.ranks.supervisor`), and a store that all
@@ -26,27 +26,27 @@ from lightning_3d.ranks.failure import Failure, cause_of, ending_signal, exit_co
 from lightning_3d.ranks.process_ties import die_with, outlive_parent
 
 PARENT_VARIABLE = "LIGHTNING_3D_PARENT"
-"""Process id of rank 0 in the environment of ranks that it started itself, which must not outlive it."""
+"""Environment variable with the process id of rank 0, for ranks that it started itself and that must not outlive it."""
 
 ORPHAN_SECONDS = 2.0
-"""How long a rank may take to end by itself after rank 0, which had started it, was killed."""
+"""Time for a rank to end by itself after rank 0, which started it, was killed."""
 
 
 class FailureReporter:
-    """A rank's side: posts its failure, shows it if it is the cause, and ends this process when another rank has
-    failed.
+    """Reports the failure of this rank: posts it, prints it if it is the cause, and ends this process when another rank has failed.
 
     A strategy calls `watch` when its ranks are up, `note` at the first sight of an exception (before connections are
-    torn down) and `close` at the end of its teardown. The exception itself goes on to the user's script; one that
-    nothing catches ends in an exception hook that prints nothing where another rank is the cause.
+    torn down) and `close` at the end of its teardown. The exception itself propagates to the user's script; if
+    nothing catches it, an exception hook prints nothing where another rank is the cause.
 
     Args:
-        board: shared by all ranks.
-        rank, world_size: of this process.
-        grace: seconds that this process has to end by itself after another rank failed; then it is ended, because it
-            may wait in a collective for ever.
-        parent: process that started this rank and without which it must not go on; None where somebody else sees to that. The kernel
-            kills this rank when it dies; only rank 1 watches itself between `watch` and `close`, to say what happened.
+        board: board that all ranks share.
+        rank: global rank of this process.
+        world_size: number of ranks of the run.
+        grace: seconds for this process to end by itself after another rank failed; then it is killed, because it may wait in a
+            collective forever.
+        parent: process that started this rank and that it must not outlive; None where a launcher takes care of that. The kernel kills
+            this rank when the parent dies; only rank 1 watches by itself between `watch` and `close`, to report what happened.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FailureReporter:
 
     @classmethod
     def connect(cls, rank: int, world_size: int) -> FailureReporter:
-        """The reporter of this process over the board of this run. Collective over the world."""
+        """Create the reporter of this process on the board of this run. Collective over the world."""
         board = connect_board(rank, world_size)
         if _has_outlived_a_failure():
             board.forget(rank)
@@ -84,19 +84,19 @@ class FailureReporter:
             threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True).start()
 
     def run(self, job: Callable[[], None]) -> int:
-        """Run a job and return the exit code for this process; a failure is told here."""
+        """Run a job and return the exit code for this process; a failure is reported here."""
         try:
             try:
                 job()
             except BaseException as error:  # SystemExit and KeyboardInterrupt too: all go the same way
                 ignore_sigterm()
                 return self.finish(error)
-        except BaseException as error:  # from a handler of SIGTERM that ran just before it was put aside
+        except BaseException as error:  # from a handler of SIGTERM that ran just before it was replaced
             return self.finish(error)
         return 0
 
     def note(self, error: BaseException) -> None:
-        """Post an exception. Later calls change nothing: what follows a first exception is its consequence."""
+        """Post an exception. Later calls change nothing: later exceptions are consequences of the first one."""
         if self._noted is None:
             self._noted = Failure.of(error, self._rank)
         if not self._posted:
@@ -104,7 +104,7 @@ class FailureReporter:
             self._posted = True
 
     def finish(self, error: BaseException, stream: TextIO | None = None) -> int:
-        """Note an exception, print it if this rank is to show it, and return the exit code of the cause."""
+        """Note an exception, print it if this rank is the one to print, and return the exit code of the cause."""
         if exit_code_of(error) == 0 or ending_signal(error) is not None:  # sys.exit() is no failure, and neither is a signal
             return exit_code_of(error)
         self.note(error)
@@ -117,17 +117,17 @@ class FailureReporter:
 
     @property
     def reason(self) -> str:
-        """What the message of the failure says that ended this rank; nothing where none did."""
+        """Message of the failure that ended this rank; empty where there was none."""
         cause = self._cause or self._first() or self._noted
         return cause.message(self._world_size) if cause is not None else ""
 
     def speak_for(self, failure: Failure) -> None:
-        """Post and show the end of another rank that left no word; nothing where a cause is known."""
+        """Post and print the end of another rank that reported no error; do nothing if a cause is known."""
         if self._first() is None and self._board.post(failure):
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """End the watch. After a failure the exception hook stays, because the exception is still on its way."""
+        """Stop watching. After a failure the exception hook stays, because the exception is still propagating."""
         self._closed.set()
         if self._noted is None:
             self._tie()
@@ -136,7 +136,7 @@ class FailureReporter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank has noted an exception."""
+        """True once this rank has noted an exception."""
         return self._noted is not None
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -146,13 +146,13 @@ class FailureReporter:
         raise SystemExit(code)
 
     def _untie(self) -> None:
-        """Rank 1 outlives rank 0 by a moment. A tie to a parent belongs to a thread."""
+        """Let rank 1 outlive rank 0 by a moment. Only in the main thread: a tie to a parent belongs to a thread."""
         if self._parent is not None and self._rank == 1 and threading.current_thread() is threading.main_thread():
             outlive_parent()
             self._speaks_for_parent = True
 
     def _tie(self) -> None:
-        """From here on nobody watches, not even in destructors that wait for other ranks."""
+        """Tie rank 1 to its parent again: from here on nothing watches, not even in destructors that wait for other ranks."""
         if self._speaks_for_parent and threading.current_thread() is threading.main_thread():
             assert self._parent is not None
             self._speaks_for_parent = False
@@ -161,18 +161,18 @@ class FailureReporter:
             die_with(self._parent)
 
     def _end_orphaned(self) -> None:
-        """End this process, once it has shown what it noted, or that rank 0 is gone."""
+        """Print the noted failure, or that rank 0 is gone, and end this process."""
         if self._rank == 1 and not self._told and (self._noted is None or self._shows):
             failure = self._noted
             if failure is None or failure.lost_peer:
-                failure = Failure(0, 1, "it ended without a word.", False, time.time())
+                failure = Failure(0, 1, "it ended and reported no error.", False, time.time())
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
         os._exit(1)
 
     def _first(self) -> Failure | None:
         try:
             return self._board.first()
-        except (RuntimeError, OSError, ValueError):  # store or folder are gone with the process that owned them, or half gone
+        except (RuntimeError, OSError, ValueError):  # the store or folder is gone, or half gone, with the process that owned it
             return None
 
     def _watch(self) -> None:
@@ -190,10 +190,9 @@ class FailureReporter:
 
 
 def show_refusals_plainly() -> None:
-    """Let a refusal that nobody catches end the process with its message alone and exit code 2, in a user's own script.
+    """Print an uncaught `Lightning3DError` without a traceback and exit with code 2, in a user's own script.
 
-    For what is refused before ranks are connected; from then on a `FailureReporter` decides. Under a launcher rank 0
-    prints.
+    For errors before ranks are connected; from then on a `FailureReporter` decides. Under a launcher only rank 0 prints.
     """
     if getattr(sys.excepthook, "shows_refusals", False):
         return
@@ -205,7 +204,7 @@ def show_refusals_plainly() -> None:
             previous(kind, error, trace)
             return
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            # Not sys.stderr: torch's own hook puts a buffer in its place that a SystemExit never empties.
+            # Not sys.stderr: torch's own hook replaces it by a buffer that a SystemExit never flushes.
             print(f"lightning_3d: {refusal}", file=sys.__stderr__, flush=True)
         raise SystemExit(refusal.exit_code)
 
@@ -215,7 +214,7 @@ def show_refusals_plainly() -> None:
 
 
 def _has_outlived_a_failure() -> bool:
-    """Whether this process caught a failure that it had posted: the hook of that time is still in place."""
+    """Check whether this process caught a failure that it had posted: the hook of that time is still in place."""
     hook: Any = sys.excepthook
     while hook is not None:
         reporter = getattr(hook, "__self__", None)

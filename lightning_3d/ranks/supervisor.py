@@ -1,9 +1,8 @@
-"""Starts the ranks of a run on this machine, and ends them all when one fails.
+"""Start the ranks of a run on this machine, and stop them all when one fails.
 
-`launch` is the supervisor. It runs in the process that the user started, imports the heavy libraries once and forks the
-ranks from it, which starts eight of them in about a second instead of twenty; where a fork is not safe (CUDA, threads)
-they are fresh interpreters. Under torchrun and SLURM the ranks exist already: `outside_rank` says which one this
-process is.
+`launch` is the supervisor. It runs in the process that the user started, imports the heavy libraries once and forks the ranks, which
+starts eight of them in about a second instead of twenty. Where a fork is not safe (CUDA, threads), ranks are fresh interpreters. Under
+torchrun and SLURM the ranks exist already: see `outside_rank`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from lightning_3d.ranks.process_ties import belong_to, tied_interpreters
 from lightning_3d.ranks.reporter import FailureReporter
 
 SAVE_SECONDS = 300.0
-"""How long ranks may take to end after SIGTERM or SIGINT to the run: they finish a step and save. Whoever sent it may have less
-patience; a second signal ends them at once."""
+"""Time for ranks to end after SIGTERM or SIGINT to the run: they finish a step and save. A second signal stops them at once."""
 
 GRACE_SECONDS = 8.0
-"""How long ranks may take to end by themselves after SIGTERM, before SIGKILL."""
+"""Time for ranks to end by themselves after SIGTERM, before SIGKILL."""
 
 _SETTLE_SECONDS = 2.0
 _TEARDOWN_SECONDS = 5.0
@@ -46,11 +44,11 @@ _LOG_TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        exit_code: for this process to end with; 128 + n after signal n.
-        message: what to tell the user; None after success or a signal.
+        exit_code: exit code for this process; 128 + n after signal n.
+        message: message for the user; None after success or a signal.
     """
 
     exit_code: int
@@ -62,12 +60,12 @@ class Ranks:
     """The ranks of one machine, as processes.
 
     Args:
-        job: called in every rank; at module level, so that fresh interpreters find it.
-        arguments: of the job; pickled for fresh interpreters.
+        job: function to call in every rank; at module level, so that fresh interpreters find it.
+        arguments: arguments of the job; pickled for fresh interpreters.
         count: number of ranks.
-        logs: folder for what ranks other than 0 print.
-        fork: fork the ranks from this process instead of starting fresh interpreters.
-        threads: of each rank; None leaves torch's own choice.
+        logs: folder for the output of ranks other than 0.
+        fork: whether to fork the ranks from this process instead of starting fresh interpreters.
+        threads: threads of each rank; None: torch's default.
     """
 
     job: Callable[..., None]
@@ -81,11 +79,11 @@ class Ranks:
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(self, board: Path) -> None:
-        """Start all ranks. They have an environment like torchrun's, each its own process group."""
+        """Start all ranks, with environment variables like torchrun's and each in its own process group."""
         context = multiprocessing.get_context("fork" if self.fork else "spawn")
         if self.fork:
             gc.collect()
-            gc.freeze()  # what is imported never changes: keep the collector from touching, thereby copying, its pages
+            gc.freeze()  # imported objects never change: keep the collector from touching their pages, which would copy them
         port = self.held.enter_context(_reserved_port())
         with tied_interpreters() if not self.fork else contextlib.nullcontext():
             for rank in range(self.count):
@@ -94,7 +92,7 @@ class Ranks:
                 process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}")  # type: ignore[attr-defined]
                 process.start()
                 self.processes.append(process)
-                with contextlib.suppress(OSError):  # the rank does so itself; whoever comes first
+                with contextlib.suppress(OSError):  # the rank does the same; the first one succeeds
                     os.setpgid(process.pid or 0, process.pid or 0)
 
     @property
@@ -102,7 +100,7 @@ class Ranks:
         return [rank for rank in range(len(self.processes)) if rank not in self.ended]
 
     def wait(self, seconds: float) -> None:
-        """Wait until a rank ends, at most some seconds, and record which have ended."""
+        """Wait until a rank ends, at most `seconds`, and record which have ended."""
         sentinels = [self.processes[rank].sentinel for rank in self.running]
         connection.wait(sentinels, seconds)
         for rank in self.running:
@@ -111,7 +109,7 @@ class Ranks:
                 self.ended[rank] = (time.time(), code)
 
     def send(self, signal_number: int) -> None:
-        """Send a signal to the ranks that run, and to what they started."""
+        """Send a signal to the running ranks and to the processes that they started."""
         for rank in self.running:
             pid = self.processes[rank].pid or 0
             with contextlib.suppress(ProcessLookupError):
@@ -120,14 +118,14 @@ class Ranks:
                 except ProcessLookupError:  # a fresh interpreter that does not lead its group yet
                     os.kill(pid, signal_number)
 
-    def tell(self, signal_number: int) -> None:
-        """Send a signal to the ranks alone: the loader's workers must go on until the ranks have finished their step."""
+    def send_to_ranks(self, signal_number: int) -> None:
+        """Send a signal to the ranks alone: the data loaders' workers must run until the ranks have finished their step."""
         for rank in self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid or 0, signal_number)
 
     def stop(self, grace: float = GRACE_SECONDS) -> None:
-        """SIGTERM, some seconds to obey, SIGKILL."""
+        """Send SIGTERM, wait some seconds, and send SIGKILL to the ranks that are left."""
         self.send(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while self.running and time.monotonic() < deadline:
@@ -135,13 +133,13 @@ class Ranks:
         self.send(signal.SIGKILL)
         while self.running:
             self.wait(1.0)
-        for process in self.processes:  # what ranks started that ended by themselves
+        for process in self.processes:  # processes that were started by ranks that have ended
             with contextlib.suppress(OSError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank on one machine."""
+    """Return the environment variables that torchrun sets for a rank on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -166,12 +164,17 @@ def launch(
 ) -> Outcome:
     """Run `job(*arguments)` in `count` ranks on this machine until all have ended.
 
-    The first rank that fails ends the run: the others get SIGTERM and after `grace` seconds SIGKILL. SIGINT and SIGTERM
-    are passed on. Should this process be killed, the kernel kills the ranks (Linux).
+    The first rank that fails ends the run: the others get SIGTERM, and SIGKILL after `grace` seconds. SIGINT and SIGTERM
+    are passed on. If this process is killed, the kernel kills the ranks (Linux).
 
     Args:
-        logs: folder where ranks other than 0 write what they print, as `rank_N.log`; rank 0 prints to the terminal.
-        fork: see `Ranks`; `can_fork` says whether this process may.
+        job: see `Ranks`.
+        arguments: see `Ranks`.
+        count: number of ranks.
+        logs: folder for the output of ranks other than 0, in `rank_N.log`; rank 0 prints to the terminal.
+        fork: see `Ranks` and `can_fork`.
+        threads: see `Ranks`.
+        grace: seconds between SIGTERM and SIGKILL.
     """
     logs.mkdir(parents=True, exist_ok=True)
     board = Path(tempfile.mkdtemp(prefix=".failures_", dir=logs))
@@ -194,26 +197,26 @@ def launch(
 
 
 def can_fork() -> bool:
-    """Whether ranks may be forked from this process: it has a single thread, which the fork keeps.
+    """Check whether ranks may be forked from this process: only if it has a single thread, which the fork keeps.
 
-    CUDA in the parent is excluded by the caller, who knows the accelerator.
+    The caller, who knows the accelerator, excludes CUDA in the parent.
     """
     tasks = Path("/proc/self/task")
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1 and threading.active_count() == 1
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Count the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
-    """Pass a signal on, let the ranks end in order, and report what a shell expects."""
+    """Pass a signal on, let the ranks end in order, and return the exit code that a shell expects."""
     number = received[0]
     if number in (signal.SIGINT, signal.SIGTERM):
-        ranks.tell(number)
+        ranks.send_to_ranks(number)
         if number == signal.SIGINT:
-            words = "lightning_3d: SIGINT: the ranks finish their step and save. A second Ctrl-C ends them at once."
+            words = "lightning_3d: SIGINT: the ranks finish their step and save a checkpoint. Press Ctrl-C again to stop at once."
             print(words, file=sys.stderr, flush=True)
         deadline = time.monotonic() + SAVE_SECONDS
         while ranks.running and time.monotonic() < deadline and len(received) == 1:
@@ -221,13 +224,13 @@ def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
             if ranks.ended:  # they end together
                 deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
         if len(ranks.ended) == ranks.count and not any(code for _, code in ranks.ended.values()):
-            return Outcome(0)  # the run was over before the signal came to its ranks
+            return Outcome(0)  # the run had ended before the signal reached its ranks
     ranks.stop(grace if len(received) == 1 else 0.0)
     return Outcome(128 + number)
 
 
 def _has_failed(ranks: Ranks, board: FolderBoard) -> bool:
-    """A rank ended badly, or posted a failure and does not come to an end."""
+    """Check whether a rank failed, or posted a failure and does not end."""
     if any(code != 0 for _, code in ranks.ended.values()):
         return True
     return any(time.time() - post.time > _TEARDOWN_SECONDS for post in board.all())
@@ -236,23 +239,24 @@ def _has_failed(ranks: Ranks, board: FolderBoard) -> bool:
 def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
     """End the run and find the cause."""
     dead = [(when, rank, code) for rank, (when, code) in ranks.ended.items() if code != 0]
-    if all(code > 0 for _, _, code in dead):  # lost peers may end before the rank that failed had its say
+    if all(code > 0 for _, _, code in dead):  # ranks that lost a peer may end before the rank that failed has posted
         deadline = time.monotonic() + _SETTLE_SECONDS
         while ranks.running and all(post.lost_peer for post in board.all()) and time.monotonic() < deadline:
             ranks.wait(0.1)
     ranks.stop(grace)
     posts = board.all()
-    words = {post.rank for post in posts}
+    posted = {post.rank for post in posts}
     for when, rank, code in dead:
-        if rank not in words:
+        if rank not in posted:
             posts.append(Failure(rank, 1, _silent_end(ranks, rank, code), False, when))
     causes = sorted(posts, key=lambda post: (post.lost_peer, post.time))
-    told = None if causes[0].exit_code > 128 and causes[0].lost_peer else causes[0].message(ranks.count)  # a signal to one rank ended all
-    return Outcome(causes[0].exit_code, told)
+    by_signal = causes[0].exit_code > 128 and causes[0].lost_peer  # a signal to one rank ended all of them: nothing to report
+    message = None if by_signal else causes[0].message(ranks.count)
+    return Outcome(causes[0].exit_code, message)
 
 
 def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
-    """What can be said of a rank that ended without a word."""
+    """Describe the end of a rank that reported no error, with the end of its log."""
     log = ranks.logs / f"rank_{rank}.log"
     tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if log.is_file() else ""
     return silent_end(code) + (f" The end of {log}:\n{tail}" if tail else "")
@@ -260,7 +264,7 @@ def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of obeying them."""
+    """Collect SIGINT, SIGTERM and SIGHUP instead of acting on them."""
     received: list[int] = []
 
     def collect(number: int, frame: FrameType | None) -> None:
@@ -276,9 +280,9 @@ def _signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that nobody else is given before rank 0 listens on it.
+    """Reserve a port until rank 0 listens on it.
 
-    Bound but not listening, with SO_REUSEADDR on both sides, it stays free for rank 0 alone.
+    The socket is bound but does not listen; with SO_REUSEADDR on both sides, rank 0 can listen on the port and others cannot get it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -286,7 +290,7 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-# What follows runs in the ranks.
+# The rest runs in the ranks.
 
 
 def _run_rank(
@@ -297,7 +301,7 @@ def _run_rank(
     threads: int | None,
     supervisor: int,
 ) -> None:
-    """The life of a rank. Ends with the exit code of its failure; the supervisor shows it."""
+    """Run the job in a rank, and exit with the code of its failure, which the supervisor prints."""
     belong_to(supervisor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -315,7 +319,7 @@ def _run_rank(
 
 
 def _redirect_output(path: Path) -> None:
-    """Send standard output and error, also those of libraries in C++, to a file."""
+    """Redirect standard output and error, also of C++ libraries, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -328,7 +332,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _limit_threads(threads: int) -> None:
-    """Several ranks share this machine's cores."""
+    """Limit the threads of this rank: several ranks share the cores of this machine."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:

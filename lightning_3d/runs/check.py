@@ -1,50 +1,142 @@
-"""The check of a composed configuration, on the machine that runs it or on another. Imports no torch."""
+"""Check a composed configuration for the machine that will run it. Imports no torch."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.compose import plain
 from lightning_3d.config.plan_run import RunPlan, plan_run
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, LayoutError, listed
+from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
 from lightning_3d.planner.advice import Advice
 from lightning_3d.ranks.environment import OutsideRank
 
 
-def check(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
-    """`plan_run`, and what only Hydra knows: a group that was given several names."""
+class Machine(Enum):
+    """Machine for which a run is checked."""
+
+    THIS = auto()
+    """This machine, now."""
+    NODES = auto()
+    """The nodes of its cluster, which see the files of this machine. The cluster need not say how many there are."""
+    COUNTED_NODES = auto()
+    """Nodes whose cluster must say how many nodes and GPUs it has."""
+    REMOTE_NODES = auto()
+    """Counted nodes that do not see the files of this machine."""
+    NONE = auto()
+    """No machine: only the shapes of the run are needed, neither its GPUs nor its data."""
+
+
+def check_for(config: DictConfig, machine: Machine = Machine.THIS, outside: OutsideRank | None = None) -> RunPlan:
+    """Check a configuration for a machine, which need not be this one. The configuration is not changed.
+
+    Args:
+        outside: this process as a rank that torchrun or SLURM started; only for `Machine.THIS`.
+
+    Raises:
+        Lightning3DError: what `lightning-3d train trainer.dry=true` reports; for nodes also keys that are missing, a cluster that does not
+            say what it has, and ranks that the nodes cannot share equally.
+    """
+    if machine in _NODES:
+        _require_complete(config)
+    plan = _plan(_as_seen_from(config, machine), outside)
+    if machine in _NODES:
+        _check_nodes(plan, machine)
+    return plan
+
+
+def check_shapes(overrides: Sequence[str]) -> tuple[dict[str, Any], RunPlan]:
+    """Compose a job and check it for no machine.
+
+    Returns:
+        The complete configuration, as it would be frozen, and the plan of the run.
+
+    Raises:
+        Lightning3DError: as `check_for`.
+    """
+    from lightning_3d.config.compose import compose
+
+    config = _as_seen_from(compose(overrides), Machine.NONE)
+    plan = _plan(config, None)
+    return plan.freeze(plain(config)), plan
+
+
+_NODES = (Machine.NODES, Machine.COUNTED_NODES, Machine.REMOTE_NODES)
+
+
+def _plan(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
+    """`plan_run`, and a check that only Hydra's overrides allow: a group with several names."""
     for override in OmegaConf.select(config, "hydra.overrides.task") or ():
         if override.startswith("parallelism=["):
             raise ConfigError(f"{override} names several layouts; a run has one. Use -m parallelism=A,B to run each.")
     return plan_run(config, outside, Advice())
 
 
-def check_anywhere(overrides: Sequence[str]) -> tuple[dict[str, Any], RunPlan]:
-    """The configuration of a job that this machine looks at and does not run, complete and found right.
-
-    Neither the job's machines nor its data need to be there.
-
-    Raises:
-        Lightning3DError: as `lightning-3d train trainer.dry=true`.
-    """
-    from lightning_3d.config.compose import compose
-
-    config = copy.deepcopy(compose(overrides))
+def _as_seen_from(config: DictConfig, machine: Machine) -> DictConfig:
+    """The configuration without what this machine cannot see; for this machine the configuration itself."""
+    if machine is Machine.THIS:
+        return config
+    config = copy.deepcopy(config)
     with read_write(config), open_dict(config):
         if config.get("trainer") is not None:
-            config.trainer.dry = True
-        config.run_folder = ""  # nothing is written
-        if config.get("data") is not None and config.data.get("name") is not None:
-            _leave_out_files(config.data)
-    plan = check(config, None)
-    return plan.freeze(plain(config)), plan
+            config.trainer.dry = True  # before the rest: a dry run needs no GPUs and no data here
+        if machine is Machine.NONE:
+            config.run_folder = ""  # nothing is written
+        _leave_out_files(config, machine)
+    return config
 
 
-def _leave_out_files(data: Any) -> None:
-    """Of data only shapes are needed; what must be named and is not stays unnamed."""
-    for key in OmegaConf.missing_keys(data):  # with the name of the group in front
-        data[key.rpartition(".")[2]] = None
+def _leave_out_files(config: DictConfig, machine: Machine) -> None:
+    """Take the files out of a configuration that the machine does not need, or that only the nodes see and check.
+
+    Raises:
+        ConfigError: the architecture of the model is in one of them.
+    """
+    data, model = config.get("data"), config.get("model")
+    if machine is Machine.NONE and data is not None and data.get("name") is not None:
+        for key in OmegaConf.missing_keys(data):  # with the name of the group in front
+            data[key.rpartition(".")[2]] = None
+    if machine is not Machine.REMOTE_NODES:
+        return
+    if config.get("trainer") is not None:
+        config.trainer.resume = None
+    if model is None or model.get("pretrained") is None:
+        return
+    if model.get("name") != TAKEN:
+        model.pretrained = None
+    elif not Path(str(model.pretrained)).expanduser().is_dir():
+        raise ConfigError(
+            f"model=pretrained takes the architecture from {model.pretrained}, which this machine does not have, so nothing can be"
+            " checked. Name the model (model=llama3_1_8b model.pretrained=PATH); the nodes check the folder."
+        )
+
+
+def _require_complete(config: DictConfig) -> None:
+    """Raises ConfigError where a key is missing that a check for other machines would accept: a run that is launched needs it now."""
+    data = config.get("data")
+    missing = sorted(OmegaConf.missing_keys(data)) if isinstance(data, DictConfig) else []  # with the name of the group in front
+    missing += ["model.pretrained"] if OmegaConf.select(config, "model.pretrained") == REQUIRED else []
+    if missing:
+        raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
+
+
+def _check_nodes(plan: RunPlan, machine: Machine) -> None:
+    """Raises ConfigError or LayoutError where nodes and ranks do not go together."""
+    cluster, ranks = plan.run.cluster, plan.layout.world_size
+    if machine is not Machine.NODES and cluster.gpus_per_node is None:
+        raise ConfigError(
+            f"The cluster {cluster.name} does not say how many nodes and GPUs it has. Name a cluster of a known size, such as"
+            f" cluster=h100_{max(1, ranks // 8)}x8, or nodes without GPUs: cluster=local_cpu cluster.nodes=2."
+        )
+    if ranks % cluster.nodes:
+        counts = [count for count in range(1, ranks + 1) if ranks % count == 0]
+        raise LayoutError(
+            f"Layout {plan.layout} has {ranks} ranks, which {cluster.nodes} nodes cannot share equally. Set cluster.nodes to"
+            f" {listed(counts, last='or')}."
+        )

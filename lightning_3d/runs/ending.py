@@ -1,4 +1,4 @@
-"""The last lines of a run that ended early: where it stopped, what is saved, and the command that resumes it. Imports no torch."""
+"""The last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to resume. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _BARE = re.compile(r"[\w/.@%+-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class Newest:
-    """A checkpoint that a run left.
+    """The newest checkpoint that a run left.
 
     Attributes:
-        step: optimizer step.
-        in_folder: `trainer.auto_resume` finds it by itself.
+        path: where it is.
+        step: its optimizer step.
+        in_folder: whether `trainer.auto_resume` finds it by itself.
     """
 
     path: Place
@@ -36,11 +37,11 @@ class Newest:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """How a run was started by hand.
+    """The command line by which a run was started.
 
     Attributes:
         program: words before the arguments.
-        overrides: of `train`; None for `lightning-3d run`, which repeats a configuration file.
+        overrides: overrides of `train`; None for `lightning-3d run`, which repeats a configuration file.
     """
 
     program: tuple[str, ...]
@@ -48,18 +49,18 @@ class CommandLine:
 
     @classmethod
     def of_train(cls, overrides: Sequence[str]) -> CommandLine:
-        """This process's, as `train`."""
+        """Return the command line of this process, as `train`."""
         script = Path(sys.argv[0])
         program = ("python", sys.argv[0]) if script.name == "train.py" else (*_program(script), "train")
         return cls(program, tuple(overrides))
 
     @classmethod
     def of_run(cls) -> CommandLine:
-        """This process's, as `run`."""
+        """Return the command line of this process, as `run`."""
         return cls((*_program(Path(sys.argv[0])), "run"))
 
     def resume(self, folder: Path, newest: Newest) -> str:
-        """The command that goes on from a checkpoint, quoted for a shell."""
+        """Return the command that resumes a checkpoint, quoted for a shell."""
         if self.overrides is None:
             words = [str(folder / "config.yaml"), "--resume", *([] if newest.in_folder else [str(newest.path)])]
         else:
@@ -74,20 +75,21 @@ def _program(script: Path) -> tuple[str, ...]:
 
 
 def hydra_value(text: str) -> str:
-    """A string as a value of a Hydra override, quoted where its grammar would read something else."""
+    """Write a string as a value of a Hydra override, quoted where Hydra's grammar would read something else."""
     if _BARE.fullmatch(text):
         return text
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, launcher: str | None) -> list[str]:
-    """What to print of a run that was interrupted or failed.
+    """Write the lines to print about a run that was interrupted or failed.
 
     Args:
-        folder: of the run. config: its configuration.
+        folder: run folder.
+        config: configuration of the run.
         status: how it ended.
-        command: how it was started; None where nothing is known of that.
-        launcher: torchrun or slurm, which have to start the resumed run too; None: nobody.
+        command: how it was started; None where that is not known.
+        launcher: torchrun or slurm, which must start the resumed run too; None: no launcher.
     """
     code = status.exit_code or 0
     how = f"was stopped by {Signals(code - 128).name}" if code > 128 else "failed"
@@ -96,7 +98,7 @@ def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, comma
     lines = [f"lightning_3d: the run {how} {where}"]
     newest = newest_of(folder, config, since=status.started)
     if newest is None:
-        return [*lines, "  checkpoint: none was written"]
+        return [*lines, "  checkpoint: none"]
     lines.append(f"  checkpoint: {newest.path} (step {newest.step})")
     if command is not None:
         by = f" (start it with {launcher} as before)" if launcher is not None else ""
@@ -105,10 +107,10 @@ def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, comma
 
 
 def newest_of(folder: Path, config: Mapping[str, Any], since: float) -> Newest | None:
-    """The complete checkpoint with the most steps that a run left; None where there is none, or nothing can be looked at.
+    """Find the complete checkpoint with the most steps that a run left; None where there is none, or its place cannot be read.
 
     Args:
-        since: seconds since the epoch. Outside the run folder older checkpoints may be those of another run.
+        since: start of the run, in seconds since the epoch. Outside the run folder, older checkpoints may belong to another run.
     """
     found = []
     for where, is_own in _places(folder, config):
@@ -122,7 +124,7 @@ def newest_of(folder: Path, config: Mapping[str, Any], since: float) -> Newest |
 
 
 def _places(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Place, bool]]:
-    """Where the run writes checkpoints, and whether that is its own place in its folder."""
+    """List where the run writes checkpoints, and whether each place is in its own run folder."""
     own = folder / "checkpoints"
     yield own, True
     for entry in (config.get("callbacks") or {}).values():

@@ -1,8 +1,7 @@
-"""The folder of a run: one run's files, never a second one's; nothing at all of a run that was refused."""
+"""The folder of a run: it holds the files of one run, and nothing of a run that was refused."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,19 +15,20 @@ import yaml
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.runs.status import RUNNING, RunStatus, read_status
 from lightning_3d.storage.checkpoint_names import checkpoints_in, recover_all, steps_of
-from lightning_3d.storage.holder import Holder, is_held, moment
+from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.lock import is_held, keep
 from lightning_3d.storage.remote_path import Place, RemotePath, place
 
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
 WANDB_FILE = "wandb_run.json"
-"""What the run is called at Weights & Biases: id, name, group, project, url."""
+"""File with the id, name, group, project and url of the run at Weights & Biases."""
 SAME = ("model", "data", "optimizer", "seed")
-"""What tries of one run share. Layout, machines and length may change: checkpoints belong to the model."""
+"""Groups that are equal in all attempts of a run. Layout, machines and length may change: checkpoints belong to the model."""
 
 _CHECKPOINTS, _LOCK, _PROBE = "checkpoints", ".lock", ".room"
 _START_BYTES = 2**18
-"""For the configuration, Hydra's files, the log, the status, the first rows of metrics and the report."""
+"""Room for the configuration, Hydra's files, the log, the status, the first rows of metrics and the report."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class RunFolder:
 
     Attributes:
         path: absolute.
-        created: folders that were made for it, outermost first; `path` is among them unless it was there before.
-        before: names that were in it before.
-        resume: checkpoint of an earlier try of this run, to go on from; None where there is none.
+        created: folders that were created for it, outermost first; `path` is one of them unless it existed.
+        before: names that were in it before this run.
+        resume: checkpoint of an earlier attempt of this run, to resume; None where there is none.
     """
 
     path: Path
@@ -52,12 +52,12 @@ class RunFolder:
         """Make a folder this run's own. Of several processes that try at once, one succeeds.
 
         Args:
-            path: wanted.
+            path: the folder.
             numbered: where another run has it, take the first of path_1, path_2, ... that is free.
-            option: what the user sets to name another one, for messages.
+            option: option that names another folder, for messages.
 
         Raises:
-            ConfigError: another run has it, or it cannot be made.
+            ConfigError: another run has it, or it cannot be created.
         """
         path = path.absolute()
         for candidate in candidates(path, numbered=numbered):
@@ -66,9 +66,7 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ConfigError(
-                    f"The run folder {candidate} cannot be made: {error.strerror}. Set {option}."
-                ) from error
+                raise ConfigError(f"Cannot create the run folder {candidate}: {error.strerror}. Set {option} to another folder.") from error
         raise ConfigError(_taken(path, option))
 
     @classmethod
@@ -94,57 +92,55 @@ class RunFolder:
 
     @classmethod
     def take(cls, path: Path, config: Mapping[str, Any], claim: Callable[[], RunFolder], earlier: Path | None = None) -> RunFolder:
-        """The folder of an earlier try of this run where there is one, else a new one.
+        """Take the folder of an earlier attempt of this run where there is one, else a new one.
 
         Args:
-            path: wanted.
-            config: the configuration; with `trainer.auto_resume`, and in a job that SLURM has started again, what is in `path` is an
-                earlier try.
+            path: the folder.
+            config: the configuration; with `trainer.auto_resume`, and in a job that SLURM restarted, `path` holds an earlier attempt.
             claim: takes a new folder.
-            earlier: folder of the try before this one, where the launcher remembers it.
+            earlier: folder of the previous attempt, where the launcher remembers it.
         """
         again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if again and (path / CONFIG_FILE).exists():
             earlier = path
-        if earlier is None or not (earlier / CONFIG_FILE).exists():  # a try that was refused leaves no folder
+        if earlier is None or not (earlier / CONFIG_FILE).exists():  # an attempt that was refused leaves no folder
             return claim()
         return cls.reopen(earlier, config)
 
     @classmethod
     def reopen(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """The folder of an earlier try of this run, which went on until it was ended.
+        """Take the folder of an earlier attempt of this run, which trained until something ended it.
 
         Args:
             config: groups `SAME` of the configuration, resolved.
 
         Raises:
-            ConfigError: it is another run's, or the earlier try has not ended.
+            ConfigError: it belongs to another run, or the earlier attempt has not ended.
         """
         path = path.absolute()
         try:
             earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"The configuration in the run folder {path} cannot be read: {' '.join(str(error).split())}.") from error
+            raise ConfigError(f"Cannot read the configuration in the run folder {path}: {' '.join(str(error).split())}.") from error
         differ = [group for group in SAME if group in earlier and group in config and earlier[group] != config[group]]
         if differ:
             raise ConfigError(
-                f"{path} holds the files of another run: its {listed(differ)} {'differs' if len(differ) == 1 else 'differ'}, so this one"
-                " cannot go on there (trainer.auto_resume). Set hydra.run.dir to a new folder."
+                f"{path} holds the files of another run: its {listed(differ)} {'differs' if len(differ) == 1 else 'differ'}, so this run"
+                " cannot resume there (trainer.auto_resume). Set hydra.run.dir to a new folder."
             )
         _hold(path)
         try:
             require_room(path)
         except OSError as error:
-            raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
+            raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
         return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest_checkpoint(path))
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
-        """Take a folder that was prepared for this run: it holds the configuration and nothing of a run. Of several processes
-        that try at once, one succeeds.
+        """Take a folder that was prepared for this run: it holds only the configuration. Of several processes that try, one succeeds.
 
         Raises:
-            ConfigError: a run took it before, or nothing can be written there.
+            ConfigError: a run took it before, or it cannot be written.
         """
         path = path.absolute()
         folder = cls(path, (), frozenset(entry.name for entry in path.iterdir()))
@@ -155,13 +151,13 @@ class RunFolder:
             RunStatus.begun().write(path, first=True)
             _hold(path)
         except FileExistsError:
-            status = read_status(path)  # of a try at the same time, perhaps
+            status = read_status(path)  # another process may have taken it a moment ago
             holder = holder_of(path) if status is not None and status.status == RUNNING else None
             who = f"; {holder.describe()}" if holder is not None else ""
             how = f" (status: {status.status}{who})" if status is not None else ""
-            raise ConfigError(f"{path} holds a run already{how}. --folder NEW repeats it in a new folder.") from None
+            raise ConfigError(f"{path} already holds a run{how}. To repeat it in a new folder, use --folder NEW.") from None
         except OSError as error:
-            raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
+            raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
         return folder
 
     def write_config(self, text: str) -> None:
@@ -169,7 +165,7 @@ class RunFolder:
         (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")
 
     def holds_results(self) -> bool:
-        """Whether training made anything worth keeping: a step or a checkpoint."""
+        """Check whether training left anything worth keeping: a step or a checkpoint."""
         metrics = self.path / "metrics.csv"
         steps = len(metrics.read_text("utf-8").splitlines()) - 1 if metrics.is_file() else 0
         return steps > 0 or any((self.path / _CHECKPOINTS).glob("*"))
@@ -183,7 +179,7 @@ class RunFolder:
 
 
 def require_room(path: Path) -> None:
-    """Raise OSError where a folder has no room for the small files that a run writes before its first step."""
+    """Raise OSError if a folder has no room for the small files that a run writes before its first step."""
     probe = path / _PROBE
     try:
         with probe.open("wb") as file:
@@ -194,46 +190,46 @@ def require_room(path: Path) -> None:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders that were made one in the other, as far as nobody else has put anything there."""
+    """Remove nested folders from the innermost outwards, until one holds something else."""
     for folder in reversed(folders):
         try:
             folder.rmdir()
         except FileNotFoundError:
             continue
-        except OSError:  # another run is beside it
+        except OSError:  # another run is in it
             return
 
 
 def candidates(path: Path, *, numbered: bool) -> Iterator[Path]:
-    """`path`, and where it may be `numbered` path_1, path_2, ..."""
+    """Yield `path` and, if `numbered`, path_1, path_2, ..."""
     yield path
     for number in range(1, 1000 if numbered else 1):
         yield path.with_name(f"{path.name}_{number}")
 
 
 def missing_folders(path: Path) -> tuple[Path, ...]:
-    """What has to be made for `path` to be a folder, outermost first."""
+    """List the folders that must be created for `path`, outermost first."""
     return tuple(folder for folder in (*reversed(path.parents), path) if not folder.exists())
 
 
 def newest_checkpoint(path: Path) -> str | None:
-    """The complete checkpoint with the most steps of a run, in its folder or at URLs where its callbacks write; None where there is none.
+    """Find the complete checkpoint with the most steps of a run, in its folder or at URLs where its callbacks write; None if none.
 
     Raises:
-        ConfigError: the place at a URL does not answer.
+        ConfigError: the store behind a URL does not answer.
     """
     recover_all(path / _CHECKPOINTS)
     try:
         folders: list[Place] = [path / _CHECKPOINTS, *_at_urls(path)]
         found = [checkpoints_in(folder)[:1] for folder in folders]
     except OSError as error:
-        raise ConfigError(f"Where the run in {path} writes its checkpoints cannot be looked at: {error}") from error
+        raise ConfigError(f"Cannot list the checkpoints of the run in {path}: {error}") from error
     newest = [checkpoint for checkpoints in found for checkpoint in checkpoints]
     return str(max(newest, key=steps_of)) if newest else None
 
 
 def _at_urls(path: Path) -> list[RemotePath]:
-    """Where the callbacks of a run folder's configuration write, if not to the disk."""
+    """List the URLs to which the callbacks of a run folder's configuration write."""
     try:
         config = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         named = [str((entry or {}).get("dirpath") or "") for entry in (config.get("callbacks") or {}).values()]
@@ -243,41 +239,36 @@ def _at_urls(path: Path) -> list[RemotePath]:
 
 
 def read_wandb_file(path: Path) -> dict[str, str | None]:
-    """What the run in a folder is called at Weights & Biases; nothing where it is not there."""
+    """Read the names of a run at Weights & Biases; empty if it is not there."""
     try:
-        told = json.loads((path / WANDB_FILE).read_text("utf-8"))
+        names = json.loads((path / WANDB_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return names if isinstance(names, dict) else {}
 
 
 def _hold(path: Path) -> None:
-    """Let no other process take this folder while this one lives. File systems without locks cannot help.
+    """Let no other process take this folder while this process lives.
 
-    The descriptor stays open: closing it would give up the lock (POSIX).
+    Raises:
+        ConfigError: another process holds it, or it cannot be written.
     """
     try:
-        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        held = keep(path / _LOCK)
     except OSError as error:
-        raise ConfigError(f"Nothing can be written to the run folder {path}: {error.strerror}.") from error
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        os.close(descriptor)
-        raise ConfigError(_in_progress(path, holder_of(path), "set another folder")) from None
-    except OSError:
-        pass
-    Holder.this_process().write(descriptor)
+        raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
+    if not held:
+        raise ConfigError(_in_progress(path, holder_of(path), "set another folder"))
 
 
 def holder_of(path: Path) -> Holder | None:
-    """The process that works, or worked last, in a run folder; None where nothing names it."""
+    """Return the process that works, or worked last, in a run folder; None where it is not known."""
     holder, status = Holder.read(path / _LOCK), read_status(path)
     return holder or (Holder(status.pid, status.host, since=status.started) if status is not None else None)
 
 
 def in_progress(path: Path) -> bool | None:
-    """Whether a run works in a folder; None where that cannot be seen from here."""
+    """Check whether a run is in progress in a folder; None where this host cannot see it."""
     holder, status = holder_of(path), read_status(path)
     said = status is None or status.status == RUNNING
     if holder is None:
@@ -293,27 +284,27 @@ def in_progress(path: Path) -> bool | None:
 
 
 def _in_progress(path: Path, holder: Holder | None, other: str) -> str:
-    """Why nobody else may work in a folder now, and what to do."""
+    """Explain that a folder is in use, and what to do."""
     if holder is None:
         return f"{path} belongs to a run that is in progress. Wait until it ends, or {other}."
     return f"{path} belongs to a run that is in progress ({holder.describe()}). {holder.what_to_do(other)}"
 
 
 def _taken(path: Path, option: str) -> str:
-    """Why a folder cannot be made this run's own, and what to do. What may be alive is never to be removed."""
+    """Explain why a folder cannot be taken, and what to do. Never advise to remove it: its run may still be alive."""
     holder, status, works = holder_of(path), read_status(path), in_progress(path)
     if works:
         return _in_progress(path, holder, f"set {option} to another folder")
-    again = " trainer.auto_resume=true continues that run." if option == "hydra.run.dir" else ""
+    again = " To resume that run, set trainer.auto_resume=true." if option == "hydra.run.dir" else ""
     new = f"Set {option} to a new folder.{again}"
     if works is None and holder is not None:
         return (
-            f"{path} holds the files of another run, which was in progress on another host when it last said so ({holder.describe()})."
-            f" This host cannot see whether it still is: look there before anything else. Set {option} to another folder."
+            f"{path} holds the files of another run. It was in progress on another host ({holder.describe()}), and this host cannot see"
+            f" whether it still is: check there first. Set {option} to another folder."
         )
     if holder is not None and (status is None or status.status == RUNNING):
         return (
-            f"{path} holds the files of another run, which has ended without a word: its process is gone ({holder.describe()}). {new}"
+            f"{path} holds the files of another run, which ended without recording why: its process is gone ({holder.describe()}). {new}"
         )
     if status is None or status.ended is None:
         return f"{path} holds the files of another run. {new}"

@@ -1,4 +1,4 @@
-"""The frozen `config.yaml` of a run folder: reading it, and moving it to another folder. Imports no torch."""
+"""Read the frozen `config.yaml` of a run folder, and move it to another folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ _READ_FROM_ANYWHERE = ("resume",)
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
-    """The configuration in a file, as dicts and lists.
+    """Read a configuration file as dicts and lists.
 
     Raises:
-        ConfigError: no file, no YAML, or no configuration of a run.
+        ConfigError: it does not exist, is not YAML, or is not the configuration of a run.
     """
-    not_complete = f"{path} is no complete configuration of a run"
-    hint = f"lightning-3d run takes the {CONFIG_FILE} that a run leaves in its folder, not that in .hydra; lightning-3d train composes one."
+    not_complete = f"{path} is not a complete configuration of a run"
+    hint = f"Give the {CONFIG_FILE} that a run leaves in its folder, not the one in .hydra; lightning-3d train composes one."
     try:
         path.read_text("utf-8")
-        content = OmegaConf.load(path)  # as Hydra reads numbers: 1e-5 is a word for other readers of YAML
+        content = OmegaConf.load(path)  # reads numbers as Hydra does: 1e-5 is a string for other readers of YAML
     except UnicodeDecodeError as error:
-        raise ConfigError(f"The configuration {path} cannot be read: not a text.") from error
+        raise ConfigError(f"Cannot read the configuration {path}: it is not text.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     except OSError as error:
-        if error.strerror is None:  # OmegaConf: a number or a word alone
+        if error.strerror is None:  # OmegaConf: a lone number or word
             raise ConfigError(f"{not_complete}: it has no keys. {hint}") from error
-        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"Cannot read the configuration {path}: {error.strerror}.") from error
     try:
         plain = OmegaConf.to_container(content, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{not_complete}: {explain_value(error)} {hint}") from error
     if not isinstance(plain, dict) or not plain.get("run_folder"):
-        raise ConfigError(f"{not_complete}: it names no run_folder. {hint}")
+        raise ConfigError(f"{not_complete}: it has no run_folder. {hint}")
     return {str(key): value for key, value in plain.items()}
 
 
 def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same run in another folder: paths of what it writes that lie in the old one move along, what it reads stays."""
+    """Move a run to another folder: paths in the old folder that it writes are changed, paths that it reads are not."""
     old = str(config["run_folder"]).rstrip("/")
 
     def moved(value: Any, key: str = "") -> Any:
@@ -61,5 +61,5 @@ def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def frozen_text(frozen: dict[str, Any]) -> str:
-    """A configuration as it stands in a run folder, for any reader of YAML."""
+    """Write a configuration as it is saved in a run folder, for any reader of YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(frozen))

@@ -1,4 +1,4 @@
-"""`metrics.csv` of a run, for those who read it. Imports no torch."""
+"""Read `metrics.csv` of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics file; none when there is no file. A last row cut off by a crash is left out."""
+def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
+    """Read the rows of a metrics file; none when there is no file. A last row that a crash truncated is left out.
+
+    Args:
+        last_step: the last step to read; None: all steps.
+    """
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
+        rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
+    return [row for row in rows if last_step is None or int(row["step"]) <= last_step]
 
 
 def column(rows: Iterable[Mapping[str, str]], name: str) -> list[float]:
-    """The numbers of a column; empty cells are left out."""
+    """Read the numbers of a column; empty cells are left out."""
     values = []
     for row in rows:
         try:

@@ -1,4 +1,4 @@
-"""`status.json` in a run folder: whether the run has begun, runs, or how it ended. Imports nothing heavy."""
+"""`status.json` in a run folder: whether the run is running, or how it ended. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _MOST_OF_A_REASON = 4000
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run folder says of its run.
+    """Status of the run in a run folder.
 
     Attributes:
         status: running, finished, failed or interrupted.
-        exit_code: None while it runs.
-        started, ended: seconds since the epoch.
-        pid, host: of the process that supervises the ranks, or of rank 0 under torchrun and SLURM.
-        reason: what was said when it failed, where that is known.
+        exit_code: exit code of the run; None while it runs.
+        started: start, in seconds since the epoch.
+        ended: end, in seconds since the epoch; None while it runs.
+        pid: id of the process that supervises the ranks, or of rank 0 under torchrun and SLURM.
+        host: host of that process.
+        reason: message of the failure, where it is known.
     """
 
     status: str
@@ -41,11 +43,11 @@ class RunStatus:
 
     @classmethod
     def begun(cls) -> RunStatus:
-        """A run of this process that begins now."""
+        """Return the status of a run of this process that starts now."""
         return cls(RUNNING, None, time.time(), None, os.getpid(), socket.gethostname())
 
     def after(self, exit_code: int, reason: str = "") -> RunStatus:
-        """The same run when it has ended."""
+        """Return the status of the same run after its end."""
         status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code > 128 else FAILED
         return replace(self, status=status, exit_code=exit_code, ended=time.time(), reason=reason[-_MOST_OF_A_REASON:])
 
@@ -54,10 +56,10 @@ class RunStatus:
         return None if self.ended is None else self.ended - self.started
 
     def write(self, folder: Path, *, first: bool = False) -> None:
-        """Write the file as a whole: a reader never sees a part of it.
+        """Write the file atomically: a reader never sees a part of it.
 
         Args:
-            first: raise FileExistsError where there is one already; of several processes that try at once, one succeeds.
+            first: raise FileExistsError if the file exists; of several processes that try at once, one succeeds.
         """
         path, draft = folder / STATUS_FILE, folder / f".{STATUS_FILE}.{socket.gethostname()}.{os.getpid()}"
         if first:
@@ -70,13 +72,13 @@ class RunStatus:
             draft.unlink(missing_ok=True)
             if first or not path.exists():
                 raise
-            with path.open("r+", encoding="utf-8") as file:  # the disk is full: what the file has already is room enough
+            with path.open("r+", encoding="utf-8") as file:  # the disk is full: overwrite in place, which needs no new room
                 file.write(text)
                 file.truncate()
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """What the folder says; None where it says nothing that can be read."""
+    """Read the status in a folder; None where there is none, or it cannot be read."""
     try:
         return RunStatus(**json.loads((folder / STATUS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):

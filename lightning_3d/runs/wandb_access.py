@@ -1,4 +1,4 @@
-"""Whether Weights & Biases can be used on this machine, asked before anything is started. Imports neither torch nor wandb."""
+"""Check that Weights & Biases can be used on this machine, before anything is started. Imports neither torch nor wandb."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 from lightning_3d.errors import ConfigError
 
 SWEEP_VARIABLE = "LIGHTNING_3D_SWEEP"
-"""Environment variable of a sweep's jobs: what the sweep is called."""
+"""Environment variable with the name of the sweep, for its jobs."""
 
 _HOST = "https://api.wandb.ai"
 _NOT_ONLINE = ("offline", "dryrun", "disabled")
@@ -25,13 +25,13 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def wandb_entries(loggers: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Those of the group `logger` that make a logger of Weights & Biases, Lightning's or ours."""
+    """Select the entries of the group `logger` that create a logger of Weights & Biases, Lightning's or ours."""
     named = {str(name): entry for name, entry in (loggers or {}).items()}
     return {name: entry for name, entry in named.items() if entry and str(entry.get("_target_")).endswith("WandbLogger")}
 
 
 def require_access(loggers: Mapping[str, Any] | None) -> None:
-    """`check_access` for a group `logger`."""
+    """Run `check_access` for each logger of Weights & Biases in the group `logger`."""
     for name, entry in wandb_entries(loggers).items():
         check_access(bool(entry.get("offline")), f"logger.{name}.offline=true")
 
@@ -40,36 +40,36 @@ def check_access(offline: bool, otherwise: str) -> None:
     """Refuse what wandb would ask for at a terminal, or wait for.
 
     Args:
-        offline: the run is written to the disk only.
-        otherwise: what makes a run offline, for the message.
+        offline: whether the run is only written to the disk.
+        otherwise: option that makes a run offline, for the message.
 
     Raises:
-        ConfigError: the package is not installed, or a run that is to be sent has no API key.
+        ConfigError: the package is not installed, or there is no API key for an online run.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError('Weights & Biases needs the package wandb: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
+        raise ConfigError('logger=wandb needs the package wandb. Install it: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
     if is_offline(offline):
         return
     settings, url = _settings(), _url()
     if not (any(os.environ.get(name) for name in _KEYS) or settings.get("api_key") or _in_netrc(urlsplit(url).hostname or url)):
         raise ConfigError(
-            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY, or run `wandb login`, or write the run to the"
-            f" disk only: {otherwise}, or WANDB_MODE=offline."
+            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY or run `wandb login`. To write the run to the"
+            f" disk only, set {otherwise} or WANDB_MODE=offline."
         )
 
 
 def is_offline(offline: bool) -> bool:
-    """Whether a run is written to the disk only, or not at all: by its argument, or by what is set for wandb."""
+    """Check whether a run is written to the disk only, or not at all: by its argument or by the settings of wandb."""
     mode = os.environ.get("WANDB_MODE") or _settings().get("mode") or ""
     return offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true")
 
 
 def require_host(tries: int = 3, pause: float = 2.0) -> None:
-    """Find out at once that nobody is there, for which wandb itself takes a minute and a half. Where there is a proxy, or where the network
-    is only slow, it is left to wandb.
+    """Fail at once if the server cannot be reached, for which wandb itself needs a minute and a half. With a proxy or a slow network, leave
+    it to wandb.
 
     Raises:
-        OSError: the name of the host is not known, or the host or the network refuses.
+        OSError: the host name cannot be resolved, or the host or the network refuses the connection.
     """
     parts = urlsplit(_url())
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -83,7 +83,7 @@ def require_host(tries: int = 3, pause: float = 2.0) -> None:
             return
         except OSError as error:
             if not left:
-                raise OSError(f"{_url()} cannot be reached: {error.strerror or error}.") from error
+                raise OSError(f"Cannot reach {_url()}: {error.strerror or error}.") from error
             time.sleep(pause)
 
 
@@ -92,12 +92,12 @@ def _url() -> str:
 
 
 def _settings() -> dict[str, str]:
-    """What `wandb offline` and `wandb login --host` leave: for the user, and for the working directory, which wins."""
+    """Read the settings that `wandb offline` and `wandb login --host` leave, of the user and of the working directory, which wins."""
     home = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
     parser = configparser.ConfigParser(interpolation=None)
     try:
         parser.read([Path(home) / "settings", Path("wandb") / "settings"])
-    except configparser.Error:  # wandb says what is wrong with them
+    except configparser.Error:  # wandb reports what is wrong with them
         return {}
     return dict(parser["default"]) if parser.has_section("default") else {}
 
@@ -109,5 +109,5 @@ def _in_netrc(host: str) -> bool:
             if path.is_file() and netrc.netrc(path).authenticators(host) is not None:
                 return True
         except (netrc.NetrcParseError, OSError):
-            return True  # wandb says what is wrong with it
+            return True  # wandb reports what is wrong with it
     return False

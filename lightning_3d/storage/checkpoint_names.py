@@ -1,9 +1,9 @@
-"""Which folders are checkpoints, by their names alone. Imports no torch: launchers look for checkpoints too.
+"""Find checkpoints by the names of their folders alone. Imports no torch: launchers look for checkpoints too.
 
-A save fills `.NAME.saving`, whose last file is the manifest, and one rename makes it NAME. Where NAME was there before, the two
-change places in one step; file systems that cannot do so need two renames, with the old one as `.NAME.replaced` between them. Nothing
-whose name begins with a dot is a checkpoint. At a URL nothing is renamed: the manifest says in which folder
-the other files are, and is what makes NAME a checkpoint.
+A save fills `.NAME.saving`, with the manifest as the last file, and then renames it to NAME. If NAME exists, the two are exchanged in one
+step; file systems that cannot exchange need two renames, between which the old one is `.NAME.replaced`. A folder whose name begins with
+a dot is not a checkpoint. At a URL nothing is renamed: the manifest names the folder with the other files, and NAME is a checkpoint once
+its manifest exists.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ SAVING, REPLACED, REMOVED = "saving", "replaced", "removed"
 
 
 def aside(path: Path, purpose: str) -> Path:
-    """Where the folder `path` is while it is saved, replaced or removed."""
+    """Return the place of the folder `path` while it is saved, replaced or removed."""
     return path.with_name(f".{path.name}.{purpose}")
 
 
 def data_folder(manifest: str) -> str:
-    """The folder in a checkpoint where a manifest says that its files are; "" for those beside it.
+    """Read from a manifest in which folder of the checkpoint its files are; "" if they are next to the manifest.
 
     Raises:
-        ValueError: it is no manifest.
+        ValueError: it is not a manifest.
     """
     known = json.loads(manifest)
     if not isinstance(known, dict):
-        raise ValueError("no manifest")
+        raise ValueError("not a manifest")
     return str(known.get("data", ""))
 
 
 def how_to_convert(path: Place) -> str:
-    """A sentence for a path that looks like the checkpoint of another program; empty for others."""
+    """Explain how to convert a path that looks like the checkpoint of another program; empty for others."""
     if isinstance(path, RemotePath):
         return ""
     names = ("meta.pt", "latest", "*_model_states.pt", "checkpoint/*_model_states.pt")
     looks = path.is_file() or any(next(path.glob(name), None) for name in names)
-    return f" One of Lightning or DeepSpeed is converted by: lightning-3d import {path} --output NEW" if looks else ""
+    return f" To convert a checkpoint of Lightning or DeepSpeed: lightning-3d import {path} --output NEW" if looks else ""
 
 
 def recover(path: Path | RemotePath) -> None:
-    """Finish what a process that was killed between two renames had begun. Any process may do so, several at once."""
+    """Finish the save of a process that was killed between two renames. Any process may do this, several at once."""
     if isinstance(path, RemotePath):
         return
     before, after = aside(path, REPLACED), aside(path, SAVING)
@@ -55,7 +55,7 @@ def recover(path: Path | RemotePath) -> None:
 
 
 def recover_all(folder: Path) -> None:
-    """`recover` for all checkpoints in a folder."""
+    """Run `recover` for all checkpoints in a folder."""
     for before in folder.glob(f".*.{REPLACED}"):
         try:
             recover(before.with_name(before.name[1:].removesuffix(f".{REPLACED}")))
@@ -64,17 +64,17 @@ def recover_all(folder: Path) -> None:
 
 
 def checkpoints_in(folder: Place) -> list[Place]:
-    """Checkpoints that were completed, the one with the most steps first, of equal ones the latest."""
+    """List the complete checkpoints in a folder, most steps first; with equal steps, the latest first."""
     return [path for _, path in sorted(_found(folder), key=lambda found: (found[0], str(found[1])), reverse=True)]
 
 
 def steps_of(checkpoint: Place) -> int:
-    """Raises ValueError or OSError: it is none."""
+    """Read the optimizer step of a checkpoint. Raises ValueError or OSError if it is not a checkpoint."""
     return int(json.loads((checkpoint / MANIFEST).read_text("utf-8"))["global_step"])
 
 
 def manifests_in(folder: Place) -> Iterator[Place]:
-    """Of all checkpoints in a folder that were completed."""
+    """Yield the manifests of all complete checkpoints in a folder."""
     if isinstance(folder, RemotePath):
         named = (entry / MANIFEST for entry in folder.iterdir() if not entry.name.startswith("."))
         yield from (manifest for manifest in named if manifest.is_file())
@@ -87,5 +87,5 @@ def _found(folder: Place) -> Iterator[tuple[tuple[int, float], Place]]:
         try:
             written = manifest.modified() if isinstance(manifest, RemotePath) else manifest.stat().st_mtime
             yield (steps_of(manifest.parent), written), manifest.parent
-        except (OSError, ValueError, KeyError, TypeError):  # being removed, or not ours
+        except (OSError, ValueError, KeyError, TypeError):  # it is being removed, or not ours
             continue

@@ -1,14 +1,14 @@
-"""Who works in a folder: what a lock says of the process that holds it. Imports nothing heavy."""
+"""The process that holds a lock, as its lock file names it. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that works in a folder.
+    """A process that holds a lock.
 
     Attributes:
-        process: its id on `host`.
-        user: its owner; empty where nobody says.
-        since: seconds since the epoch; 0 where nobody says.
+        process: process id on `host`.
+        host: host name.
+        user: owner of the process; empty where it is not known.
+        since: time of locking, in seconds since the epoch; 0 where it is not known.
     """
 
     process: int
@@ -31,92 +32,69 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """This process, which begins to work now."""
+        """Return this process as a holder from now on."""
         try:
             user = getpass.getuser()
-        except (OSError, KeyError):  # an id without a name, as in some containers
+        except (OSError, KeyError):  # a user id without a name, as in some containers
             user = ""
         return cls(os.getpid(), socket.gethostname(), user, time.time())
 
     @classmethod
-    def of(cls, told: Any) -> Holder | None:
-        """The holder that a marker names, whatever else is in it; None where it names none."""
-        if not (isinstance(told, Mapping) and isinstance(told.get("process"), int) and isinstance(told.get("host"), str)):
+    def of(cls, marker: Any) -> Holder | None:
+        """Return the holder that a marker names, whatever else is in it; None where it names none."""
+        if not (isinstance(marker, Mapping) and isinstance(marker.get("process"), int) and isinstance(marker.get("host"), str)):
             return None
-        since = told.get("since", 0.0)
-        return cls(told["process"], told["host"], str(told.get("user", "")), since if isinstance(since, (int, float)) else 0.0)
+        since = marker.get("since", 0.0)
+        return cls(marker["process"], marker["host"], str(marker.get("user", "")), since if isinstance(since, (int, float)) else 0.0)
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
-        """The holder that a lock file names; None where it names none."""
+        """Return the holder that a lock file names; None where it names none."""
         try:
             return cls.of(json.loads(path.read_text("utf-8")))
         except (OSError, ValueError):
             return None
 
     def facts(self) -> dict[str, Any]:
-        """What `of` reads."""
+        """Return the facts that `of` reads."""
         return asdict(self)
 
-    def write(self, descriptor: int) -> None:
-        """Name this holder in an open lock file. A full disk costs the name, not the lock."""
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(self.facts()).encode(), 0)
-        except OSError:
-            return
+    def write(self, path: Path) -> None:
+        """Name this holder in a lock file. On a full disk the name is missing, but the lock holds."""
+        with suppress(OSError):
+            path.write_text(json.dumps(self.facts()), "utf-8")
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this host."""
+        """True if it is, or was, a process of this host."""
         return self.host == socket.gethostname()
 
     @property
     def exists(self) -> bool:
-        """Whether a process of this host has its id."""
+        """True if a process of this host has its id."""
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
             return False
-        except OSError:  # another user's
+        except OSError:  # the process of another user
             return True
         return True
 
     def describe(self) -> str:
-        """`process 4711 of ann on node3, since 2026-01-31 12:00:00`."""
+        """Describe the holder: `process 4711 of ann on node3, since 2026-01-31 12:00:00`."""
         owner = f" of {self.user}" if self.user else ""
         since = f", since {moment(self.since)}" if self.since else ""
         return f"process {self.process}{owner} on {self.host}{since}"
 
     def what_to_do(self, other: str) -> str:
-        """What a second run can do while this one works.
+        """Advise a second run what to do while this holder works.
 
         Args:
-            other: how it takes another folder, for example "set hydra.run.dir to another folder".
+            other: how to use another folder, for example "set hydra.run.dir to another folder".
         """
         return f"Wait until it ends, stop it (kill {self.process}{'' if self.is_here else f' on {self.host}'}), or {other}."
 
 
 def moment(seconds: float) -> str:
-    """A time as people write it, in this machine's zone."""
+    """Write a time as people do, in the time zone of this machine."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def is_held(path: Path) -> bool | None:
-    """Whether another process holds a POSIX lock of a file; None where the file or the file system does not tell.
-
-    Not for a file that this process holds itself: to close it here would give up the lock.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return False

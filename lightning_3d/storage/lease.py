@@ -1,4 +1,4 @@
-"""One run at a time writes checkpoints into a folder of an object store, which has no locks: a marker that its holder keeps renewing."""
+"""A lock for a folder of an object store, which has no locks: a marker that its holder keeps renewing."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ from lightning_3d.storage.remote_path import RemotePath
 
 _NAME = ".lightning_3d.lock"
 _RENEWED_SECONDS, _DEAD_SECONDS = 10.0, 60.0
-"""How often a marker changes, and after what time without a change its holder is taken for dead. No clocks are compared."""
+"""Interval at which a marker changes, and time without a change after which its holder counts as dead. No clocks are compared."""
 
 
 class Lease:
-    """Holds a folder until `release`. A process that was killed holds it for some time more, on this machine not at all.
+    """Holds a folder of checkpoints until `release`. After a process was killed, its folder is free at once on the same machine, elsewhere
+    after a minute.
 
-    Stores that write a file only if there is none (S3, GCS) let one of several have it; with others two that begin within the same
-    second may both.
+    In stores that can create a file only if it does not exist (S3, GCS), one of several processes succeeds; in others, two that start
+    within the same second may both succeed.
+
+    Args:
+        folder: URL of the folder.
+        patience_seconds: time to wait for another holder to end.
 
     Raises:
-        CheckpointError: another run holds it. StorageError: nothing can be written there.
+        CheckpointError: another run holds it.
+        StorageError: the folder cannot be written.
     """
 
     def __init__(self, folder: RemotePath, patience_seconds: float) -> None:
@@ -39,7 +45,7 @@ class Lease:
         try:
             self._acquire(patience_seconds)
         except OSError as error:
-            raise StorageError(f"No checkpoint can be written to {folder}: {reason(error)}.") from error
+            raise StorageError(f"Cannot write checkpoints to {folder}: {reason(error)}.") from error
         self._renewal = threading.Thread(target=self._renew, name=f"hold {folder}", daemon=True)
         self._renewal.start()
 
@@ -55,9 +61,7 @@ class Lease:
                 if self._read() == seen:
                     self._path.unlink(missing_ok=True)
             elif alive and now - began > patience_seconds:
-                raise CheckpointError(
-                    f"{self._folder} belongs to another run that has not ended{named(Holder.of(seen))}"
-                )
+                raise CheckpointError(f"{self._folder} {explain_held(Holder.of(seen))}")
             else:
                 time.sleep(min(0.2, _RENEWED_SECONDS))
 
@@ -85,7 +89,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_SECONDS):
-            with suppress(OSError):  # the store does not answer: to others neither
+            with suppress(OSError):  # the store does not answer, so it does not answer others either
                 if not self._is_own():
                     self._lost = True
                     return
@@ -94,20 +98,21 @@ class Lease:
                     self._path.write_bytes(self._marker())
 
     def check(self) -> None:
-        """Raises CheckpointError: another run took this one for dead."""
+        """Raise CheckpointError if another run took over the folder, because this one seemed to be dead."""
         if self._lost:
-            raise CheckpointError(f"{self._folder} was taken over by another run, so this one does not write there any more.")
+            raise CheckpointError(f"Another run took over {self._folder}, so this run no longer writes there.")
 
     def release(self) -> None:
+        """Let another run hold the folder."""
         self._ended.set()
-        self._renewal.join(_DEAD_SECONDS)  # or it would write the marker again
+        self._renewal.join(_DEAD_SECONDS)  # otherwise it could write the marker again
         with suppress(OSError):
             if self._is_own():
                 self._path.unlink(missing_ok=True)
 
 
 def _machine() -> str:
-    """This boot of this machine, and the space of its process numbers; empty where that is not known."""
+    """Identify this boot of this machine and its process id namespace; empty where that is not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -115,7 +120,7 @@ def _machine() -> str:
 
 
 def _is_gone(marker: dict[str, Any]) -> bool:
-    """Whether its holder was a process of this machine that has ended."""
+    """Check whether the holder of a marker was a process of this machine that has ended."""
     if not marker.get("machine") or marker["machine"] != _machine():
         return False
     try:
@@ -127,9 +132,8 @@ def _is_gone(marker: dict[str, Any]) -> bool:
     return False
 
 
-def named(holder: Holder | None) -> str:
-    """The rest of a message that says that a folder of checkpoints is held."""
-    shared = "Two runs cannot write their checkpoints into one folder."
-    if holder is None:
-        return f". {shared} Wait until it ends, or set another folder."
-    return f" ({holder.describe()}). {shared} {holder.what_to_do('set another folder')}"
+def explain_held(holder: Holder | None) -> str:
+    """Say that a folder of checkpoints is held: the rest of a message that begins with the folder."""
+    who = f" ({holder.describe()})" if holder is not None else ""
+    what = holder.what_to_do("set another folder") if holder is not None else "Wait until it ends, or set another folder."
+    return f"belongs to another run that has not ended{who}. Two runs cannot write their checkpoints into one folder. {what}"

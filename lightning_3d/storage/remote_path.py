@@ -1,8 +1,8 @@
-"""Places that fsspec knows (s3://, gs://, hf://, memory://, ...), with the few methods of `pathlib.Path` that checkpoints need.
+"""URLs that fsspec supports (s3://, gs://, hf://, memory://, ...), with the few methods of `pathlib.Path` that checkpoints need.
 
-Imports no torch, and a backend (s3fs, gcsfs, ...) when something is asked of it. Credentials and endpoints are those that the backend
-finds by itself, and fsspec's own configuration (`FSSPEC_S3_ENDPOINT_URL`, ~/.config/fsspec). An object store has no folders and no
-rename: a file is there, whole, when it was closed.
+Imports no torch, and imports a backend (s3fs, gcsfs, ...) at its first use. Credentials and endpoints are those that the backend finds by
+itself, and those in fsspec's own configuration (`FSSPEC_S3_ENDPOINT_URL`, ~/.config/fsspec). An object store has no folders and no
+rename: a file appears as a whole when it is closed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_3d.errors import CheckpointError
 
 _LOCAL = ("file", "local")
 _UPLOADED = 64 * 2**20
-"""Bytes of one part of an upload: 10,000 of them, as many as S3 takes, are 640 GB."""
+"""Bytes of one part of an upload. S3 accepts 10,000 parts, which makes 671 GB."""
 _FETCHED = 8 * 2**20
-"""Bytes of one request where much is read; several are under way at a time, if the backend can."""
+"""Bytes of one request in large reads. Several are in flight at a time if the backend supports that."""
 _BLOCK, _BLOCKS = 256 * 2**10, 8
-"""Small reads are served from so many blocks of so many bytes."""
+"""Bytes and number of cached blocks from which small reads are served."""
 
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A URL. Everything that fails is an `OSError` that names it."""
+    """A URL. Every failure is an `OSError` that names it."""
 
     url: str
 
@@ -58,7 +58,7 @@ class RemotePath:
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether anything lies below."""
+        """Check whether there is anything below."""
         return self._kind() == "directory"
 
     def exists(self) -> bool:
@@ -82,7 +82,7 @@ class RemotePath:
         return int(self._info()["size"])
 
     def modified(self) -> float:
-        """Seconds since 1970; 0 where the store does not say."""
+        """Time of the last change in seconds since the epoch; 0 where the store does not know it."""
         try:
             with self._asked(fresh=True) as (system, path):
                 return float(system.modified(path).timestamp())
@@ -90,7 +90,7 @@ class RemotePath:
             return 0.0
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What lies in a folder; nothing where there is none."""
+        """Yield the entries of a folder; none where it does not exist."""
         try:
             with self._asked(fresh=True) as (system, path):
                 names = {found.rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False) if found.rstrip("/") != path}
@@ -100,7 +100,7 @@ class RemotePath:
             yield self / name
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all files below, by their paths from here, as the store lists them: it may lag behind."""
+        """Return the bytes of all files below, by relative path, as the store lists them; listings may lag behind."""
         try:
             with self._asked(fresh=True) as (system, path):
                 return {name[len(path) :].lstrip("/"): info["size"] for name, info in system.find(path, detail=True).items()}
@@ -116,7 +116,7 @@ class RemotePath:
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, contents: bytes) -> None:
-        """In one request, which replaces what is there or does nothing."""
+        """Write the file in one request, which replaces it or changes nothing."""
         upload = Upload(self)
         try:
             upload.write(contents)
@@ -125,10 +125,10 @@ class RemotePath:
             upload.close()
 
     def create(self, contents: bytes) -> None:
-        """Write a file that must not be there. Where the store can do that in one step (S3, GCS), one of several succeeds.
+        """Create a file that must not exist. Where the store can do that in one step (S3, GCS), one of several processes succeeds.
 
         Raises:
-            FileExistsError: it is there.
+            FileExistsError: it exists.
         """
         with self._asked(fresh=True) as (system, path):
             try:
@@ -150,19 +150,19 @@ class RemotePath:
                 raise
 
     def remove_tree(self) -> None:
-        """Remove everything below; nothing happens where there is nothing."""
+        """Remove everything below, if there is anything."""
         with suppress(FileNotFoundError), self._asked(fresh=True) as (system, path):
             system.rm(path, recursive=True)
 
     def open(self, mode: str = "rb", buffering: int = 0) -> Any:
-        """For reading by ranges, or with "xb" for an upload."""
+        """Open the file for reading by ranges, or with "xb" for an upload."""
         if mode == "xb":
             return Upload(self)
         ranges = _Ranges(self)
         return io.BufferedReader(ranges, buffering) if buffering > 1 else ranges
 
     def fetch(self, start: int, end: int) -> bytes:
-        """Bytes [start, end)."""
+        """Read the bytes [start, end)."""
         with self._asked() as (system, path):
             starts = list(range(start, end, _FETCHED)) or [start]
             ends = [min(end, first + _FETCHED) for first in starts]
@@ -171,7 +171,7 @@ class RemotePath:
             return b"".join(system.cat_ranges([path] * len(starts), starts, ends, on_error="raise"))
 
     def require_backend(self) -> None:
-        """Starts nothing: ranks can still be forked from this process.
+        """Check that the backend is installed. Starts no threads, so that ranks can still be forked from this process.
 
         Raises:
             CheckpointError: fsspec does not know the protocol, or its package is not installed.
@@ -179,14 +179,14 @@ class RemotePath:
         import fsspec
 
         if "::" in self.url.partition("://")[0]:
-            raise CheckpointError(f"{self.url} is a chain of file systems, which may show what was there before. Write the last one alone.")
+            raise CheckpointError(f"{self.url} is a chain of file systems, which may show outdated files. Give its last URL alone.")
         try:
             fsspec.get_filesystem_class(self.protocol)
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{self.url}: {_missing(self.protocol, error)}") from error
 
     def system(self) -> tuple[Any, str]:
-        """The backend, and what this place is called there. Raises as `require_backend`."""
+        """Return the backend, and the path of this place in it. Raises as `require_backend`."""
         import fsspec
 
         self.require_backend()
@@ -194,10 +194,10 @@ class RemotePath:
 
     @contextmanager
     def _asked(self, *, fresh: bool = False) -> Iterator[tuple[Any, str]]:
-        """The backend, whose errors of any class become `OSError`.
+        """Use the backend; its errors of any class become `OSError`.
 
         Args:
-            fresh: it must not answer from what it has seen before.
+            fresh: whether to bypass its cache of listings.
         """
         with as_os_error(self.url):
             system, path = self.system()
@@ -208,11 +208,12 @@ class RemotePath:
 
 @contextmanager
 def as_os_error(url: str) -> Iterator[None]:
+    """Turn errors of a backend into `OSError`s that name the URL."""
     try:
         yield
     except (FileNotFoundError, FileExistsError, NotADirectoryError, CheckpointError):
         raise
-    except Exception as error:  # botocore, aiohttp and others have classes of their own
+    except Exception as error:  # botocore, aiohttp and others raise their own classes
         raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
@@ -220,7 +221,7 @@ Place = Path | RemotePath
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """A path, absolute, or a URL."""
+    """Return an absolute path, or a URL as `RemotePath`."""
     text = os.fspath(path)
     protocol, _, rest = text.partition("://")
     if not rest:
@@ -228,17 +229,13 @@ def place(path: str | os.PathLike[str]) -> Place:
     return Path(rest).absolute() if protocol in _LOCAL else RemotePath(text.rstrip("/"))
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    return isinstance(place(path), RemotePath)
-
-
 def _missing(protocol: str, error: Exception) -> str:
-    """How to get the backend of a protocol."""
+    """Explain how to get the backend of a protocol."""
     from fsspec.registry import known_implementations
 
     known = known_implementations.get(protocol)
     if known is None:
-        return f'fsspec knows no "{protocol}://".' if isinstance(error, ValueError) else f"{error}"
+        return f'fsspec does not support "{protocol}://".' if isinstance(error, ValueError) else f"{error}"
     package = known["class"].partition(".")[0]
     if package == "fsspec":
         return f"{known.get('err', error)}."
@@ -246,7 +243,7 @@ def _missing(protocol: str, error: Exception) -> str:
 
 
 class Upload:
-    """A new file that is there after `finish`."""
+    """A new file, which exists after `finish`."""
 
     def __init__(self, path: RemotePath) -> None:
         self.name = path.url
@@ -254,7 +251,7 @@ class Upload:
         with as_os_error(self.name):
             try:
                 self._file = system.open(inside, "wb", block_size=_UPLOADED)
-            except FileNotFoundError:  # no folder, where there are folders. Object stores say so later, of a bucket: that is not made
+            except FileNotFoundError:  # a missing folder. Object stores report a missing bucket later; none is created
                 system.makedirs(inside.rpartition("/")[0], exist_ok=True)
                 self._file = system.open(inside, "wb", block_size=_UPLOADED)
         self._open = True
@@ -265,26 +262,27 @@ class Upload:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """`finish` does."""
+        """Do nothing: `finish` flushes."""
 
     def finish(self) -> None:
+        """Complete the upload: the file exists from now on."""
         with as_os_error(self.name):
             self._file.close()
         self._open = False
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Discard the upload if it is not finished."""
         if self._open:
             self._open = False
             discard: Callable[[], None] | None = getattr(self._file, "discard", None)
-            with suppress(Exception):  # it failed before, and that is told
-                self._file.closed = True  # or it is uploaded when it is collected
+            with suppress(Exception):  # it failed before, and that was reported
+                self._file.closed = True  # otherwise the garbage collector would upload it
                 if discard is not None:
                     discard()
 
 
 class _Ranges(io.RawIOBase):
-    """A file of which only what is asked for is fetched: small reads by blocks, large ones as they are."""
+    """A file that fetches only the ranges that are read: small reads by cached blocks, large ones directly."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path, self._at = path, 0

@@ -1,7 +1,13 @@
-"""A whole model on meta or in memory -> what this rank runs: partitioned, rewritten, materialized.
+"""Turn a whole model, on meta or in memory, into what this rank runs. The phases, in this order:
 
-The order is the one of the design: partition, rewrite, initialize. Every rank sees the whole model first, so that decisions that
-all ranks must share (stages, process groups) need no communication.
+1. Find the plan, and refuse what cannot work (`_find_plan`, `_check`).
+2. Let all ranks start from the same values, and let the self-check look at the whole model.
+3. Describe the whole model: regions, specifications, initializers (`_describe`). Every rank sees all of it, so that decisions that
+   all ranks must share (stages, process groups) need no communication.
+4. Wrap the forwards of its blocks: sequence and context parallelism, recomputation (`_wrap_blocks`).
+5. Partition: remove what other pipeline ranks own (`keep_owned`).
+6. Rewrite the layers that are left: this rank's shards of them (`_rewrite_layers`).
+7. Materialize: give values to what is still on meta.
 """
 
 from __future__ import annotations
@@ -17,12 +23,12 @@ from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.layout.model_rules import check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import share_sequences
-from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, deal_experts, make_routers
+from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.random_streams import RandomState
@@ -32,12 +38,12 @@ from lightning_3d.parallel.tensor import (
     SequenceRegions,
     TensorParallel,
     TokenParts,
-    deal_sequence,
     find_regions,
     fit_styles,
     gather_regions,
     resolve,
     rewrite,
+    shard_sequence,
 )
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
 from lightning_3d.strategy.parameter_specs import Owners, all_specs, by_stage, create_groups, local_specs
@@ -51,22 +57,39 @@ class Part:
     """A rank's part of a model before its parameters have values.
 
     Attributes:
-        specs: of every parameter that is here, by full name.
-        parameters: of each of this rank's stages, by stage.
-        state: shared by gates and engine. routers: of a mixture of experts.
-        blueprint, stored: what gives parameters their values, taken before the model was partitioned.
+        specs: shard of every parameter that is here, by full name.
+        state: what gates and engine share.
+        routers: of a mixture of experts.
+        blueprint: initializers of the whole model.
+        stored: pretrained values of the whole model.
     """
 
     specs: dict[str, ShardSpec]
-    parameters: dict[int, list[nn.Parameter]]
     state: PipelineState
     routers: Routers | None
     blueprint: Blueprint
     stored: dict[str, Stored]
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """Facts about the model that only the whole one shows.
+
+    Attributes:
+        regions: where sequence parallelism gathers; None without it.
+        specs: shard of every parameter of the model, by each of its names.
+        blueprint: its initializers.
+        stored: its pretrained values.
+    """
+
+    regions: SequenceRegions | None
+    specs: dict[str, ShardSpec]
+    blueprint: Blueprint
+    stored: dict[str, Stored]
+
+
 class Inspect(Protocol):
-    """Sees the pipelined module while it is whole, its plan, and whether the module declares that itself."""
+    """Function that sees the pipelined module while it is whole, its plan, and whether the module declares that plan itself."""
 
     def __call__(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None: ...
 
@@ -87,31 +110,37 @@ def assemble(
     """Turn `root`, the user's whole module, into this rank's part of it, in place.
 
     Args:
-        device: what the model will run on. weights_device: where its weights are made; the same by default.
-        materialize: gives what is on meta values, as `initialize` does.
-        inspect: called with the whole model, when every rank has the same one and before anything is partitioned.
+        device: device that the model will run on.
+        weights_device: device on which weights are made; `device` by default.
+        materialize: function that gives values to what is on meta, as `initialize` does.
+        user_plan: parallel plan of the user, for a model that declares none.
+        pipeline_module: name of the submodule that is parallelized; None where one has a plan.
+        inspect: function that is called with the whole model, when every rank has the same one and before anything is partitioned.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
     Raises:
-        PlanError: no plan, or parameters that no part of the plan covers. LayoutError: heads, layers, ... do not fit the layout.
+        PlanError: no plan, or parameters that no part of the plan covers.
+        LayoutError: heads, layers, ... do not fit the layout.
         CheckpointError: pretrained weights that cannot be read or are not the model's.
     """
     name, module, plan = _find_plan(root, mesh.layout, user_plan, pipeline_module)
+    # The cheap check first: fit_styles runs parts of the model, which sizes that do not divide would break with a worse message.
     _check(module, plan, mesh.layout, options)
     plan = fit_styles(module, plan, mesh.layout.tp)
+    # While every rank still has every parameter: rank 0 sends them all, in one order.
     broadcast_eager(root, mesh)
     if inspect is not None:
         inspect(module, plan, declared=user_plan is None)
     assignment = assign_stages(module, plan, mesh.layout, options.schedule)
     part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
-    materialize(
-        root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored
-    )
-    parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))  # the ones that have values now
+    # Last: only what is left has to fit in memory, and specs say which slice of each full parameter to make.
+    materialize(root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored)
+    # After materialize, which replaces parameters on meta by new ones.
+    parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))
     parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, part.routers)
-    cut = tuple((found, layer) for found, layer in module.named_modules() if COMMUNICATES & vars(layer).keys())
-    object.__setattr__(root, PARTITION, Partition(parts, mesh, options, cut))
+    sharded = tuple((found, layer) for found, layer in module.named_modules() if COMMUNICATES & vars(layer).keys())
+    object.__setattr__(root, PARTITION, Partition(parts, mesh, options, sharded))
     return parts
 
 
@@ -126,50 +155,87 @@ def take_part(
     seed: int,
     device: torch.device,
 ) -> Part:
-    """Partition and rewrite `root`, whole, in place. Parameters that are on meta stay there.
-
-    The order matters: everything that looks at the whole model (specifications, the blueprint of its initializers, the regions of sequence
-    parallelism) comes before blocks of other stages are removed; layers are rewritten last, under the mixins of the blocks around them.
+    """Partition and rewrite `root`, whole, in place: phases 3 to 6. Parameters that are on meta stay there.
 
     Args:
-        name: of the pipelined module in `root`. assignment: all stages; this rank takes those of `mesh.index("pp")`.
+        name: name of the pipelined module in `root`.
+        assignment: all stages; this rank takes those of `mesh.index("pp")`.
 
-    Communicates: groups are created, but for a `StageMesh`.
+    Communicates: groups are created, except for a `StageMesh`.
     """
-    layout, module = mesh.layout, root.get_submodule(name)
-    owners = Owners(root, name, plan, assignment)
-    regions = _sequence_regions(module, plan, layout.tp, options.blocks.sequence_parallel)
-    specs = all_specs(root, name, module, plan, mesh, owners, regions)
-    if isinstance(mesh, Mesh):  # who tries a plan on one stage sums gradients over the groups that are there
-        create_groups(specs.values(), mesh)
-
-    blueprint, stored = Blueprint(root), stored_values(root)
+    module, tp = root.get_submodule(name), mesh.size("tp")
+    # Before anything is removed or wrapped: all of it looks at the whole model, as the user wrote it.
+    whole = _describe(root, name, plan, mesh, options, assignment)
+    # Dropout anywhere in the model gives all ranks random streams, whichever stage it is on.
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
-    sequence = SequenceShards(layout.tp)
-    state = PipelineState(random, sequence)
-    context = TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), random if random.enabled else None, sequence)
-    if regions is not None:
-        gather_regions(module, regions, context)
-    if layout.cp > 1:
-        share_sequences(module, find_blocks(module, plan), context_of(mesh, options.cp_kind))
-    shards = sequence if regions is not None and layout.ep > 1 else None
-    routers = make_routers(module, plan.experts, options.experts, mesh, device, shards)
-    process_blocks(find_blocks(module, plan), options.blocks)
-    if regions is not None:
-        deal_sequence(module, regions, context)
-        random.deals_sequence = True
+    state = PipelineState(random, SequenceShards(tp))
+    tensor = TensorParallel(mesh.group("tp"), tp, mesh.index("tp"), random if random.enabled else None, state.sequence)
+    # Before blocks of other stages are removed: blocks are counted, and routers numbered, in the whole model.
+    routers = _wrap_blocks(module, plan, mesh, options, whole.regions, tensor, device)
+    random.deals_sequence = whole.regions is not None
+    # After the blocks are wrapped: the gate must be outermost, where it puts the received activation in the place of a block's input.
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
-    local = local_specs(root, specs)
-    inner = {key.removeprefix(f"{name}."): spec for key, spec in local.items()} if name else local
-    _cut_layers(module, plan, inner, mesh, context, regions)
-    choose_products(module, plan)
+    specs = local_specs(root, whole.specs)
+    # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
+    _rewrite_layers(module, plan, _inside(name, specs), mesh, tensor, whole.regions)
     if routers is not None:
-        routers.watch(module)
+        routers.watch(module)  # after the rewrite: it also sets up the experts that dispatch tokens
         attend_calls(module, routers)
-    return Part(local, by_stage(root, owners, mesh.index("pp")), state, routers, blueprint, stored)
+    return Part(specs, state, routers, whole.blueprint, whole.stored)
 
 
-def _cut_layers(
+def _describe(
+    root: nn.Module, name: str, plan: ParallelPlan, mesh: Mesh | StageMesh, options: ModelOptions, assignment: StageAssignment
+) -> _Whole:
+    """Phase 3: collect what is known of the model only while it is whole.
+
+    Communicates: groups are created, except for a `StageMesh`, on which gradients are summed over groups that exist.
+    """
+    module = root.get_submodule(name)
+    # Regions before specifications: a parameter inside one has partial gradients on every rank.
+    regions = _sequence_regions(module, plan, mesh.size("tp"), options.blocks.sequence_parallel)
+    specs = all_specs(root, name, module, plan, mesh, Owners(root, name, plan, assignment), regions)
+    if isinstance(mesh, Mesh):
+        # From the specifications of the whole model, which are the same everywhere: ranks must create groups in the same order.
+        create_groups(specs.values(), mesh)
+    return _Whole(regions, specs, Blueprint(root), stored_values(root))
+
+
+def _wrap_blocks(
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: Mesh | StageMesh,
+    options: ModelOptions,
+    regions: SequenceRegions | None,
+    tensor: TensorParallel,
+    device: torch.device,
+) -> Routers | None:
+    """Phase 4: put what layout and options need around the forwards of the whole module and its blocks.
+
+    Each call puts its part in front of the earlier ones: the last one is the outermost. Returns the routers, which work on the hidden
+    states that the wrapped blocks give them.
+    """
+    layout, blocks = mesh.layout, find_blocks(module, plan)
+    if regions is not None:
+        gather_regions(module, regions, tensor)
+    if layout.cp > 1:
+        share_sequences(module, blocks, context_of(mesh, options.cp_kind))
+    sequence = tensor.sequence if regions is not None and layout.ep > 1 else None
+    routers = make_routers(module, plan.experts, options.experts, mesh, device, sequence)
+    # Recomputation around the gathers inside a block and within the split of the sequence around it: what is kept for the backward is
+    # then this rank's part of a block's input, and a recomputed block gathers again.
+    process_blocks(blocks, options.blocks)
+    if regions is not None:
+        shard_sequence(module, regions, tensor)
+    return routers
+
+
+def _inside(name: str, specs: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
+    """Specifications by names inside the module `name`; those of parameters outside of it keep their names."""
+    return {key.removeprefix(f"{name}."): spec for key, spec in specs.items()} if name else specs
+
+
+def _rewrite_layers(
     module: nn.Module,
     plan: ParallelPlan,
     specs: dict[str, ShardSpec],
@@ -177,18 +243,21 @@ def _cut_layers(
     tensor: TensorParallel,
     regions: SequenceRegions | None,
 ) -> None:
-    """Leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
+    """Phase 6: leave this rank's shards of the layers that are here. `specs` are by names in `module`."""
     if mesh.layout.ep > 1:
+        # Experts are sharded here alone; `rewrite` leaves them as they are. Without sequence parallelism tp ranks have the same tokens,
+        # and each dispatches its part of them.
         tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
-        deal_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
+        shard_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)
+    choose_products(module, plan)  # after the shards are made, whose widths decide
 
 
 def _find_plan(
     root: nn.Module, layout: Layout, user_plan: dict | None, pipeline_module: str | None
 ) -> tuple[str, nn.Module, ParallelPlan]:
-    """The pipelined module with its name and plan. Data parallelism needs none, context parallelism the model alone."""
+    """Find the pipelined module, its name and its plan. Data parallelism needs no plan, context parallelism the model alone."""
     try:
         name, module = find_pipeline_module(root, pipeline_module, user_plan)
         plan = read_plan(module, user_plan).for_experts(layout.ep)
@@ -199,8 +268,8 @@ def _find_plan(
         return (*(find_transformers_model(root) if layout.cp > 1 else ("", root)), ParallelPlan({}))
     if layout.pp > 1 and not plan.layers:
         raise PlanError(
-            f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}} that"
-            f" names what runs before, in and after its blocks, or use pp1, for example {Layout(tp=layout.tp, dp=layout.pp * layout.dp)}."
+            f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}}, which"
+            f" names the modules before, in and after its blocks, or use pp1, for example {Layout(tp=layout.tp, dp=layout.pp * layout.dp)}."
         )
     return name, module, plan
 
@@ -214,24 +283,23 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         found = (getattr(config, name, None) for name in names)
         return next((value for value in found if isinstance(value, int)), None)
 
-    check_model(
-        layout,
+    sizes = ModelSizes(
         heads=number("num_attention_heads"),
         kv_heads=number("num_key_value_heads"),
         layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
         experts=number(*EXPERT_COUNTS),
-        schedule=options.schedule,
-        cp_kind=options.cp_kind,
     )
+    check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind)
 
 
 def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None) -> SequenceRegions | None:
-    """Where sequence parallelism gathers; None without it. Unless it is asked for, only models of Transformers have it: what the
-    dimensions of hidden states are is not known of others.
+    """Find where sequence parallelism gathers; None without it.
+
+    Unless it is asked for, only models of Transformers have it: the dimensions of hidden states of others are unknown.
 
     Raises:
-        PlanError: it is asked for, and the blocks cannot.
+        PlanError: sequence parallelism is asked for, and the blocks cannot work on parts of sequences.
     """
     if tp == 1 or wanted is False or (wanted is None and not is_transformers_model(module)):
         return None

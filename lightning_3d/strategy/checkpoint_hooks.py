@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about checkpoints. Each hook hands over to `checkpoint`."""
+"""Lightning's hooks about checkpoints. Each of them delegates to `checkpoint`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_3d.checkpoint import (
     ORDERS,
     CheckpointStore,
     LocalState,
-    Names,
+    SaveMode,
     describe_optimizer,
     load_optimizer,
     load_weights,
@@ -40,26 +40,23 @@ from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.errors import ConfigError, NonFiniteError
-from lightning_3d.layout.layout import Layout
-from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.ranks.failure import ending_signal
-from lightning_3d.strategy.collective_hooks import TrainerCollectives
+from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.data_order import orders_in, resumed_orders
 from lightning_3d.strategy.lightning_callbacks import averages, restore_average, without_average
 from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, trained_weights
+from lightning_3d.strategy.not_ready import BUILT, require
+from lightning_3d.strategy.rank_hooks import RankHooks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TrainerCheckpoints(TrainerCollectives):
-    """A strategy whose checkpoints are folders that every layout reads."""
+class CheckpointHooks(RankHooks):
+    """A strategy whose checkpoints are folders that every layout can load."""
 
-    layout: Layout | None
-    schedule: str
     _store: CheckpointStore
-    _backend: DataParallelBackend | None
-    _group_names: Names
+    _built: BuiltModel | None = None
     _resumed_from: tuple[Tensor | None, float | None] | None = None
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
@@ -67,22 +64,19 @@ class TrainerCheckpoints(TrainerCollectives):
     _check_space: bool = True
 
     @property
-    def specs(self) -> dict[str, Any]:
-        """Where every parameter of this rank lies in the whole model: `ShardSpec` by full parameter name."""
-        raise NotImplementedError
+    def built(self) -> BuiltModel:
+        """This rank's part of the model with everything that trains it. Raises RuntimeError before it is built."""
+        return require(self._built, "a model", BUILT)
 
     @property
     def zero_stage(self) -> int:
-        """What is sharded over the data-parallel ranks, see `ZeroOptions`."""
-        raise NotImplementedError
-
-    def _has_failed_alone(self) -> bool:
+        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
         raise NotImplementedError
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Parameters exist only after setup; they are filled in place."""
+        """True: parameters exist only after setup, and are filled in place."""
         return True
 
     @property
@@ -91,64 +85,74 @@ class TrainerCheckpoints(TrainerCollectives):
         return self._store.outcome
 
     def _local_state(self) -> LocalState:
-        assert self.lightning_module is not None
-        return LocalState(self.lightning_module, self.specs, self._require_mesh(), self._backend, self.root_device)
+        built = self.built
+        return LocalState(self.user_module, built.parts.specs, self.mesh, built.backend, self.root_device)
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
-        """Before a fit: no other run may write where this one's callbacks will, and these see what is still being written."""
+        """Lock the folders of this fit's checkpoint callbacks against other runs, and let callbacks see checkpoints still being written."""
         folders = [str(folder) for folder in (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks) if folder]
         for folder in folders:
             if "/file:/" in folder:
-                raise ConfigError(f"Lightning takes file://... for a relative path ({folder}). Write dirpath without file://.")
+                raise ConfigError(f"Lightning reads file://... as a relative path ({folder}). Write dirpath without file://.")
         self._store.hold(self.broadcast(folders))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
 
     def _exists(self, callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> bool:
-        """In the place of `ModelCheckpoint.file_exists`, by which it finds a name that is free."""
+        """Take the place of `ModelCheckpoint.file_exists`, with which the callback finds a free name."""
         self._store.wait()
         return type(callback).file_exists(callback, *args, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Class and hyper parameters; every rank writes the tensors of its part itself."""
-        return describe_optimizer(optimizer, self._group_names)
+        """Describe the optimizer: class and hyperparameters. Every rank writes the tensors of its shard itself."""
+        return describe_optimizer(optimizer, self.built.group_names)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Where the storage fails during a fit, training goes on and says so; the end of the fit decides (`on_train_end`)."""
+        """Save a checkpoint. Where the storage fails during a fit, training warns and continues; see `on_train_end`."""
         if self._has_failed_alone():
-            warnings.warn("No checkpoint is written after a failure: the other ranks cannot take part in it.", stacklevel=2)
+            warnings.warn("No checkpoint is written after a failure of this rank: the other ranks cannot take part.", stacklevel=2)
             return
         if storage_options is not None:
-            raise ConfigError("storage_options: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO.")
-        assert self.layout is not None and self.lightning_module is not None
+            raise ConfigError(
+                "storage_options is not supported: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO."
+            )
+        module = self.user_module
         about = {
-            "layout": self.layout.name,
+            "layout": self.mesh.layout.name,
             "schedule": self.schedule,
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
-            "transformers": describe_models(self.lightning_module),
+            "transformers": describe_models(module),
         }
-        trainer = self.lightning_module.trainer
+        trainer = module.trainer
         if not self._has_finite_weights(trainer, filepath):
             return
         checkpoint = without_average(trainer, checkpoint)
-        checkpoint = share_groups(checkpoint, self._require_mesh())
+        checkpoint = share_groups(checkpoint, self.mesh)
         checkpoint[BATCHES] = trainer.num_training_batches
         checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
-        told_to_end = isinstance(sys.exception(), SIGTERMException)  # its exit code stays, whatever becomes of the save
-        must = (trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING) and not told_to_end
-        now = self._at_once or any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self._backend, about, must=must, now=now)
+        told_to_end = isinstance(sys.exception(), SIGTERMException)  # the exit code of SIGTERM stays, even where the save fails
+        training = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        if not training and not told_to_end:
+            mode = SaveMode.REQUIRED
+        else:
+            mode = SaveMode.BLOCKING if self._at_once or links else SaveMode.BACKGROUND
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, mode)
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
-        """Whether the weights of a fit may be saved. Raises NonFiniteError where they are not finite; warns where the fit has failed."""
-        if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._backend is None:
+        """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.
+
+        Raises:
+            NonFiniteError: the weights are not finite.
+        """
+        if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._built is None:
             return True
         try:
-            require_finite_weights(trained_weights(trainer.lightning_module, self._backend), self.root_device, filepath)
+            require_finite_weights(trained_weights(trainer.lightning_module, self._built.backend), self.root_device, filepath)
         except NonFiniteError as error:
             if trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
@@ -158,7 +162,7 @@ class TrainerCheckpoints(TrainerCollectives):
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:
-        """Saves in here are complete when they return: what follows may end the process."""
+        """Complete saves before they return: the process may end right after."""
         self._at_once = True
         try:
             yield
@@ -167,7 +171,7 @@ class TrainerCheckpoints(TrainerCollectives):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's state; tensors are read later, by slices. There are no pickles that `weights_only` is about."""
+        """Load Lightning's state; tensors are read later, by slices. `weights_only` has no effect: there are no pickles."""
         checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
         batches, orders = checkpoint.pop(BATCHES, None), checkpoint.pop(ORDERS, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
@@ -175,36 +179,34 @@ class TrainerCheckpoints(TrainerCollectives):
         restore_average(self.lightning_module.trainer, checkpoint)
         self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
         self._resumed_orders = resumed_orders(orders, int(checkpoint.get("epoch", 0)))
-        return take_groups(checkpoint, self._group_names)
+        return take_groups(checkpoint, self.built.group_names)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load_weights(checkpoint, self._local_state(), strict=strict)
-        assert self.lightning_module is not None
-        if self.zero_stage < 3 and averages(self.lightning_module.trainer) and isinstance(checkpoint, dict):
+        if self.zero_stage < 3 and averages(self.user_module.trainer) and isinstance(checkpoint, dict):
             checkpoint.update(local_states(checkpoint, self._local_state()))
-        if self.optimizers and self._backend is not None:
-            self._backend.refresh_master_weights()
+        if self.optimizers:
+            self.built.backend.refresh_master_weights()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._backend is not None
-        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self._backend)
+        load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self.built.backend)
 
     @override
     def on_train_start(self) -> None:
-        """After a resume: the data loader stands where it stood, and so do the random number generators."""
+        """Restore the position in the data and the random number generators, when a fit resumes a checkpoint."""
         resumed, self._resumed_from = self._resumed_from, None
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
         if resumed is not None:
-            self._go_on_in_data(trainer, *resumed)
-        if self._check_space:  # here, where callbacks know what an earlier fit has left there
-            require_space(trainer, self.lightning_module, self.specs, self._require_mesh(), self._backend)
+            self._resume_data(trainer, *resumed)
+        if self._check_space:  # here, because callbacks know by now what an earlier fit has left there
+            require_space(trainer, self.lightning_module, self.built.parts.specs, self.mesh, self.built.backend)
 
-    def _go_on_in_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
-        """Continue the epoch of a checkpoint where it was."""
+    def _resume_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
+        """Continue the epoch of a checkpoint at its position."""
 
         def restore_generators() -> None:
             self._local_state().restore_generators(generators)
@@ -212,22 +214,21 @@ class TrainerCheckpoints(TrainerCollectives):
                 order.restore_own()
 
         go_on_in_data(trainer, batches, restore_generators)
-        self._resumed_orders = iter(())  # loaders that are made again later begin an epoch
+        self._resumed_orders = iter(())  # loaders that are made again later begin a new epoch
 
     @override
     def on_train_end(self) -> None:
-        """The fit is not over before its last save is.
+        """Wait for the last save of the fit.
 
         Raises:
-            NotSaved: that save failed, and no checkpoint as new is whole.
+            NotSaved: that save failed, and no other complete checkpoint is as new.
         """
         self._store.wait()
         self._store.outcome.require_saved()
 
-    def _tell_end(self, exception: BaseException) -> None:
-        """Say at which step a fit stopped that ends early, what is saved, and how to resume it."""
-        assert self.lightning_module is not None
-        trainer, outcome = self.lightning_module.trainer, self._store.outcome
+    def _report_end(self, exception: BaseException) -> None:
+        """Print at which step a fit stopped early, what is saved, and how to resume it."""
+        trainer, outcome = self.user_module.trainer, self._store.outcome
         if isinstance(exception, SIGTERMException):
             name_end(trainer, exception)
         number, missing, saved = ending_signal(exception), outcome.missing, outcome.saved

@@ -1,9 +1,9 @@
-"""The order of samples of one process, shared out to data-parallel ranks.
+"""The order of samples of one process, distributed over data-parallel ranks.
 
 Lightning gives the loaders of a distributed strategy a `DistributedSampler`, which shuffles by its own seed and so in another order than
-the loader does on one process. Here every rank draws the order that the loader's own sampler gives, from random number generators in the
-state they have on one process, and data rank r of R reads samples r, r + R, r + 2R, ... of it: global batch k holds the rows of batch k
-of one process with the same global batch.
+the loader does on one process. Here every rank draws the order of the loader's own sampler, from random number generators in the state
+they have on one process. Data rank r of R reads samples r, r + R, r + 2R, ... of it: global batch k holds the rows of batch k of one
+process with the same global batch.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _STATE_BYTES = 64 * 1024
 _HOST = torch.device("cpu")
 
 DISTRIBUTED = "distributed"
-"""In the place of a state: the order of Lightning's DistributedSampler, in which checkpoints without a state were saved."""
+"""Stands for a state: the order of Lightning's DistributedSampler, in which checkpoints without a state were saved."""
 
 
 class OneProcessOrder(DistributedSampler[Any]):
     """One data-parallel rank's samples of the order that a sampler gives on one process.
 
-    Of generators that differ between ranks when an epoch begins (a data set that draws random numbers moves them unequally) all take rank
-    0's. Where they are equal, drawing the order moves them as it does on one process.
+    Where generators differ between ranks when an epoch begins (a data set that draws random numbers advances them unequally), all ranks
+    take the state of rank 0. Where they are equal, drawing the order advances them as on one process.
 
     Args:
-        sampler: of the user's loader.
-        data: the data set that the sampler was made for.
-        drop_last: of the user's loader; else the first samples are repeated until all ranks have as many.
-        device: where small tensors for collectives live.
-        seed: of the order `DISTRIBUTED`.
+        sampler: sampler of the user's loader.
+        data: data set that the sampler was made for.
+        drop_last: whether to drop the last samples; else the first samples are repeated until all ranks have equally many.
+        device: device of small tensors for collectives.
+        seed: seed of the order `DISTRIBUTED`.
 
     Communicates when it is made and in `set_epoch`, which Lightning calls on all ranks, unless the sampler is sequential. Iterating
-    communicates nothing.
+    does not communicate.
 
     Attributes:
-        checksum: of the order drawn last, equal on all ranks that read the same data; 0 before.
+        checksum: checksum of the order drawn last, equal on all ranks that read the same data; 0 before.
 
     Raises:
         DataError: the sampler has no length.
@@ -64,8 +64,8 @@ class OneProcessOrder(DistributedSampler[Any]):
             length = len(sampler)
         except TypeError:
             raise DataError(
-                f"The sampler {type(sampler).__name__} has no __len__, so its samples cannot be shared out to data-parallel ranks. Give it"
-                " one, or set Trainer(use_distributed_sampler=False) and let it return the samples of its own rank."
+                f"The sampler {type(sampler).__name__} has no __len__, so its samples cannot be distributed over data-parallel ranks. Add"
+                " __len__, or set Trainer(use_distributed_sampler=False) and let the sampler return the samples of its own rank."
             ) from None
         super().__init__(range(length), num_replicas, rank, shuffle=False, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.sampler = sampler
@@ -73,7 +73,7 @@ class OneProcessOrder(DistributedSampler[Any]):
         self._device = device
         self._data = data
         self._start: str | None = None
-        self._given: str | None = None
+        self._resumed_start: str | None = None
         self._own_then: str | None = None
         self._common: dict[str, Any] = {}
         self._after: str | None = None
@@ -89,23 +89,23 @@ class OneProcessOrder(DistributedSampler[Any]):
     @override
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            self._given = None
+            self._resumed_start = None
         super().set_epoch(epoch)
         if callable(getattr(self.sampler, "set_epoch", None)):
             self.sampler.set_epoch(epoch)
         self._meet()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed epoch has the same order."""
+        """State for a checkpoint, so that a resumed epoch has the same order."""
         return {"epoch": self.epoch, "start": self._start, "own": _own_state(self.sampler)}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Draw the order of epoch `state["epoch"]` from where it was drawn before; all later ones as usual."""
-        self.epoch, self._given, self._own_then = state["epoch"], state["start"], state["own"]
+        """Draw the order of epoch `state["epoch"]` from the same random numbers as before; all later epochs as usual."""
+        self.epoch, self._resumed_start, self._own_then = state["epoch"], state["start"], state["own"]
         self.restore_own()
 
     def restore_own(self) -> None:
-        """Put the sampler's own generator where it was when the checkpoint was saved."""
+        """Restore the state that the sampler's own generator had when the checkpoint was saved."""
         if self._own_then is not None:
             _set_own_state(self.sampler, self._own_then)
 
@@ -117,16 +117,19 @@ class OneProcessOrder(DistributedSampler[Any]):
     def _order(self) -> list[Any]:
         if isinstance(self.sampler, SequentialSampler):
             return list(self.sampler)
-        order = self._distributed_order() if self._given == DISTRIBUTED else self._drawn_order()
+        order = self._distributed_order() if self._resumed_start == DISTRIBUTED else self._drawn_order()
         self.checksum = _checksum(order)
         return order
 
     def _drawn_order(self) -> list[Any]:
-        """A loader that is read a second time in an epoch draws on from where the first reading ended: other ranks may have drawn
-        other random numbers since, and a resumed epoch must find the same."""
+        """Draw the order of this epoch.
+
+        A loader that is read a second time in an epoch continues from the generators where the first reading ended: ranks may have drawn
+        different random numbers since, and a resumed epoch must find the same order.
+        """
         mine = _read(self.sampler)
         first = self._after is None
-        earlier = self._after if not first else self._given
+        earlier = self._after if not first else self._resumed_start
         start = earlier or json.dumps(json.loads(mine) | self._common)
         _set(self.sampler, start)
         order = list(self.sampler)
@@ -139,19 +142,19 @@ class OneProcessOrder(DistributedSampler[Any]):
         return order
 
     def _distributed_order(self) -> list[Any]:
-        """The order that Lightning's samplers would give this epoch."""
+        """Draw the order that Lightning's samplers would give this epoch."""
         before = _read(self.sampler)
         order = list(self.sampler)
         if _read(self.sampler) == before:
-            return order  # nothing random, so it is the order of before
+            return order  # nothing random, so it is the same order as before
         _set(self.sampler, before)
         known = isinstance(self.sampler, RandomSampler)
         rank_zero_warn(
-            "The checkpoint does not say from which random numbers the order of its epoch was drawn. "
-            + ("This epoch goes on in the order of Lightning's DistributedSampler, which is right for checkpoints of"
-               " lightning_3d before this was saved and of Lightning's DDP, with the same seed." if known else
+            "The checkpoint does not contain the random state from which the order of its epoch was drawn. "
+            + ("This epoch continues in the order of Lightning's DistributedSampler, which is right for checkpoints of"
+               " Lightning's DDP, and of lightning_3d before it saved that state, with the same seed." if known else
                f"Some samples of {type(self.sampler).__name__} may be read twice in this epoch, and others not at all.")
-            + " Later epochs are as on one process."
+            + " Later epochs have the order of one process."
         )
         if not known:
             return order
@@ -159,11 +162,11 @@ class OneProcessOrder(DistributedSampler[Any]):
 
 
 def sampler_maker(device: torch.device, resumed: Callable[[], dict[str, Any] | None]) -> Callable[..., OneProcessOrder]:
-    """The function with which `keep_sample_order` makes the sampler of each data loader.
+    """Make the function with which `keep_sample_order` makes the sampler of each data loader.
 
     Args:
-        device: of this rank.
-        resumed: returns the state that the next sampler of a training loader resumes, if any.
+        device: device of this rank.
+        resumed: function that returns the state that the next sampler of a training loader resumes, if any.
     """
 
     def make(sampler: Any, dataset: Any, *, training: bool, **arguments: Any) -> OneProcessOrder:
@@ -177,7 +180,7 @@ def sampler_maker(device: torch.device, resumed: Callable[[], dict[str, Any] | N
 
 
 def orders_in(loaders: Any) -> list[OneProcessOrder]:
-    """The samplers of this kind in loaders in any nesting."""
+    """Find the samplers of this kind in loaders in any nesting."""
     samplers = (getattr(loader, "sampler", None) for loader in tree_leaves(loaders))
     return [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)]
 
@@ -185,7 +188,10 @@ def orders_in(loaders: Any) -> list[OneProcessOrder]:
 def require_equal_orders(loaders: Any, device: torch.device) -> None:
     """Refuse ranks that drew different orders, which would read some samples twice and others not at all.
 
-    One all-reduce over all ranks. Raises DataError on all of them.
+    One all-reduce over all ranks.
+
+    Raises:
+        DataError: on all ranks.
     """
     orders = [order for order in orders_in(loaders) if not isinstance(order.sampler, SequentialSampler)]
     if not orders or not dist.is_initialized():
@@ -197,18 +203,19 @@ def require_equal_orders(loaders: Any, device: torch.device) -> None:
     differing = next((order for order, differs in zip(orders, (highest != lowest).tolist(), strict=True) if differs), None)
     if differing is not None:
         raise DataError(
-            f"The sampler {type(differing.sampler).__name__} gives the ranks different orders of the samples. Every rank must draw the same"
-            " order, of which the strategy gives it its part: seed the sampler alike on all ranks, and do not read the loader on one rank"
-            " only when an epoch begins. A sampler that returns the samples of its own rank needs Trainer(use_distributed_sampler=False)."
+            f"The sampler {type(differing.sampler).__name__} orders the samples differently on different ranks. Every rank must draw the"
+            " same order, of which the strategy selects its part. Seed the sampler equally on all ranks, and do not read the loader on only"
+            " one rank when an epoch begins. A sampler that returns the samples of its own rank needs"
+            " Trainer(use_distributed_sampler=False)."
         )
 
 
 def reset_unequal_generators(reset: Callable[[], Any], device: torch.device) -> None:
-    """Reset the generators that not all ranks have in the same state; others stay as they are. Two small collectives over all ranks.
+    """Reset the generators whose state differs between ranks; others stay as they are. Two small collectives over all ranks.
 
     Args:
-        reset: puts all generators where `seed_everything` had put them.
-        device: where tensors for collectives live.
+        reset: function that puts all generators into the state after `seed_everything`.
+        device: device of tensors for collectives.
     """
     before = json.loads(_read(None))
     unequal = _unequal_states(json.dumps(before), device)
@@ -219,11 +226,11 @@ def reset_unequal_generators(reset: Callable[[], Any], device: torch.device) -> 
 
 
 def resumed_orders(saved: Sequence[dict[str, Any] | None] | None, epoch: int) -> Iterator[dict[str, Any] | None]:
-    """What the samplers of the training loaders `resume`, one after the other, from the entry of a checkpoint.
+    """States that the samplers of the training loaders `resume`, one after the other, from the entry of a checkpoint.
 
     Args:
-        saved: None for a checkpoint without it.
-        epoch: in which the checkpoint was saved.
+        saved: the entry; None for a checkpoint without it.
+        epoch: epoch in which the checkpoint was saved.
     """
     if saved is not None:
         yield from saved
@@ -235,12 +242,12 @@ def resumed_orders(saved: Sequence[dict[str, Any] | None] | None, epoch: int) ->
 def _checksum(order: list[Any]) -> int:
     try:
         return zlib.crc32(array("q", order))
-    except (TypeError, OverflowError):  # a data set may have keys that are no numbers
+    except (TypeError, OverflowError):  # a data set may have keys that are not numbers
         return zlib.crc32(repr(order).encode())
 
 
 def _unequal_states(mine: str, device: torch.device) -> dict[str, Any]:
-    """Rank 0's states of those generators that do not have it on all ranks."""
+    """Rank 0's states of the generators whose state differs between ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     row = torch.frombuffer(bytearray(mine.encode().ljust(_STATE_BYTES)), dtype=torch.uint8).to(device)
@@ -252,7 +259,7 @@ def _unequal_states(mine: str, device: torch.device) -> dict[str, Any]:
 
 
 def _read(sampler: Any) -> str:
-    """States of all generators that a sampler may draw from, by name."""
+    """Read the states of all generators that a sampler may draw from, by name."""
     states = json.loads(bytes(read_generators(_HOST).tolist()))
     return json.dumps(states | {"own": _own_state(sampler)})
 

@@ -1,9 +1,9 @@
-"""Linear layers of a model's blocks that multiply in float8, by torchao. Parameters stay what they are.
+"""Linear layers of a model's blocks that multiply in float8, by torchao. Parameters keep their type.
 
-Inputs, weights (e4m3) and gradients of outputs (e5m2) are cast when they are multiplied, each with one scale for the tensor that is
-taken from its largest element at that moment. (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.) Scales are
-powers of two: a cut tensor, whose parts have scales of their own, is then rounded as the whole one is, but for elements so small that
-they are lost beside its largest one.
+Inputs, weights (e4m3) and gradients of outputs (e5m2) are cast when they are multiplied. Each tensor has one scale, taken from its
+largest element at that moment. (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.) Scales are powers of two: the
+shards of a tensor, which have scales of their own, are then rounded as the whole tensor is, except for elements so small that they are
+lost next to its largest one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def require_fp8(device: torch.device) -> None:
     """Refuse float8 where it does not run.
 
     Raises:
-        ConfigError: no GPU, one that is too old, or no torchao.
+        ConfigError: there is no GPU, it is too old, or torchao is missing.
     """
     check_fp8_device(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     check_fp8_library()
@@ -59,11 +59,16 @@ def require_fp8(device: torch.device) -> None:
 def multiply_in_float8(blocks: Iterable[nn.Module], *, on: bool) -> None:
     """Let the linear layers of `blocks` multiply in float8, or no longer, in place. Names, parameters and hooks stay.
 
-    A layer keeps its type where a dimension of its part of the weight is no multiple of 16, where its class has a forward of its own,
-    and where it is a mixture of experts' router. An input whose number of rows (tokens) is no multiple of 16 is multiplied in its type.
+    A layer keeps its type where a dimension of its shard of the weight is not a multiple of 16, where its class has a forward of its own,
+    and where it is the router of a mixture of experts. An input whose number of rows (tokens) is not a multiple of 16 is multiplied in
+    its own type.
+
+    Args:
+        blocks: blocks that this rank has, after their layers were sharded.
+        on: whether to multiply in float8.
 
     Raises:
-        ConfigError: no layer of any block can.
+        ConfigError: no layer of any block can multiply in float8.
     """
     blocks = list(blocks)
     converted = [layer for block in blocks for layer in block.modules() if isinstance(layer, _Float8)]
@@ -79,7 +84,7 @@ def multiply_in_float8(blocks: Iterable[nn.Module], *, on: bool) -> None:
 
 
 def recipe() -> Float8LinearConfig:
-    """How torchao casts."""
+    """Make torchao's configuration of casts."""
     with _unlogged():
         from torchao.float8 import Float8LinearConfig
 
@@ -115,7 +120,7 @@ class _Float8(nn.Linear):
 
 
 class _Float8Row(_Float8):
-    """Mixin in front of a row-parallel layer, or of one inside an adapted one: the bias is added after the sum over the ranks."""
+    """Mixin in front of a row-parallel layer, or of one inside a LoRA layer: the bias is added after the sum over the ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super(_Float8, self).forward(input)
@@ -125,7 +130,7 @@ class _Float8Row(_Float8):
 
 
 def _divides(input: Tensor) -> bool:
-    """Whether the number of rows of `input` (..., in) is one that the gradient of the weight can be multiplied with."""
+    """Return whether the rows of `input` (..., in) can be multiplied in float8 to make the gradient of the weight."""
     return (input.numel() // input.shape[-1]) % MULTIPLE == 0
 
 
@@ -138,7 +143,7 @@ def _convert(layer: Any) -> None:
 
 
 def _product(weight: nn.Parameter) -> nn.Module:
-    """torchao's layer around a weight."""
+    """Make torchao's layer around a weight."""
     with _unlogged():
         from torchao.float8 import convert_to_float8_training
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
@@ -148,7 +153,7 @@ def _product(weight: nn.Parameter) -> nn.Module:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Importing torchao (0.18) tells of extensions for other things than this that do not load."""
+    """Suppress the warnings of importing torchao (0.18) about extensions that do not load and are not needed here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

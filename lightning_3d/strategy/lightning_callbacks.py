@@ -1,4 +1,4 @@
-"""What callbacks of Lightning need that copy the module, or count ranks as if each had a batch of its own."""
+"""Adapts Lightning's callbacks that copy the module, or count ranks as if each had a batch of its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 def defer_averaging(trainer: pl.Trainer) -> None:
-    """Before the `setup` of callbacks: let those that copy the module wait for `set_up_callbacks`, when this rank has its part of it."""
+    """Delay the `setup` of callbacks that copy the module until `set_up_callbacks`, when this rank has its part of the module.
+
+    Called before Lightning sets up callbacks.
+    """
     for callback in _averaging(trainer):
         callback.setup = _later
 
 
 def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
-    """When the model is cut: set up what was deferred, correct how throughput is counted, and let summaries run no model that no rank
-    has."""
+    """Set up deferred callbacks, correct how throughput is counted, and keep summaries from running a model that no rank has.
+
+    Called when this rank has its part of the model.
+    """
     module = trainer.lightning_module
     for callback in _averaging(trainer):
         if vars(callback).pop("setup", None) is not None:
@@ -36,14 +41,14 @@ def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs_of(callback):
-                if "compute" not in vars(throughput):  # of an earlier entry point
+                if "compute" not in vars(throughput):  # else an earlier fit or test has corrected it
                     throughput.compute = partial(_shared_rates, throughput.compute, layout.tp * layout.pp * layout.cp)
         if isinstance(callback, ModelSummary) and layout.pp > 1 and "on_fit_start" not in vars(callback):
             callback.on_fit_start = partial(_without_example, callback.on_fit_start)  # type: ignore[method-assign]
 
 
 def forget_deferred(trainer: pl.Trainer) -> None:
-    """When a fit ended before `set_up_callbacks`: the callbacks are what they were."""
+    """Undo `defer_averaging` where a fit ended before `set_up_callbacks`."""
     for callback in _averaging(trainer):
         vars(callback).pop("setup", None)
 
@@ -53,12 +58,12 @@ def _averaging(trainer: pl.Trainer) -> list[Any]:
 
 
 def _later(*args: Any, **kwargs: Any) -> None:
-    """In the place of the `setup` of a callback."""
+    """Take the place of the `setup` of a callback."""
 
 
 @contextmanager
 def _model_is_built(module: pl.LightningModule) -> Iterator[None]:
-    """`configure_model` counts as not overridden: `WeightAveraging.setup` would call it once more and warn of a whole model."""
+    """Make `configure_model` count as not overridden: `WeightAveraging.setup` would call it again and warn about a whole model."""
     own = vars(module).get("configure_model")
     module.configure_model = MethodType(pl.LightningModule.configure_model, module)  # type: ignore[method-assign]
     try:
@@ -70,17 +75,17 @@ def _model_is_built(module: pl.LightningModule) -> Iterator[None]:
 
 
 def _shared_rates(compute: Callable[[], dict[str, float]], ranks_of_a_batch: int) -> dict[str, float]:
-    """Rates of a `Throughput`, where `ranks_of_a_batch` ranks work on the same rows (tp * pp).
+    """Correct the rates of a `Throughput`, where `ranks_of_a_batch` ranks work on the same rows (tp * pp * cp).
 
-    Lightning takes the rows of one rank for what that device works off, and that times the number of ranks for all. Ranks of one
-    tensor-parallel group and pipeline work on the same rows, so that both are too large by their number.
+    Lightning counts the rows of one rank as the work of one device, and multiplies by the number of ranks. Ranks that share rows count
+    them once each, so that both rates are too large by their number.
     """
     shared = ("_per_sec", "mfu")
     return {key: value / ranks_of_a_batch if key.endswith(shared) else value for key, value in compute().items()}
 
 
 def _without_example(on_fit_start: Callable[..., None], trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """A summary without the sizes of inputs and outputs, for which it would call the whole model."""
+    """Summarize without the sizes of inputs and outputs, for which Lightning would call the whole model."""
     example, module.example_input_array = module.example_input_array, None
     try:
         on_fit_start(trainer, module)
@@ -92,7 +97,7 @@ def _without_example(on_fit_start: Callable[..., None], trainer: pl.Trainer, mod
 
 
 def without_average(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint without the average of `StochasticWeightAveraging`, which it keeps among plain state: one rank's part of it."""
+    """Copy a checkpoint without the average of `StochasticWeightAveraging`, which is one rank's part among plain state."""
     states = dict(checkpoint.get("callbacks") or {})
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and callback.state_key in states:
@@ -101,10 +106,10 @@ def without_average(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[
 
 
 def restore_average(trainer: pl.Trainer, checkpoint: MutableMapping[str, Any]) -> None:
-    """Undo `without_average`, as long as the average had not begun.
+    """Undo `without_average`, where averaging had not begun.
 
     Raises:
-        ConfigError: it had.
+        ConfigError: averaging had begun.
     """
     states = checkpoint.get("callbacks") or {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -112,13 +117,13 @@ def restore_average(trainer: pl.Trainer, checkpoint: MutableMapping[str, Any]) -
             state = states[callback.state_key]
             if state["n_averaged"] > 0:
                 raise ConfigError(
-                    "This checkpoint was written when StochasticWeightAveraging had begun to average, and it cannot go on from there:"
-                    " Lightning restores its scheduler only where checkpoints are loaded before setup. Resume from a checkpoint of an"
-                    " epoch before swa_epoch_start, or use EMAWeightAveraging or WeightAveraging, which go on from any."
+                    "This checkpoint was written after StochasticWeightAveraging began to average, which cannot be resumed: Lightning"
+                    " restores its scheduler only where checkpoints are loaded before setup. Resume from a checkpoint of an epoch before"
+                    " swa_epoch_start, or use EMAWeightAveraging or WeightAveraging, which resume from any epoch."
                 )
             state["average_model_state"] = callback.state_dict()["average_model_state"]
 
 
 def averages(trainer: pl.Trainer) -> bool:
-    """Whether a callback wants the tensors of a checkpoint themselves, to take an average from them."""
+    """Return whether a callback needs the tensors of a checkpoint themselves, to restore its average from them."""
     return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]

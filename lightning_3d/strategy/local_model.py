@@ -1,4 +1,4 @@
-"""The model of one rank: its parts, and how it was partitioned."""
+"""The model of one rank: its parts, and the partition that it is one of."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from lightning_3d.parallel.sharding import ShardSpec
 
 @dataclass
 class LocalModel:
-    """What this rank holds.
+    """The part of a model that this rank holds.
 
     Attributes:
-        name: of the pipelined module inside the user's module.
+        name: name of the pipelined module inside the user's module.
         module: the pipelined module.
-        plan: how it is cut.
-        specs: of every parameter that this rank holds, by full name in the user's module.
+        plan: its parallel plan.
+        specs: shard of every parameter that this rank holds, by full name in the user's module.
         assignment: all stages of the pipeline.
-        parameters: of each of this rank's stages, by stage.
-        state: shared by gates and engine.
+        parameters: parameters of each of this rank's stages, by stage.
+        state: what gates and engine share.
         routers: of a mixture of experts.
-        lost: a fit failed when other ranks had the values of some parameters.
+        lost: whether a fit failed while only other ranks had the values of some parameters.
     """
 
     name: str
@@ -48,17 +48,17 @@ class LocalModel:
 
     @property
     def module_specs(self) -> dict[str, ShardSpec]:
-        """The specifications of the pipelined module's parameters, by name inside it."""
+        """Shards of the pipelined module's parameters, by name inside it."""
         prefix = f"{self.name}." if self.name else ""
         return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
 
     def after_optimizer_step(self) -> None:
-        """What of the model changes from step to step without a gradient."""
+        """Change what the model changes from step to step without a gradient: the biases of routers."""
         if self.routers is not None:
             self.routers.update_biases()
 
     def after_skipped_step(self) -> None:
-        """Forget what `after_optimizer_step` would have changed the model by."""
+        """Forget the loads of experts by which `after_optimizer_step` would have changed the biases of routers."""
         if self.routers is not None:
             self.routers.forget_loads()
 
@@ -70,11 +70,13 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Partition:
-    """How a user's module was partitioned: what a second strategy needs to go on with it.
+    """The partition of a user's module, with what a second strategy needs to continue with it.
 
     Attributes:
-        parts: of this rank. mesh: whose groups its layers use. options: what was asked of it. layers: those that communicate, by name in
-            the pipelined module.
+        parts: parts of this rank.
+        mesh: process groups that its layers use.
+        options: options that it was built with.
+        layers: layers that communicate, by name in the pipelined module.
     """
 
     parts: LocalModel
@@ -84,18 +86,22 @@ class Partition:
 
     @classmethod
     def of(cls, root: nn.Module) -> Partition | None:
-        """The partition of `root`; None when it is whole, or was built anew since."""
+        """Find the partition of `root`; None when it is whole, or has been rebuilt since."""
         found = vars(root).get(PARTITION)
         return found if found is not None and _submodule(root, found.parts.name) is found.parts.module else None
 
     @staticmethod
     def require_kept(root: nn.Module) -> None:
-        """Refuse a module that was partitioned once, and in which the pipelined module or a cut layer has been replaced since."""
+        """Refuse a module that was partitioned, and in which the pipelined module or a sharded layer has been replaced since.
+
+        Raises:
+            ConfigError: names what was replaced.
+        """
         if PARTITION in vars(root) and Partition.of(root) is None:
             raise ConfigError(
-                "The model was replaced after it was cut for this layout. If configure_model built it a second time, which would throw away"
-                " its trained weights, begin it with `if self.model is not None: return`. To change it after a fit (merge_and_unload),"
-                " save a checkpoint and do so on one process with load_full_state_dict."
+                "The model was replaced after it was sharded for this layout. If configure_model built it again, which would discard its"
+                " trained weights, begin configure_model with `if self.model is not None: return`. To change the model after a fit"
+                " (merge_and_unload), save a checkpoint and change it on one process with load_full_state_dict."
             )
         found = Partition.of(root)
         if found is None:
@@ -103,35 +109,36 @@ class Partition:
         for name, layer in found.layers:
             if _submodule(found.parts.module, name) is not layer:
                 raise ConfigError(
-                    f"The layer '{name}' was replaced after it was cut for {found.mesh.layout}; the new one knows nothing of other ranks."
-                    " To change a model after a fit (merge_and_unload), save a checkpoint and do so on one process with"
+                    f"The layer '{name}' was replaced after it was sharded for {found.mesh.layout}; the new layer does not communicate with"
+                    " other ranks. To change a model after a fit (merge_and_unload), save a checkpoint and change it on one process with"
                     " load_full_state_dict."
                 )
 
     def suits(self, layout: Layout, schedule: str) -> bool:
+        """Return whether the module was partitioned for this layout and schedule."""
         return (self.mesh.layout, self.options.schedule) == (layout, schedule)
 
     def hand_over(self, layout: Layout, options: ModelOptions) -> LocalModel:
-        """The parts, to another strategy, with its options for routers and attention.
+        """Pass the parts to another strategy, with its options for routers and attention.
 
         Raises:
-            ConfigError: it has another layout or schedule, or the weights are lost.
+            ConfigError: the other strategy has another layout or schedule, or the weights are lost.
         """
         if self.parts.lost:
             raise ConfigError(
-                "A fit with zero_stage=3 of this module failed, and its weights were dealt to several ranks. Build the module anew and"
-                " load the last checkpoint with ckpt_path=, or go on with the same Trainer."
+                "A fit of this module with zero_stage=3 failed, and its weights are still sharded across ranks. Rebuild the module and load"
+                " the last checkpoint with ckpt_path=, or keep using the same Trainer."
             )
         if not self.suits(layout, options.schedule):
             raise ConfigError(
-                f"This module was partitioned for {self.mesh.layout} and {self.options.schedule} by an earlier Trainer and cannot be cut"
-                f" again for {layout} and {options.schedule}. Use the earlier layout and schedule, or save a checkpoint, build"
-                " the module anew and load it with ckpt_path=."
+                f"An earlier Trainer partitioned this module for {self.mesh.layout} and {self.options.schedule}; it cannot be partitioned"
+                f" again for {layout} and {options.schedule}. Use the earlier layout and schedule, or save a checkpoint, rebuild"
+                " the module and load the checkpoint with ckpt_path=."
             )
         if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(
-                f"The blocks of this module stay as an earlier Trainer made them ({'; '.join(differences)}). Build the module anew to"
-                " change that."
+                f"The blocks of this module keep the options of an earlier Trainer ({'; '.join(differences)}). Rebuild the module to change"
+                " them."
             )
         if self.parts.routers is not None:
             self.parts.routers.use(options.experts)
@@ -140,7 +147,7 @@ class Partition:
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
-        """A copied module (weight averaging) talks to the same ranks."""
+        """Share the partition: a copied module (weight averaging) communicates with the same ranks."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""A loss or a gradient norm that is not finite: what the run does then. Imports torch only when a step has failed."""
+"""Reactions to a loss or a gradient norm that is not finite. Imports torch only when a step has failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MOST_SKIPPED = 100
-"""Optimizer steps that are skipped one after the other before a run stops: by then it is the weights, not the data."""
+"""Optimizer steps skipped in a row before a run stops: by then the weights are the cause, not the data."""
 
 _MOST_NAMED = 8
 """Ranks that a message lists."""
@@ -27,7 +27,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Found:
-    """The places where values are not finite, the same on every rank.
+    """Ranks where values are not finite; the same on every rank.
 
     Attributes:
         data: data-parallel ranks whose own part of the loss is not finite.
@@ -43,13 +43,13 @@ class Found:
 class StepGuard:
     """Judges every optimizer step before its weights change.
 
-    The loss and the gradient norm that it reads are the same on all ranks, so that all decide alike without sending anything.
+    The loss and the gradient norm that it reads are the same on all ranks, so that all decide alike without communication.
 
     Args:
-        how: "stop" ends the run, "skip" leaves the optimizer step out, "ignore" steps as with any other gradient.
+        how: "stop" ends the run, "skip" skips the optimizer step, "ignore" steps as with any other gradient.
 
     Attributes:
-        skipped: steps of this fit that were left out.
+        skipped: number of steps of this fit that were skipped.
     """
 
     def __init__(self, how: str = STOP) -> None:
@@ -58,39 +58,42 @@ class StepGuard:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the fit before."""
+        """Forget the previous fit."""
         self.skipped = self._in_a_row = 0
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the batches of the step before."""
+        """Forget the batches of the previous step."""
         self.loss: float | None = None
         self.lost_here = False
 
     def note(self, loss: float, weight: float, lost_here: bool) -> None:
-        """Look at the loss of one batch. A batch without any target has no loss: that is no failure of the model.
+        """Note the loss of one batch. A batch without any target has no loss, which is not a failure of the model.
 
         Args:
-            weight: target tokens of the global batch. lost_here: this rank's own part of the loss is not finite.
+            weight: target tokens of the global batch.
+            lost_here: whether this rank's own part of the loss is not finite.
         """
         if weight > 0 and (self.loss is None or isfinite(self.loss)):
             self.loss, self.lost_here = loss, lost_here
 
     def accepts(self, norm: float) -> bool:
-        """Whether the optimizer may step with what all batches of the step made."""
+        """Return whether the optimizer may step with the gradients of all batches of the step."""
         finite = isfinite(norm) and (self.loss is None or isfinite(self.loss))
         if finite:
             self._in_a_row = 0
         return finite or self.how == IGNORE
 
     def refuse(self, step: int, norm: float, found: Found, layout: Layout, lr: float, precision: str) -> str:
-        """What to warn of a step that is skipped.
+        """Skip a step. Returns the warning to show.
 
         Args:
-            step: number of the step, 1 for the first. lr: learning rate of the step.
+            step: number of the step, 1 for the first.
+            norm: gradient norm.
+            lr: learning rate of the step.
 
         Raises:
-            NonFiniteError: the run is to stop, or has skipped too many steps in a row.
+            NonFiniteError: `how` is "stop", or too many steps in a row were skipped.
         """
         loss = "there is no loss" if self.loss is None else f"the loss is {self.loss:g}"
         what = f"Step {step}: {loss} and the gradient norm is {norm:g}{_where(found, layout)}."
@@ -99,11 +102,11 @@ class StepGuard:
         self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
         if self._in_a_row >= MOST_SKIPPED:
             raise NonFiniteError(f"{what} {MOST_SKIPPED} steps in a row were skipped. {_advice(lr, precision, found)}")
-        return f"{what} The optimizer skips it (skipped so far: {self.skipped})."
+        return f"{what} The optimizer skips this step (skipped so far: {self.skipped})."
 
 
 def _where(found: Found, layout: Layout) -> str:
-    """The ranks to look at, where these are fewer than all."""
+    """Name the ranks to look at, where these are fewer than all."""
     if 0 < len(found.data) < layout.dp:
         return f" (not finite on data-parallel {_ranks(found.data)} of {layout.dp})"
     if found.ranks and not found.data and len(found.ranks) < layout.world_size:
@@ -117,27 +120,30 @@ def _ranks(numbers: tuple[int, ...]) -> str:
 
 
 def _before(step: int, found: Found) -> str:
-    """The state of the weights."""
+    """Describe the state of the weights."""
     if found.weights:
-        return "The weights are not finite since an earlier step."
-    return f"The optimizer did not take this step: the weights are those {f'after step {step - 1}' if step > 1 else 'of the start'}."
+        return "The weights have not been finite since an earlier step."
+    state = f"those after step {step - 1}" if step > 1 else "the initial ones"
+    return f"The optimizer did not take this step: the weights are still {state}."
 
 
 def _advice(lr: float, precision: str, found: Found) -> str:
     data = "" if found.weights else " Look at the data of this step."
     wider = " Try a wider precision than bf16." if "bf16" in precision or precision == "fp8" else ""
     return (
-        f"Go back to a checkpoint from before the loss rose, with a lower learning rate (now {lr:g}) or a longer warm-up.{data}{wider}"
-        " trainer.nonfinite=skip skips such steps, ignore trains on; in a script Lightning3DStrategy(nonfinite=...)."
+        f"Resume a checkpoint from before the loss rose, with a lower learning rate (now {lr:g}) or a longer warm-up.{data}{wider}"
+        " trainer.nonfinite=skip skips such steps, trainer.nonfinite=ignore trains on; in a script Lightning3DStrategy(nonfinite=...)."
     )
 
 
 def find_nonfinite(guard: StepGuard, gradients: Iterable[Tensor], weights: Iterable[Tensor], layout: Layout, rank: int,
                    device: torch.device) -> Found:  # fmt: skip
-    """Ask all ranks where values are not finite: one all-reduce. Only for a step that has failed, which all ranks know.
+    """Find the ranks where values are not finite: one all-reduce over the world. Only for a step that has failed, as all ranks know.
 
     Args:
-        gradients, weights: those of this rank.
+        gradients: this rank's part of the reduced gradients.
+        weights: this rank's part of the weights.
+        rank: of this process.
     """
     import torch
     import torch.distributed as dist
@@ -150,7 +156,7 @@ def find_nonfinite(guard: StepGuard, gradients: Iterable[Tensor], weights: Itera
 
 
 def trained_weights(module: nn.Module, backend: DataParallelBackend) -> list[Tensor]:
-    """This rank's part of the weights that are trained."""
+    """Collect this rank's part of the weights that are trained."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if shards := backend.weight_shards():
         values = (value for shard in shards if shard.name in trained for value in shard.values.values())
@@ -159,7 +165,7 @@ def trained_weights(module: nn.Module, backend: DataParallelBackend) -> list[Ten
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element of all tensors is finite. Waits for the device once."""
+    """Return whether every element of all tensors is finite. Waits for the device once."""
     import torch
 
     flags = [torch.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
@@ -167,10 +173,10 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def require_finite_weights(weights: Iterable[Tensor], device: torch.device, path: object) -> None:
-    """Before a checkpoint is written: one all-reduce of a number over all ranks.
+    """Refuse to write a checkpoint of weights that are not finite. One all-reduce of a number over all ranks.
 
     Raises:
-        NonFiniteError: weights are not finite, on every rank.
+        NonFiniteError: on every rank.
     """
     import torch
     import torch.distributed as dist
@@ -180,7 +186,7 @@ def require_finite_weights(weights: Iterable[Tensor], device: torch.device, path
         dist.all_reduce(bad)
     if bad.item():
         raise NonFiniteError(
-            f"The checkpoint {path} was not written: the weights are not finite after the last optimizer step. Go back to an earlier"
-            " checkpoint, with a lower learning rate or a longer warm-up. trainer.nonfinite=ignore writes it nevertheless; in a script"
+            f"The checkpoint {path} was not written: the weights are not finite after the last optimizer step. Resume an earlier"
+            " checkpoint, with a lower learning rate or a longer warm-up. trainer.nonfinite=ignore writes it anyway; in a script"
             ' Lightning3DStrategy(nonfinite="ignore").'
         )

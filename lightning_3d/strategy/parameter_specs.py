@@ -20,7 +20,7 @@ from lightning_3d.parallel.tensor import (
 
 
 def by_stage(root: nn.Module, owners: Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
-    """The parameters that each of this rank's stages uses; one that is tied within the rank belongs to both of its stages."""
+    """Collect the parameters that each of this rank's stages uses; one that is tied within the rank belongs to both of its stages."""
     parameters: dict[int, list[nn.Parameter]] = {chunk.stage: [] for chunk in owners.assignment.chunks_of(pp_rank)}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         for stage in owners.stages_of(name):
@@ -31,7 +31,7 @@ def by_stage(root: nn.Module, owners: Owners, pp_rank: int) -> dict[int, list[nn
 
 @dataclass
 class Owners:
-    """Which stages use a parameter, by its full name."""
+    """The stages that use each parameter, by its full name."""
 
     root: nn.Module
     module_name: str
@@ -39,7 +39,7 @@ class Owners:
     assignment: StageAssignment
 
     def stages_of(self, name: str) -> list[int]:
-        """Stages that use the parameter called `name`; the last one for parameters beside the pipelined module."""
+        """Stages that use the parameter called `name`; the last one for parameters outside the pipelined module."""
         last = self.assignment.stages - 1
         if last == 0:
             return [0]
@@ -56,8 +56,8 @@ class Owners:
             return [last]
         raise PlanError(
             f"The parameter '{name}' is in no module of the pipeline plan (before: {', '.join(self.plan.before)}; blocks:"
-            f" {self.plan.layers}; after: {', '.join(self.plan.after)}). Name the module that holds it in the plan's 'pp' part,"
-            " in the place where it runs."
+            f" {self.plan.layers}; after: {', '.join(self.plan.after)}). Add the module that holds it to the plan's 'pp' part,"
+            " at the position where it runs."
         )
 
     def ranks_of(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def all_specs(
     owners: Owners,
     regions: SequenceRegions | None,
 ) -> dict[str, ShardSpec]:
-    """The specification of every parameter of the whole model, aliases of tied ones included."""
+    """Specify the shard of every parameter of the whole model, under each of its names (tied parameters have several)."""
     prefix = f"{name}." if name else ""
     inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp"), regions) if mesh.size("tp") > 1 else {}
     inner |= expert_specs(module, plan, mesh.layout.ep, mesh.expert_index, mesh.index("tp"))
@@ -95,7 +95,10 @@ def all_specs(
 
 
 def create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
-    """Groups for partial gradients inside tp and for copies on two stages; all ranks pass the same list."""
+    """Create the groups for partial gradients within tp and for parameters with copies on two stages.
+
+    Collective over the world: all ranks pass the same list, and create the groups in the same order.
+    """
     specs = list(specs)
     layout = mesh.layout
     groups: list[tuple[int, ...]] = []
@@ -110,5 +113,5 @@ def create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
 
 
 def local_specs(root: nn.Module, specs: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
-    """The specifications of the parameters that are still here after partitioning."""
+    """Select the specifications of the parameters that are still here after partitioning."""
     return {name: specs[name] for name, _ in root.named_parameters()}

@@ -1,4 +1,4 @@
-"""Lightning's Trainer beside a run, for what only wants to know something: on CPU, and it says, draws and writes nothing."""
+"""A Trainer on the CPU that prints, draws and writes nothing, for dry runs and comparisons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 
 def silent_trainer(**arguments: Any) -> pl.Trainer:
-    """A Trainer without logger, checkpoints, bars and evaluation."""
+    """Make a Trainer without logger, checkpoints, progress bar and evaluation."""
     return pl.Trainer(
         accelerator="cpu",
         logger=False,
@@ -30,7 +30,7 @@ def silent_trainer(**arguments: Any) -> pl.Trainer:
 
 @dataclass(frozen=True)
 class Batches:
-    """A data loader of batches that are there. Lightning takes a list for several loaders."""
+    """A data loader of batches in memory. (Lightning takes a list for several loaders.)"""
 
     batches: Sequence[Any]
 
@@ -43,7 +43,7 @@ class Batches:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Within it nothing is announced or warned of."""
+    """Suppress Lightning's announcements and all warnings."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Clocks of several machines: which ranks share one, and by how much the others differ."""
+"""Clocks of several machines: the ranks that share one, and the differences between them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 ROUNDS = 8
-"""Collectives by which clocks are compared: the ones in which all ranks met soonest count."""
+"""Number of collectives that compare clocks; the fastest ones count."""
 
 Round = tuple[float, float]
-"""When a rank entered a collective and when it left it."""
+"""Times at which a rank entered and left a collective."""
 
 
 def clock_name() -> str:
-    """The same for processes whose `perf_counter` counts from the same moment: those of one machine since it was started, in
-    containers too."""
+    """Name of this process's clock: the same for processes whose `perf_counter` has the same origin.
+
+    These are the processes of one machine since it booted, in containers too.
+    """
     parts = []
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -31,26 +33,27 @@ def clock_name() -> str:
 
 
 def meet(device: torch.device) -> list[Round]:
-    """Collective over the world: some sums of one number, and when this rank entered and left each."""
+    """Run some all-reduces of one number; return when this rank entered and left each. Collective over the world."""
     rounds = []
     number = torch.zeros(1, device=device)
     for _ in range(ROUNDS):
         entered = time.perf_counter()
         dist.all_reduce(number)
-        number.item()  # the sum is there
+        number.item()  # waits for the sum
         rounds.append((entered, time.perf_counter()))
     return rounds
 
 
 def clock_offsets(clocks: Sequence[str], rounds: Sequence[Sequence[Round]]) -> list[tuple[float, float]]:
-    """By rank: seconds to take from its times to have those of rank 0, and by how much that may be wrong.
+    """Compute, by rank, the seconds to subtract from its times to get rank 0's, and the possible error.
 
     No rank leaves a sum before every rank has entered it. With `o` the offset of a clock, every pair of ranks and every round gives
     `entered - left of the other <= o <= left - entered of the other`; the middle of what all of them allow is taken. The bounds are as
     far apart as two messages take.
 
     Args:
-        clocks: by rank, as `clock_name` gives them. rounds: by rank, as `meet` gives them; empty where there is one clock.
+        clocks: by rank, from `clock_name`.
+        rounds: by rank, from `meet`; empty if there is only one clock.
     """
     offsets: dict[str, tuple[float, float]] = {clocks[0]: (0.0, 0.0)}
     first = [rounds[rank] for rank in range(len(clocks)) if clocks[rank] == clocks[0]]

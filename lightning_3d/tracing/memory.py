@@ -1,4 +1,4 @@
-"""What the memory of a rank holds at the peak of a step, by category, in bytes."""
+"""Memory of a rank at the peak of a step, by category, in bytes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_3d.tracing.trace import Memory
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps for the backward, each storage once.
 
-    What is inside a recomputed or offloaded block has hooks of its own and is not seen: of those the inputs count.
+    Recomputed and offloaded blocks have hooks of their own, so only their inputs are counted.
 
     Args:
-        known: places of storages that count as something else, as those of parameters.
+        known: addresses of storages that count as something else, such as parameters.
 
     Attributes:
-        peak: the most bytes that were kept at a time.
+        peak: largest number of bytes that were kept at a time.
     """
 
     def __init__(self, known: Iterable[int]) -> None:
         super().__init__(self._pack, _unpack)
         self._known = frozenset(known)
-        self._kept: dict[int, tuple[int, int]] = {}  # by place: how often, and bytes
+        self._kept: dict[int, tuple[int, int]] = {}  # by address: how often, and bytes
         self._now = 0
         self.peak = 0
 
@@ -51,7 +51,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Kept:
-    """Lives as long as the graph keeps a tensor."""
+    """Object that lives as long as the graph keeps a tensor."""
 
     def __init__(self, owner: SavedTensors, tensor: Tensor, place: int) -> None:
         self._owner, self.tensor, self._place = owner, tensor, place
@@ -72,8 +72,9 @@ class MemoryWatch:
     are counted: activations are what the backward keeps.
 
     Args:
-        module: this rank's part of the model. device: of the rank.
-        hooks: tensors that the backward keeps may be watched; compiled blocks would be compiled once more.
+        module: this rank's part of the model.
+        device: device of the rank.
+        hooks: True to watch tensors that the backward keeps; compiled blocks would be compiled again.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, *, hooks: bool = True) -> None:
@@ -82,19 +83,19 @@ class MemoryWatch:
         self._saved = SavedTensors(_storages(_tensors_of(module))) if hooks and device.type != "cuda" else None
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Holds the forward and backward of a batch."""
+        """Context for the forward and backward of a batch."""
         return self._saved if self._saved is not None else nullcontext()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """What the rank holds of gradients at this moment; the most of them counts."""
+        """Record the gradients that the rank holds now; the largest amount counts."""
         self._gradients = max(self._gradients, sum(self._here(gradients).values()))
 
     def measure(self, parameters: Iterable[Tensor], optimizer: Iterable[Tensor]) -> Memory:
-        """The categories. Views are counted by their storages, each storage once.
+        """Compute the categories. Views are counted by their storages, each storage once.
 
         Args:
-            parameters: what the rank keeps of parameters beside what is in the module.
-            optimizer: what the optimizer keeps.
+            parameters: tensors of parameters that are not in the module.
+            optimizer: tensors of the optimizer.
         """
         held = self._here([*_tensors_of(self._module), *parameters])
         state = {place: size for place, size in self._here(optimizer).items() if place not in held}
@@ -104,7 +105,7 @@ class MemoryWatch:
         return Memory(*sizes, self._saved.peak if self._saved is not None else None)
 
     def _here(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Bytes by place of the storages in this rank's own kind of memory."""
+        """Bytes of storages on this rank's device, by address."""
         return _storages(tensor for tensor in tensors if tensor.device.type == self._device.type)
 
 
@@ -113,6 +114,6 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by place of the storages of some tensors."""
+    """Bytes of the storages of some tensors, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

@@ -1,4 +1,4 @@
-"""Takes the time of what a rank does, while it is told to (CUDA events on GPUs, the clock elsewhere), and tells who listens."""
+"""Times what a rank does while recording is on (CUDA events on GPUs, the clock elsewhere), and notifies listeners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_3d.tracing.trace import Event
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 Listener = Callable[[Any], AbstractContextManager[Any]]
-"""An action of a schedule (`pipeline.schedule.Action`) -> what holds it."""
+"""Function from an action of a schedule (`pipeline.schedule.Action`) to the context that runs it."""
 
 
 class Recorder:
@@ -40,19 +40,19 @@ class Recorder:
         self._listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        """Have every action of a training step held by a context: also its messages and its reduction are within."""
+        """Run every action of a training step, with its messages and its reduction, inside a context."""
         self._listeners.append(listener)
 
     @contextmanager
     def action(self, action: Any) -> Iterator[None]:
-        """Holds an action of a schedule with all that belongs to it, of which `span` times the parts."""
+        """Context for an action of a schedule and everything that belongs to it; `span` times the parts."""
         with ExitStack() as stack:
             for listener in self._listeners:
                 stack.enter_context(listener(action))
             yield
 
     def begin(self) -> None:
-        """Forget what there is."""
+        """Discard all events."""
         self._open = []
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -61,15 +61,15 @@ class Recorder:
             self._origin = (time.perf_counter(), event)
 
     def recording(self, on: bool) -> None:
-        """Begin or cease to take times."""
+        """Start or stop recording."""
         self._recording = on
 
     def span(self, kind: str, stage: int | None = None, micro_batch: int | None = None) -> AbstractContextManager[Any]:
-        """Holds what is to be timed."""
+        """Context for what is to be timed."""
         return _Span(self, kind, stage, micro_batch) if self._recording else _NOTHING
 
     def take(self) -> list[Event]:
-        """The events since `begin`, in seconds of this machine's `perf_counter`. On a GPU it waits for the work to end."""
+        """Return the events since `begin`, in seconds of this machine's `perf_counter`. On a GPU this waits for the work to end."""
         if self._on_gpu and self._open:
             torch.cuda.synchronize(self._device)
         taken, self._open = self._open, []
@@ -87,7 +87,7 @@ class Recorder:
 
 
 class _Span:
-    """One event, from its entry to its exit. What raises is left out."""
+    """One event, from entry to exit. Dropped if the block raises."""
 
     def __init__(self, recorder: Recorder, kind: str, stage: int | None, micro_batch: int | None) -> None:
         self._recorder, self._what = recorder, (kind, stage, micro_batch)

@@ -1,4 +1,4 @@
-"""A traced step: events, memory and bubble of all ranks, and the file they are kept in. Imports no torch.
+"""A traced step: events, memory and bubble of all ranks, and their file. Imports no torch.
 
 The bubble of a step is measured in its pipeline part. Of every pipeline (ranks that differ in `pp` only) and batch that is the time
 from the start of its first action to the end of its last, on whichever ranks; actions are forward, backward, gradients of inputs and of
@@ -20,17 +20,17 @@ from lightning_3d.layout.layout import Layout
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "backward", "input gradient", "weight gradient"
 SEND, RECEIVE, REDUCE, OPTIMIZER = "send", "receive", "reduce", "optimizer"
 KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, SEND, RECEIVE, REDUCE, OPTIMIZER)
-"""What an event can be. A backward that is split is an input gradient (which the previous stage waits for) and a weight gradient; receive
-is the wait for a message, send its handing over; reduce is over gradients; optimizer is the gradient norm, clipping and the step."""
+"""Kinds of events. A split backward has an input gradient (which the previous stage waits for) and a weight gradient. receive is the
+wait for a message, send its start, reduce the reduction of gradients; optimizer is gradient norm, clipping and step."""
 
 MOST_RANKS = 64
-"""Ranks whose events are kept. Bubble and memory are those of all."""
+"""Most ranks whose events are kept. Bubble and memory cover all ranks."""
 
 TIMELINE_FILE = "timeline.json"
 
 
 class Event(NamedTuple):
-    """Something a rank did, in seconds. `stage` and `micro_batch` are None where it is not about one; `batch` counts those of the step."""
+    """One event of a rank, in seconds. `stage` and `micro_batch` are None if it has none; `batch` is the batch within the step."""
 
     kind: str
     stage: int | None
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank by category; `activations` (and all else) is None where it was not counted."""
+    """Bytes of a rank by category; None for a category that was not counted."""
 
     parameters: int
     gradients: int
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank says of a step. `events` is None where they are not kept."""
+    """Report of one rank on a step. `events` is None if they are not kept."""
 
     rank: int
     host: str
@@ -72,7 +72,7 @@ class RankTrace:
     events: tuple[Event, ...] | None = None
 
     def shifted(self, seconds: float) -> RankTrace:
-        """The same, by another clock."""
+        """Shift the times to another clock."""
         work = tuple(Work(each.first + seconds, each.last + seconds, each.busy) for each in self.work)
         events = self.events and tuple(event._replace(start=event.start + seconds, end=event.end + seconds) for event in self.events)
         return replace(self, work=work, events=events)
@@ -83,11 +83,11 @@ class StepTrace:
     """A traced step.
 
     Attributes:
-        step: 1 for the first.
-        layout, order, schedule: of the run.
-        ranks: all of them, in their order; times are those of rank 0's clock.
-        clock_error: seconds by which times of different machines may be wrong.
-        device: "cpu" or "cuda". With "cuda" activations are all that is of no other category, else what the backward keeps.
+        step: number of the step; the first is 1.
+        layout, order, schedule: those of the run.
+        ranks: all ranks in order, with times of rank 0's clock.
+        clock_error: possible error in seconds between times of different machines.
+        device: "cpu" or "cuda". With "cuda" activations are everything in no other category, else what the backward keeps.
     """
 
     step: int
@@ -105,17 +105,17 @@ class StepTrace:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak bytes of the rank that used most memory."""
         return max(each.memory.total for each in self.ranks)
 
 
 def is_action(event: Event) -> bool:
-    """Whether a rank that is in it works for the pipeline."""
+    """Return whether an event is work for the pipeline."""
     return event.stage is not None and event.kind not in (SEND, RECEIVE)
 
 
 def work_of(events: Iterable[Event]) -> tuple[Work, ...]:
-    """What the bubble needs of a rank's events, for each batch of the step."""
+    """Summarize a rank's events for the bubble, for each batch of the step."""
     batches: dict[int, list[Event]] = {}
     for event in events:
         if is_action(event):
@@ -138,7 +138,7 @@ def measured_bubble(work: Mapping[int, Sequence[Work]], layout: Layout) -> float
 
 
 def chosen_ranks(layout: Layout) -> frozenset[int]:
-    """Ranks whose events are kept: all, or of a large layout as many whole pipelines as `MOST_RANKS` allows, at least one."""
+    """Choose the ranks whose events are kept: all, or as many whole pipelines as `MOST_RANKS` allows, at least one."""
     ranks = pipeline_by_pipeline(layout)
     return frozenset(ranks[: max(1, MOST_RANKS // layout.pp) * layout.pp])
 
@@ -154,7 +154,7 @@ def pipeline_by_pipeline(layout: Layout) -> list[int]:
 
 
 def write_timeline(path: Path, trace: StepTrace) -> None:
-    """Write a step in the Trace Event Format, which Perfetto and chrome://tracing open; as a whole, so that a reader never sees a part."""
+    """Write a step in the Trace Event Format of Perfetto and chrome://tracing, atomically: a reader never sees part of a file."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft.write_text(json.dumps(as_chrome(trace), separators=(",", ":")) + "\n", encoding="utf-8")
@@ -162,7 +162,7 @@ def write_timeline(path: Path, trace: StepTrace) -> None:
 
 
 def as_chrome(trace: StepTrace) -> dict[str, Any]:
-    """The Trace Event Format: a process per rank, times in microseconds from the first event; the rest is under `lightning_3d`."""
+    """Convert to the Trace Event Format: a process per rank, times in microseconds from the first event; the rest under `lightning_3d`."""
     layout = Layout.parse(trace.layout, order=trace.order)
     kept = [each for each in trace.ranks if each.events]
     origin = min((event.start for each in kept for event in each.events or ()), default=0.0)
@@ -190,7 +190,7 @@ def _chrome_event(rank: int, event: Event, origin: float) -> dict[str, Any]:
 
 
 def read_timeline(path: Path) -> StepTrace | None:
-    """The step in a file, in seconds from its first event; None where there is none that can be read."""
+    """Read the step in a file, in seconds from its first event; None if there is no readable one."""
     try:
         content = json.loads(path.read_text("utf-8"))
         about = content["lightning_3d"]

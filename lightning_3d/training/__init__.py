@@ -1,3 +1,4 @@
-"""What the recipes train with: a causal language model, data modules and callbacks. Plain Lightning; nothing knows of
-parallelism.
+"""A causal language model, data modules and callbacks, in plain Lightning; and `job` and `run`, which train with them.
+
+`job` manages the folder and the ranks of a run, `run` is one rank. Nothing else here depends on parallelism.
 """

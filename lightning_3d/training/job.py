@@ -1,7 +1,7 @@
-"""What a run does with its complete configuration: its folder, its ranks, its exit code. Knows no Hydra.
+"""A run with its complete configuration: its folder, its ranks, its exit code. Independent of Hydra.
 
-`lightning-3d train` comes here after Hydra has composed the configuration, `lightning-3d run` with one that was composed
-before. torch is imported after the configuration and the folder are found right.
+`lightning-3d train` calls this after Hydra has composed the configuration, `lightning-3d run` with one that was composed
+before. torch is imported only after the configuration and the folder have been checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.compat.quiet import quiet_imports
+from lightning_3d.compat.imports import light_imports
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
@@ -30,13 +30,13 @@ from lightning_3d.runs.wandb_access import require_access
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is, as all ranks know it.
+    """The place of a run, the same on all ranks.
 
     Attributes:
-        path: of the run folder.
-        resume: checkpoint of an earlier try to go on from.
-        folder: on rank 0, and where the ranks are still to be started.
-        reporter: of this rank's failures, where the rank is connected already.
+        path: path of the run folder.
+        resume: checkpoint of an earlier attempt to resume; None if there is none.
+        folder: the run folder, on rank 0 and before ranks are started; else None.
+        reporter: reporter of this rank's failures, if the rank is already connected.
     """
 
     path: Path
@@ -46,11 +46,17 @@ class Place:
 
 
 def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder]) -> Place:
-    """Take the run folder. Rank 0 does so and tells the others, whose clocks would have named another. It is rank 0 that logs, too.
+    """Take the run folder on rank 0 and broadcast it; the clocks of other ranks would give it another name.
+
+    Rank 0 also checks access to the loggers, because it alone logs.
 
     Args:
+        outside: this process as a rank that torchrun or SLURM started; None if the ranks are started here.
         loggers: the group `logger`.
-        take: gets the folder of the try before this one, where torchrun has started the ranks again.
+        take: takes a folder, given the folder of the previous attempt if torchrun has restarted the ranks.
+
+    Raises:
+        ConfigError: on every rank.
     """
     if outside is None:
         require_access(loggers)
@@ -60,24 +66,24 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
     board = connect_board(outside.rank, outside.world_size)
     reporter = FailureReporter(board, outside.rank, outside.world_size)
     taken = None
-    told: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     if outside.rank == 0:
-        before = json.loads(board.told_before("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
+        before = json.loads(board.earlier_broadcast("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
             require_access(loggers)
             taken = take(Path(before["folder"]) if "folder" in before else None)
-            told = {"folder": str(taken.path), "resume": taken.resume}
+            found = {"folder": str(taken.path), "resume": taken.resume}
         except ConfigError as error:
-            told = {"refused": str(error)}
+            found = {"refused": str(error)}
     if isinstance(board, StoreBoard):
-        told = json.loads(board.tell_all("run_folder", json.dumps(told), outside.rank))
-    if "refused" in told:
-        raise ConfigError(str(told["refused"]))
-    return Place(Path(str(told["folder"])), told["resume"], taken, reporter)
+        found = json.loads(board.broadcast("run_folder", json.dumps(found), outside.rank))
+    if "refused" in found:
+        raise ConfigError(str(found["refused"]))
+    return Place(Path(str(found["folder"])), found["resume"], taken, reporter)
 
 
 def show_plan(plan: RunPlan, outside: OutsideRank | None) -> None:
-    """What a dry run prints: what would run, and what is wrong with it that does not stop it."""
+    """Print what would run, and warnings about it, for a dry run."""
     print_once(plan.describe(), outside)
     for warning in plan.warnings:
         print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
@@ -89,16 +95,16 @@ def run_job(
     """Train, and return the exit code.
 
     Args:
-        config: complete, without interpolations, and found right.
-        plan: what `plan_run` made of it.
-        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
-        place: the folder of the run, as `find_place` returns it.
-        command: how the run was started, to say how it is resumed.
+        config: complete configuration, without interpolations, already checked.
+        plan: result of `plan_run` for it.
+        outside: this process as a rank that torchrun or SLURM started; None if the ranks are started here.
+        place: place of the run, from `find_place`.
+        command: how the run was started, for the message on how to resume it.
     """
     frozen, folder = plan.freeze(config), place.folder
     for warning in plan.warnings:
         print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
-    if folder is not None:  # without the checkpoint that this try goes on from: the file is the run's, and repeats it from the beginning
+    if folder is not None:  # written before `resume` is set: the file repeats the whole run
         folder.write_config(frozen_text(frozen))
     if place.resume is not None:
         frozen["trainer"] = {**frozen["trainer"], "resume": place.resume}
@@ -107,7 +113,7 @@ def run_job(
         return _be_rank(outside, frozen, place.reporter)[0]
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
     if place.resume is not None:
-        print_once(f"goes on from {place.resume}", outside)
+        print_once(f"resuming from {place.resume}", outside)
     status = RunStatus.begun()
     status.write(folder.path)
     code, reason = 1, ""
@@ -128,11 +134,11 @@ def run_job(
 
 
 def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, outside: OutsideRank | None) -> None:
-    """Leave status and report in the folder of a run that has ended, and say how one that ended early is resumed."""
+    """Write status and report of a run that has ended, and print how to resume one that ended early."""
     try:
         status.write(folder)
     except OSError as error:
-        print(f"lightning_3d: the status of this run cannot be written: {error}", file=sys.stderr, flush=True)
+        print(f"lightning_3d: cannot write the status of this run: {error}", file=sys.stderr, flush=True)
     if (folder / "metrics.csv").is_file():
         _report(folder)
     if status.exit_code not in (0, Lightning3DError.exit_code):
@@ -141,41 +147,38 @@ def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: Co
 
 
 def _report(folder: Path) -> None:
-    """Write the report of a run that has ended. The run is what it is without one."""
+    """Write the report of a run that has ended. Its failure does not change the exit code."""
     from lightning_3d.runs.report import write_report
 
     try:
         print(f"report: {write_report(folder)}", flush=True)
     except Exception as error:
-        print(f"lightning_3d: the report of this run cannot be made: {error}", file=sys.stderr, flush=True)
+        print(f"lightning_3d: cannot write the report of this run: {error}", file=sys.stderr, flush=True)
 
 
 def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tuple[int, str]:
-    """Start the ranks on this machine and wait for them. Returns the exit code, and what was said of a failure."""
+    """Start the ranks on this machine and wait for them. Returns the exit code and the message of a failure."""
     count = plan.layout.world_size
     threads = None
     if plan.accelerator == "cpu":
-        # Before torch is imported, by this process or by the ranks.
+        # Before torch is imported, here or in the ranks: it reads these variables once.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         threads = int(os.environ["OMP_NUM_THREADS"])
     fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
     if fork:
-        quiet_imports()
-        from lightning_3d.training.run import preload
-
-        preload(frozen)
+        _import_all(frozen)
         fork = can_fork()
     outcome = launch(run_rank, (frozen,), count, logs=folder.path / LOGS, fork=fork, threads=threads)
     if outcome.message is not None:
         print(outcome.message, file=sys.stderr, flush=True)
         if outcome.exit_code != Lightning3DError.exit_code:
-            print(f"lightning_3d: what the ranks printed is in {folder.path / LOGS}", file=sys.stderr)
+            print(f"lightning_3d: the output of the ranks is in {folder.path / LOGS}", file=sys.stderr)
     return outcome.exit_code, outcome.message or ""
 
 
 def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> tuple[int, str]:
-    """Run as the rank that torchrun or SLURM started. Returns the exit code, and what was said of a failure."""
+    """Run as a rank that torchrun or SLURM started. Returns the exit code and the message of a failure."""
     reporter = reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
     reporter.watch()
     code = reporter.run(lambda: run_rank(frozen))
@@ -184,11 +187,19 @@ def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureRepo
 
 
 def run_rank(frozen: dict[str, Any]) -> None:
-    """The job of every rank."""
-    quiet_imports()
+    """Train, as one of the ranks."""
+    _import_all(frozen)  # a forked rank has everything already; a rank of torchrun or SLURM has nothing
     from lightning_3d.training.run import train
 
     train(frozen)
+
+
+def _import_all(frozen: dict[str, Any]) -> None:
+    """Import everything that a rank needs at once, where it costs less CPU time (see `light_imports`)."""
+    with light_imports():
+        from lightning_3d.training.run import preload
+
+        preload(frozen)
 
 
 def _may_fork(start_method: str, accelerator: str) -> bool:

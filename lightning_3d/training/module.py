@@ -27,23 +27,23 @@ from lightning_3d.training.optimizers import lr_factor, make_optimizer, undecaye
 from lightning_3d.weights.pretrained import load_pretrained
 
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path", "auto_map", "output_attentions")
-"""Fields of configurations that older versions of Transformers wrote, and newer ones translate or ignore."""
+"""Fields that older versions of Transformers wrote into configurations, and that newer ones translate or ignore."""
 
 
 class CausalLM(LightningModule):
     """Trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
 
-    The model is built from its configuration, with new weights or with pretrained ones; these may be frozen, with LoRA adapters that
-    are trained. It logs `loss` every step and `val_loss` per validation, both in nats per target token.
+    The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
+    adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token.
 
     Args:
         model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
             `attn_implementation`, `pretrained` (a folder, see `load_pretrained`) and `lora` (see `LoraOptions`) are optional. Other
-            entries are only kept.
+            entries are stored, but not used.
         optimizer: an `optimizer/` config file; None for a module that is only evaluated.
 
     Raises:
-        ConfigError: the model type is unknown to Transformers, the optimizer's options cannot work, or the pretrained weights are of
+        ConfigError: Transformers does not know the model type, the optimizer's options are invalid, or the pretrained weights have
             another architecture.
     """
 
@@ -76,7 +76,7 @@ class CausalLM(LightningModule):
             load_pretrained(self.model, self.model_config["pretrained"])
         if self.lora.r is not None:
             self.model = with_adapters(self.model, self.lora)
-        # Taken from the model as it is built here: a strategy may leave only a part of it on this rank.
+        # Counted here, on the whole model: a strategy may leave only a shard of it on this rank.
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self._undecayed = undecayed_names(self.model, (self.optimizer_config or {}).get("no_decay") or ())
 
@@ -98,7 +98,7 @@ class CausalLM(LightningModule):
     def configure_optimizers(self) -> Any:
         assert self.model is not None, "configure_model comes first"
         if self.optimizer_config is None:
-            raise ConfigError("CausalLM was built without an optimizer, so it cannot be trained. Give it optimizer=.")
+            raise ConfigError("CausalLM was built without an optimizer, so it cannot be trained. Pass optimizer=.")
         trainable = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         optimizer = make_optimizer(self.optimizer_config, trainable, self._undecayed)
         schedule = self.optimizer_config.get("scheduler")
@@ -109,7 +109,7 @@ class CausalLM(LightningModule):
 
 
 def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:
-    """The model with LoRA adapters of PEFT, which alone are trained.
+    """Add PEFT's LoRA adapters to the model and freeze everything else.
 
     Raises:
         ConfigError: no layer has one of these names.
@@ -123,21 +123,22 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:
     try:
         return get_peft_model(model, lora)
     except ValueError as error:
-        raise ConfigError(f"PEFT cannot put adapters into this model (model.lora.target_modules={names}): {error}") from error
+        raise ConfigError(f"PEFT cannot add adapters to this model (model.lora.target_modules={names}): {error}") from error
 
 
 def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) -> Any:
-    """A Transformers configuration from its `model_type` and fields.
+    """Build a Transformers configuration from its `model_type` and fields.
 
     Args:
-        known: names of fields that are right, though the model may not read them: those in the folder of a pretrained one.
+        fields: `model_type` and the fields of the configuration.
+        known: names of fields to accept even if the model does not read them, such as those of a pretrained model's folder.
 
     Raises:
-        ConfigError: Transformers does not know the model type or a field, or refuses its value.
+        ConfigError: Transformers does not know the model type or a field, or refuses a value.
     """
     fields = dict(fields)
     model_type = fields.pop("model_type", None)
-    # Training keeps no keys and values of earlier tokens.
+    # Training needs no cache of keys and values.
     fields.setdefault("use_cache", False)
     try:
         config = AutoConfig.for_model(model_type, **fields)
@@ -146,7 +147,7 @@ def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) ->
             near = did_you_mean(str(model_type), CONFIG_MAPPING)
             raise ConfigError(f"Transformers {transformers.__version__} has no model_type {model_type!r}.{near}") from error
         said = " ".join(str(error).split())
-        raise ConfigError(f"Transformers cannot make a configuration of model_type {model_type!r}: {said}") from error
+        raise ConfigError(f"Transformers cannot build a configuration of model_type {model_type!r}: {said}") from error
     declared = _declared_fields(type(config))
     read = _words_of_the_code(type(config))
     for name in fields:
@@ -156,13 +157,13 @@ def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) ->
 
 
 def _words_of_the_code(kind: Any) -> set[str]:
-    """All words of a family's modeling file: some read fields that the configuration does not declare (`head_dim` of Qwen3-MoE)."""
+    """Collect the words of a family's modeling file: some read fields that the configuration does not declare (Qwen3-MoE's `head_dim`)."""
     module = importlib.util.find_spec(kind.__module__.replace(".configuration_", ".modeling_"))
     return set(re.findall(r"\w+", Path(module.origin).read_text("utf-8"))) if module is not None and module.origin else set()
 
 
 def _declared_fields(kind: Any) -> set[str]:
-    """What a class of configurations takes; Transformers makes them dataclasses in newer versions."""
+    """Fields of a configuration class; newer versions of Transformers make them dataclasses."""
     names = {field.name for field in dataclass_fields(kind)} if is_dataclass(kind) else set()
     if not names:
         for parent in kind.__mro__:
@@ -171,7 +172,7 @@ def _declared_fields(kind: Any) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Nested dicts and lists, whatever kind of mapping and sequence they were: checkpoints hold no classes of Hydra."""
+    """Convert mappings and sequences to plain dicts and lists: checkpoints must not contain classes of Hydra."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

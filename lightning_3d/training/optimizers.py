@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def undecayed_names(model: nn.Module, kinds: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters of a whole model that weight decay leaves alone.
+    """Names of the parameters of a whole model that are not decayed.
 
     Args:
         model: the model as the user built it; tensors may be on meta.
-        kinds: of "norm" (parameters of modules whose class name says so), "bias", and "embedding" (input embeddings,
+        kinds: any of "norm" (parameters of modules whose class name contains it), "bias", and "embedding" (input embeddings,
             and an output head that is tied to one).
     """
     from torch import nn
@@ -71,29 +71,28 @@ def make_optimizer(
 
 
 def lr_factor(config: Mapping[str, Any], total_steps: float) -> Callable[[int], float]:
-    """The learning rate of step 0, 1, ... as a multiple of the configured one.
+    """Make the function from step 0, 1, ... to the multiple of the configured learning rate.
 
-    Warm-up is linear and reaches 1 at its last step. Then the factor stays at 1 ("constant"), or falls to
-    `min_lr_ratio` along a line or half a cosine until `decay_steps` (default: the end of the run) and stays there.
+    Warm-up is linear and reaches 1 at its last step. Then the factor stays at 1 ("constant"), or decays to
+    `min_lr_ratio` linearly or along half a cosine until `decay_steps` (default: the end of the run) and stays there.
 
     Args:
         config: `optimizer.scheduler`.
         total_steps: optimizer steps of the run, warm-up included; infinite when it has no end.
 
     Raises:
-        ConfigError: a schedule that falls, in a run without an end.
+        ConfigError: the schedule decays, but the run has no end.
     """
     name, warmup = config["name"], int(config.get("warmup_steps") or 0)
     floor = float(config.get("min_lr_ratio") or 0.0)
     end = config.get("decay_steps") or total_steps
     if name != "constant" and not math.isfinite(end):
         raise ConfigError(
-            f"optimizer.scheduler.name={name} falls until the end of the run, but the run has none. Set"
+            f"optimizer.scheduler.name={name} decays until the end of the run, but the run has no end. Set"
             " trainer.max_steps or optimizer.scheduler.decay_steps."
         )
 
-    # A function, not an object: LambdaLR would store an object's fields in checkpoints and a resumed run could not be
-    # longer.
+    # A function, not an object: LambdaLR would store an object's fields in checkpoints, and a resumed run could not be longer.
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup

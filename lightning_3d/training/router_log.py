@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts did, layer by layer, on rank 0."""
+"""The callback that writes `routers.csv`: load and dropped tokens of each router of a mixture of experts, on rank 0."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.training.callbacks.metrics_csv import rows_until
+from lightning_3d.runs.metrics_file import read_rows
 
 COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 """Columns of `routers.csv`: `max_load` is the tokens of the fullest expert divided by the mean, `tokens` those of each expert."""
 
 
 class RouterLog(Callback):
-    """Writes one row for each router. Nothing for a dense model, not even a file. Loggers get load and losses from `MetricsCSV`.
+    """Writes one row for each router. A dense model gets no file. Loggers get load and losses from `MetricsCSV`.
 
-    A resumed run goes on in the same file: rows of steps that it repeats are removed first.
+    A resumed run continues the same file; rows of steps that it repeats are removed first.
 
     Args:
-        path: of the file, usually `routers.csv` in the run folder.
-        every: steps between two entries.
+        path: the file, usually `routers.csv` in the run folder.
+        every: optimizer steps between two entries.
     """
 
     def __init__(self, path: str | Path, every: int = 10) -> None:
@@ -48,8 +48,8 @@ class RouterLog(Callback):
                 csv.writer(file).writerow([trainer.global_step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
 
     def _begin(self, last_step: int) -> None:
-        """A file with what is kept of an earlier one."""
-        kept = rows_until(self._path, last_step)
+        """Start the file with the rows of an earlier one up to `last_step`."""
+        kept = read_rows(self._path, last_step=last_step)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

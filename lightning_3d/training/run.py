@@ -1,10 +1,9 @@
-"""One rank of a training run: configuration -> data, module, strategy, Trainer -> fit."""
+"""One rank of a training run: builds data, module, strategy and Trainer from the configuration, and fits."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -29,13 +28,13 @@ from lightning_3d.training.wandb_logger import WandbLogger
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train as the configuration says, in every rank: fit, a validation with the last step, a checkpoint.
+    """Train on this rank: fit, with a validation and a checkpoint at the last step.
 
     Args:
-        config: complete and resolved, as `RunPlan.freeze` returns it.
+        config: complete and resolved configuration, from `RunPlan.freeze`.
 
     Raises:
-        Lightning3DError: what data or model show to be wrong, before the first step.
+        Lightning3DError: data or model are wrong; before the first step.
     """
     quiet()
     if config["cluster"]["accelerator"] == "gpu" and not torch.cuda.is_available():
@@ -58,12 +57,12 @@ def train(config: dict[str, Any]) -> None:
 
 
 def make_data(config: Mapping[str, Any]) -> LightningDataModule:
-    """The data module of the configuration, with what it takes from other groups."""
+    """Build the data module, with the arguments that it takes from other groups."""
     return make_data_module(config["data"], vocab_size=config["model"]["config"]["vocab_size"], seed=config["seed"])
 
 
 def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
-    """The strategy, from the groups `parallelism` and `precision`."""
+    """Build the strategy from the groups `parallelism` and `precision`."""
     more = {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
     every = config["trainer"].get("trace_every_n_steps")  # a configuration of an earlier version has none
     more |= {"trace_every_n_steps": every} if every is not None else {}
@@ -72,12 +71,12 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     more |= {"checkpoint_check_space": False} if config.get("force") else {}
     strategy = make_object("parallelism", {**config["parallelism"], **more})
     if not isinstance(strategy, Lightning3DStrategy):
-        raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is no Lightning3DStrategy.")
+        raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is not a Lightning3DStrategy.")
     return strategy
 
 
 def make_trainer(config: Mapping[str, Any]) -> Trainer:
-    """Lightning's Trainer for the ranks that are running already."""
+    """Build Lightning's Trainer for ranks that are already running."""
     options = config["trainer"]
     callbacks: list[Callback] = make_objects("callbacks", with_full_speed(config))
     loggers: list[Logger] = make_objects("logger", same_run(config))
@@ -108,11 +107,11 @@ def make_trainer(config: Mapping[str, Any]) -> Trainer:
     try:
         return Trainer(**{**arguments, **options["extra"]})
     except TypeError as error:
-        raise ConfigError(f"trainer.extra holds something that Lightning's Trainer does not take: {error}.") from error
+        raise ConfigError(f"trainer.extra has an option that Lightning's Trainer does not accept: {error}.") from error
 
 
 def with_full_speed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The group `callbacks`, in which `MetricsCSV` knows what the MFU is a share of."""
+    """Return the group `callbacks`, with `full_speed` added to `MetricsCSV`, for the MFU."""
     speed = full_speed(config)
     return {
         name: {"full_speed": speed, **entry} if entry and str(entry.get("_target_")).endswith(".MetricsCSV") else entry
@@ -121,19 +120,19 @@ def with_full_speed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
-    """Objects of a group whose entries name classes; entries that are null are left out.
+    """Build the objects of a group whose entries name classes; entries that are null are left out.
 
     Raises:
-        ConfigError: as `make_object`.
+        ConfigError: see `make_object`.
     """
     return [make_object(f"{group}.{name}", entry) for name, entry in entries.items() if entry is not None]
 
 
 def make_object(key: str, entry: Mapping[str, Any]) -> Any:
-    """The object that an entry with a `_target_` describes.
+    """Build the object that an entry with a `_target_` describes.
 
     Raises:
-        Lightning3DError: its own refusal, or a class that does not exist, or does not take these arguments.
+        Lightning3DError: the class does not exist, does not accept these arguments, or raises an error of its own.
     """
     try:
         return instantiate(entry)
@@ -141,33 +140,44 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
         if isinstance(error.__cause__, Lightning3DError):
             raise error.__cause__ from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ConfigError(f"{key} ({entry['_target_']}) cannot be made: {reason}") from error
+        raise ConfigError(f"Cannot create {key} ({entry['_target_']}): {reason}") from error
 
 
 def preload(config: Mapping[str, Any]) -> None:
-    """Import what the ranks will need and only import when they get to it, so that ranks forked afterwards have it."""
+    """Import what a rank otherwise imports when it first needs it, so that ranks forked afterwards have it.
+
+    DeepSpeed only on CPU: for GPUs its import asks CUDA for devices, which must wait until Lightning has chosen this rank's.
+    """
     quiet()
     model_type = config["model"]["config"]["model_type"]
     names = [f"transformers.models.{model_type}.modeling_{model_type}", "torch.distributed.pipelining.schedules"]
     sharded = config["parallelism"]["zero_stage"] > 0
-    if sharded:
-        names += ["deepspeed", "lightning_3d.parallel.zero.deepspeed_backend"]
+    try:
+        if sharded and config["cluster"]["accelerator"] == "cpu":
+            import_deepspeed(torch.device("cpu"))  # before the backend, which imports it for whatever device it finds
+        if sharded:
+            names.append("lightning_3d.parallel.zero")
+    except ImportError as error:
+        _log_skipped("deepspeed", error)
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:  # the rank that needs it says so
-            logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
-    if sharded and "deepspeed" in sys.modules and config["cluster"]["accelerator"] == "cpu":
-        import_deepspeed(torch.device("cpu"))  # with what its first engine imports
+        except ImportError as error:
+            _log_skipped(name, error)
+
+
+def _log_skipped(name: str, error: ImportError) -> None:
+    """Record what `preload` could not import. The rank that needs it says so."""
+    logging.getLogger(__name__).debug("not preloaded: %s (%s)", name, error)
 
 
 def quiet() -> None:
-    """Lightning announces hardware, seeds and tips, DeepSpeed what it compiles; the run says what matters itself."""
+    """Silence announcements of Lightning and DeepSpeed; the run itself prints what matters."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Who starts the ranks is the user's choice; the last one was told before they were started.
+    # Who starts the ranks is the user's choice; the last warning was printed before they were started.
     known = ("The `srun` command is available.*", ".*does not have many workers.*", "A step has .*")
     shown_anyway = "No checkpoint is written after a failure.*"
-    harmless = "Be aware that when using `ckpt_path`.*"  # a ModelCheckpoint with other intervals than that of the run it goes on from
+    harmless = "Be aware that when using `ckpt_path`.*"  # a ModelCheckpoint with other intervals than in the run that is resumed
     for message in (*known, shown_anyway, harmless):
         warnings.filterwarnings("ignore", message=message)

@@ -1,5 +1,7 @@
-"""What a checkpoint knows of the run that wrote it: its configuration, and what it is called at Weights & Biases; and how that run is found
-again, so that one job has one run there, however often it is started."""
+"""The run that wrote a checkpoint: its configuration and its id at Weights & Biases.
+
+With the id, a job that is started again continues the same run there.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ CONFIG, RUN_ID = "config", "wandb_run_id"
 
 
 class RunRecord(pl.Callback):
-    """Puts both into checkpoints, the configuration into the run at Weights & Biases, and the id of that run into the run folder."""
+    """Adds configuration and run id to checkpoints, the configuration to the run at Weights & Biases, and its id to the run folder."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -32,9 +34,9 @@ class RunRecord(pl.Callback):
             logger.log_hyperparams(dict(self._config))
             if trainer.is_global_zero:
                 run = logger.experiment
-                told = {"id": run.id, "name": run.name, "group": run.group, "project": run.project}
-                told["url"] = None if run.offline else run.url
-                (Path(self._config["run_folder"]) / WANDB_FILE).write_text(json.dumps(told) + "\n", encoding="utf-8")
+                facts = {"id": run.id, "name": run.name, "group": run.group, "project": run.project}
+                facts["url"] = None if run.offline else run.url
+                (Path(self._config["run_folder"]) / WANDB_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[CONFIG] = dict(self._config)
@@ -48,12 +50,12 @@ def _runs_at_wandb(trainer: pl.Trainer) -> list[WandbLogger]:
 
 
 def same_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The group `logger`, in which entries of Weights & Biases have what they leave open: the id of the run that this job began when it was
-    started before, or that wrote the checkpoint it goes on from; a name, and tags.
+    """Complete the group `logger`: entries of Weights & Biases get a run id, a name and tags, unless they set them.
 
-    Jobs of a sweep that all go on from one checkpoint are runs of their own; their group is in the variable WANDB_RUN_GROUP.
+    The run id is the one of an earlier start of this job, or of the run that wrote the checkpoint it resumes. Jobs of a sweep that
+    resume one checkpoint are separate runs; their group is in the variable WANDB_RUN_GROUP.
 
-    A checkpoint that cannot be read is refused where it is loaded, or replaced by another one there.
+    An unreadable checkpoint gives no id here: loading it raises the error, or falls back to another checkpoint.
     """
     loggers, entries = dict(config["logger"]), wandb_entries(config["logger"])
     if not entries:

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, whatever the strategy and however many batches it has."""
+"""Numbers of one optimizer step, under any strategy and with any number of batches; and the last validation loss."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_3d.tracing.trace import StepTrace
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What is known about one optimizer step.
+    """Numbers of one optimizer step.
 
     Attributes:
-        step: 1 for the first.
+        step: number of the step; the first is 1.
         loss: mean over the global batch, in nats per target token.
-        grad_norm: global norm before clipping; None where the strategy does not tell.
+        grad_norm: global norm before clipping; None if the strategy does not report it.
         lr: learning rate of the first parameter group in this step.
         tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
-        seconds: from the batch being there to the end of the optimizer step, over all its batches; waiting for data, validation and
-            checkpoints are not in it.
-        routers: of a mixture of experts, see `lightning_3d.parallel.expert.RouterStatistics`; None for a dense model.
-        trace: of a step that was traced, see `lightning_3d.tracing.trace.StepTrace`.
-        skipped: the optimizer did not take it (`nonfinite="skip"`).
+        seconds: time from having the batch to the end of the optimizer step, over all its batches; without waiting for data,
+            validation and checkpoints.
+        routers: a `lightning_3d.parallel.expert.RouterStatistics` for a mixture of experts; None for a dense model.
+        trace: the trace, if the step was traced.
+        skipped: True if the optimizer skipped the step (`nonfinite="skip"`).
     """
 
     step: int
@@ -56,15 +56,15 @@ class StepClock:
         self._batches: list[tuple[float, float, float]] = []
 
     def start(self, trainer: Trainer) -> None:
-        """A batch is there."""
+        """Record that a batch has arrived."""
         if not self._batches:
             self._step = trainer.global_step
-            # Read before the step: schedulers move on before `on_train_batch_end`.
+            # Read before the step: schedulers advance before `on_train_batch_end`.
             self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
         self._started = time.perf_counter()
 
     def stop(self, trainer: Trainer, outputs: Any, batch: Any) -> StepNumbers | None:
-        """The batch is over: the numbers of the step that it ends, None where gradients only accumulate."""
+        """Record that the batch has ended. Returns the numbers of its step; None while gradients accumulate."""
         last = getattr(trainer.strategy, "last_step", None)
         if last is not None:
             loss, grad_norm, tokens = float(last.loss), last.grad_norm, float(last.tokens)
@@ -96,3 +96,9 @@ def _tokens_of(trainer: Trainer, batch: Any) -> float:
     tokens = batch.get("input_ids") if isinstance(batch, dict) else None
     replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
     return float(tokens.numel() * replicas) if isinstance(tokens, Tensor) else 0.0
+
+
+def last_val_loss(trainer: Trainer) -> float | None:
+    """The latest `val_loss` that was logged; None before the first validation."""
+    value = trainer.callback_metrics.get("val_loss")
+    return None if value is None else float(value)

@@ -1,4 +1,4 @@
-"""What traced steps and whole runs leave for people to look at, on rank 0: `timeline.json`, `report.html`."""
+"""Callbacks that write `timeline.json` (a traced step) and `report.html` (a run), on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Timeline(Callback):
     """Writes the latest traced step to a file that Perfetto opens.
 
     Args:
-        path: of the file, usually `timeline.json` in the run folder.
+        path: the file, usually `timeline.json` in the run folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,11 +34,12 @@ class Timeline(Callback):
 
 
 class RunReport(Callback):
-    """Writes `report.html` when a fit has ended, or failed, from what `MetricsCSV` and `Timeline` left in a folder. For Trainers of your
-    own: `lightning-3d train` writes it itself, with how the run ended.
+    """Writes `report.html` when a fit has ended or failed, from what `MetricsCSV` and `Timeline` wrote to a folder.
+
+    For your own Trainer: `lightning-3d train` writes the report itself, including how the run ended.
 
     Args:
-        folder: where `metrics.csv` and `timeline.json` are.
+        folder: folder with `metrics.csv` and `timeline.json`.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,6 +72,6 @@ class RunReport(Callback):
 
 
 def what_is_counted(strategy: Any, module: nn.Module) -> str:
-    """What our strategy averages losses over: tokens, where a causal language model computes its own loss, else rows."""
+    """Name what `Lightning3DStrategy` averages losses over: "tokens" if a causal language model computes its own loss, else "rows"."""
     own = any(isinstance(getattr(part, "loss_function", None), TokenMeanLoss) for part in module.modules())
     return "tokens" if own or not hasattr(strategy, "last_step") else "rows"

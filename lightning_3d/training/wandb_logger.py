@@ -1,4 +1,4 @@
-"""Weights & Biases for a job of many ranks: one run, tokens seen as the x axis, and nothing that happens there ends the training."""
+"""Weights & Biases for a job of many ranks: one run, tokens seen as the x axis. Its failures never end training."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightning_3d.training.callbacks.metrics_csv import TOKENS_SEEN
 from lightning_3d.training.wandb_service import answered_within, end_service, end_service_after, forget_service, services
 
 _SECONDS = {"init_timeout": 90.0, "finish_timeout": 300.0}
-"""How long a run that begins waits for an answer, and one that has ended for what is still to be sent."""
+"""Seconds that the start of a run waits for an answer, and its end for data that is still being sent."""
 
 ANSWER_SECONDS = 60.0
-"""How long a call may take beyond what it waits for by its settings, before wandb's process counts as hung."""
+"""Seconds that a call may take beyond its own timeout before wandb's process counts as hung."""
 
 _WITHOUT_END = 1e6
-"""What wandb takes a timeout of 0 for."""
+"""Seconds that stand for a timeout of 0, which means none."""
 
 OFFLINE_SECONDS = 30.0
-"""How long the end of a run that is only written to the disk may take."""
+"""Seconds that the end of an offline run may take."""
 
 
 def _or_without(method: Callable[..., None]) -> Callable[..., None]:
-    """What fails in it is said once; after that nothing is sent any more. A run that cannot begin is the user's to repair."""
+    """Disable logging, with one warning, when a method fails. A run that cannot start is an error of the user (ConfigError)."""
 
     @wraps(method)
     def guarded(self: WandbLogger, *args: Any, **kwargs: Any) -> None:
@@ -51,19 +51,19 @@ def _or_without(method: Callable[..., None]) -> Callable[..., None]:
                 end_service()  # this process would wait for it when it ends
             if not services():
                 forget_service()
-            rank_zero_warn(f"Weights & Biases takes nothing more of this run, which goes on without it: {_reason(error)}")
+            rank_zero_warn(f"Logging to Weights & Biases is disabled for the rest of this run: {_reason(error)}")
 
     return guarded
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Lightning's logger, whose arguments it takes, by name.
+    """Lightning's logger; takes its arguments, by name.
 
-    Only rank 0 has a run. Its tags are the layout's, beside those given. Numbers of `MetricsCSV` are drawn over the tokens seen. When
-    Weights & Biases fails during training, that is said once and the training goes on without it.
+    Only rank 0 has a run. The layout is added to its tags. Numbers of `MetricsCSV` are plotted over the tokens seen. If Weights & Biases
+    fails during training, logging to it stops with one warning and training continues.
 
     Raises:
-        ConfigError: wandb is not installed, or has no API key and the run is not offline; when the run begins: it does not answer.
+        ConfigError: wandb is not installed, or an online run has no API key; at the start of the run: no answer.
     """
 
     def __init__(self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ class WandbLogger(loggers.WandbLogger):
             check_access(offline, "WandbLogger(offline=True)")
         super().__init__(offline=offline, **kwargs)
         if self._wandb_init["anonymous"] is None:
-            del self._wandb_init["anonymous"]  # wandb warns of it
+            del self._wandb_init["anonymous"]  # wandb warns about it
         self.lost = False
         self._settings = dict(settings or {})
         self._seconds = {name: float(value) for name, value in (_SECONDS | self._settings).items() if name in _SECONDS}
@@ -80,7 +80,7 @@ class WandbLogger(loggers.WandbLogger):
         self._drawn_over_tokens: set[str] = set()
 
     def patience(self, method: str) -> float:
-        """Seconds after which a call is hung: more than it waits for by the settings of the run."""
+        """Seconds after which a call counts as hung: more than its own timeout."""
         if method in ("close", "finalize"):
             return (self._seconds["finish_timeout"] or _WITHOUT_END) + ANSWER_SECONDS
         return ANSWER_SECONDS + (self._seconds["init_timeout"] if self._experiment is None else 0.0)
@@ -100,16 +100,16 @@ class WandbLogger(loggers.WandbLogger):
         except Exception as error:
             if self._id is None:
                 raise ConfigError(
-                    f"Weights & Biases cannot begin a run: {_reason(error)} With logger.wandb.offline=true, or WANDB_MODE=offline, it is"
-                    " written to the disk, for `wandb sync`."
+                    f"Weights & Biases cannot start a run: {_reason(error)} Set logger.wandb.offline=true or WANDB_MODE=offline to write"
+                    " it to disk for `wandb sync`."
                 ) from error
-            rank_zero_warn(f"Weights & Biases cannot go on with run {self._id}, which is written to the disk instead: {_reason(error)}")
+            rank_zero_warn(f"Weights & Biases cannot continue run {self._id}; it is written to disk instead: {_reason(error)}")
         return self._begin_offline()
 
     def _begin_offline(self) -> Any:
         import wandb
 
-        wandb.teardown(exit_code=1)  # its service still has the run that did not begin
+        wandb.teardown(exit_code=1)  # its service still has the run that did not start
         self._wandb_init["mode"] = "offline"
         return super().experiment
 
@@ -117,7 +117,7 @@ class WandbLogger(loggers.WandbLogger):
     @rank_zero_only
     @_or_without
     def log_graph(self, model: pl.LightningModule, input_array: Any = None) -> None:
-        """Called by the Trainer when its strategy is known: the tags."""
+        """Add the layout's tags. The Trainer calls this once its strategy is known."""
         self.experiment.tags = tuple(dict.fromkeys([*(self.experiment.tags or ()), *layout_tags(model.trainer.strategy)]))
 
     @override
@@ -149,14 +149,14 @@ class WandbLogger(loggers.WandbLogger):
     @rank_zero_only
     @_or_without
     def finalize(self, status: str) -> None:
-        """After a failure the run ends here; after success it may be gone on with, by another fit or a test."""
+        """End the run after a failure. After success another fit or a test may continue it."""
         super().finalize(status)
         if status != "success":
             self.close(1)
 
     @_or_without
     def close(self, exit_code: int = 0) -> None:
-        """End the run at Weights & Biases: finished with 0, else failed. Whatever is logged later goes on with it."""
+        """End the run at Weights & Biases: finished with exit code 0, else failed. Logging again continues it."""
         run, self._experiment = self._experiment, None
         if run is not None:
             self._id = self._wandb_init["id"] = run.id
@@ -165,7 +165,7 @@ class WandbLogger(loggers.WandbLogger):
 
 
 def layout_tags(strategy: Any) -> list[str]:
-    """What a run is found by: each axis with its size, the schedule where there is a pipeline, and the ZeRO stage."""
+    """Tags of a run: each axis with its size, the schedule if there is a pipeline, and the ZeRO stage."""
     layout: Layout | None = getattr(strategy, "layout", None)
     if layout is None:
         return []
@@ -173,7 +173,7 @@ def layout_tags(strategy: Any) -> list[str]:
 
 
 def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what this version of wandb does not have."""
+    """Remove settings that this version of wandb does not have."""
     from wandb import Settings
 
     return {name: value for name, value in settings.items() if name in Settings.model_fields}

@@ -1,4 +1,4 @@
-"""`lightning-3d verify`: whether a layout computes what one process computes. Importing it imports no torch.
+"""Check that a layout computes what one process computes. Importing the package imports no torch.
 
-`compare` trains a module both ways, `shrink` makes a job small, `command` is the command line.
+`compare` trains a module both ways, `shrink` makes a job small.
 """

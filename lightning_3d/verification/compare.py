@@ -1,7 +1,7 @@
-"""Whether a layout computes what one process computes: some steps of a module in both, and their largest differences.
+"""Compare a layout with one process: train a module for some steps both ways, and find the largest differences.
 
-The one process is plain Lightning and plain PyTorch: the user's module on whole global batches, without this package's strategy. Both begin
-with the same weights and see the same rows.
+The one process is plain Lightning and plain PyTorch: the user's module on whole global batches, without this package's strategy. Both start
+from the same weights and see the same rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.weights.initialize import initialize
 
 RELATIVE = {"32-true": 1e-5, "64-true": 1e-10}
-"""Largest allowed difference of a loss or a gradient norm, relative."""
+"""Largest allowed relative difference of a loss or a gradient norm."""
 
 ABSOLUTE = {"32-true": 5e-5, "64-true": 1e-10}
-"""Of a weight. Adam divides by gradients, so that weights differ by more than their gradients do."""
+"""Largest allowed absolute difference of a weight. Adam divides by gradients, so weights differ more than gradients do."""
 
 NOISE = 2
-"""How often the differences are allowed that one process makes when its weights begin with other last bits, where that is more."""
+"""Factor by which differences may exceed the noise: the differences in one process when its initial weights change in the last bit."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,15 @@ class Difference:
     """Largest differences between ranks and one process.
 
     Attributes:
-        loss, grad_norm: over all steps, relative. weight: of any element of a weight after the last step; `worst` is its name.
-        losses, norms: (ranks, one process) of each step. precision: as Lightning's Trainer takes it.
-        noise: the three differences between one process and itself when every weight begins with another last bit. What is rounded in
-            another way ends as far away, or nearer.
+        loss: largest relative difference of the loss over all steps.
+        grad_norm: largest relative difference of the gradient norm over all steps.
+        weight: largest absolute difference of any element of a weight after the last step.
+        worst: name of that weight.
+        losses: (ranks, one process) of each step.
+        norms: (ranks, one process) of each step.
+        precision: precision, as Lightning's Trainer takes it.
+        noise: the same three differences between one process and itself with every initial weight changed in its last bit: the size of
+            differences that other rounding causes.
     """
 
     loss: float
@@ -58,21 +63,21 @@ class Difference:
 
     @property
     def limits(self) -> tuple[float, float, float]:
-        """What is allowed of each difference."""
+        """Limits of loss, gradient norm and weight."""
         fixed = RELATIVE[self.precision], RELATIVE[self.precision], ABSOLUTE[self.precision]
         loss, norm, weight = (max(limit, NOISE * noise) for limit, noise in zip(fixed, self.noise, strict=True))
         return loss, norm, weight
 
     @property
     def same(self) -> bool:
-        """Whether they differ by rounding alone."""
+        """True if all differences are within their limits, so that they come from rounding alone."""
         return all(value <= limit for value, limit in zip((self.loss, self.grad_norm, self.weight), self.limits, strict=True))
 
     def __str__(self) -> str:
         what = ("loss", self.loss, "relative"), ("gradient norm", self.grad_norm, "relative"), ("weights", self.weight, "absolute")
-        lines = ["largest difference"]
+        lines = ["largest differences"]
         for (name, value, how), limit, noise in zip(what, self.limits, self.noise, strict=True):
-            why = f", {NOISE} x what the last bits of weights make on one" if limit == NOISE * noise else ""
+            why = f" ({NOISE} x the effect of a change in the last bit of the weights)" if limit == NOISE * noise else ""
             where = f", {self.worst}" if name == "weights" else ""
             lines.append(f"  {name:<14} {value:9.2e}   allowed {limit:.0e} {how}{why}{where}")
         return "\n".join(lines)
@@ -92,18 +97,20 @@ def verify(
     A script that calls this must guard it with `if __name__ == "__main__":` where processes cannot be forked.
 
     Args:
-        module: of the user, before any fit; eager, or with `configure_model`. Without dropout: a layout draws other numbers.
+        module: the user's module before any fit; eager, or with `configure_model`. Without dropout: a layout draws other numbers.
         strategy: arguments of `Lightning3DStrategy`, with a layout of as many ranks as this machine can run.
         batches: global batches, one for each step, as the module takes them: tensors with rows in dimension 0, in any nesting of dicts,
             lists, tuples and dataclasses.
-        precision: "32-true" or "64-true". clip: gradient_clip_val of the Trainer.
+        precision: "32-true" or "64-true".
+        clip: gradient_clip_val of the Trainer.
+        strategy_class: class of the strategy.
 
     Raises:
-        ConfigError: another precision, batches that the ranks cannot share, or what a run refused. RuntimeError: a run failed; with what it
-            said.
+        ConfigError: another precision, batches that the ranks cannot share equally, or an error of a run that the user can repair.
+        RuntimeError: a run failed; with its message.
     """
     if precision not in RELATIVE:
-        raise ConfigError(f"verify compares in 32-true or 64-true, not in {precision}: coarser types hide what differs.")
+        raise ConfigError(f"precision must be 32-true or 64-true for verify, because coarser types hide differences; got {precision}.")
     layout = strategy_class(**strategy).layout
     if layout is None:
         raise ConfigError("verify needs a layout, for example strategy={'layout': 'tp2_pp2_dp2'}.")
@@ -119,14 +126,14 @@ def verify(
 
 def _check_batches(batches: Sequence[Any], dp: int) -> None:
     if not batches:
-        raise ConfigError("verify needs a global batch for each step that it is to compare, and got none.")
+        raise ConfigError("verify needs one global batch for each step; got none.")
     for index, batch in enumerate(batches):
         rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(batch)}
         if len(rows) != 1 or 0 in rows or min(rows) % dp:
-            found = f"have {listed(sorted(rows))}" if rows else "are not there"
+            found = f"have {listed(sorted(rows))} rows" if rows else "are missing"
             raise ConfigError(
-                f"The tensors of a global batch must have equally many rows in dimension 0, divisible by dp={dp}, but those of batch"
-                f" {index} {found}."
+                f"The tensors of a global batch must have the same number of rows in dimension 0, divisible by dp={dp}, but those of"
+                f" batch {index} {found}."
             )
 
 
@@ -135,7 +142,7 @@ _RESULT = "result.json"
 
 @dataclass(frozen=True)
 class _Run:
-    """What all processes get."""
+    """The training that all processes do."""
 
     module: pl.LightningModule
     strategy: dict[str, Any]
@@ -160,7 +167,7 @@ def _start(job: Any, arguments: tuple[Any, ...], count: int, folder: Path) -> No
 
 
 class _Data(pl.LightningDataModule):
-    """The rows of each batch that belong to this one of so many data ranks."""
+    """Data module with the rows of each batch that belong to one of `ranks` data-parallel ranks."""
 
     def __init__(self, run: _Run, ranks: int) -> None:
         super().__init__()
@@ -173,7 +180,7 @@ class _Data(pl.LightningDataModule):
 
 
 class _Values(pl.Callback):
-    """Loss and gradient norm of every step."""
+    """Callback that records loss and gradient norm of every step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -196,7 +203,7 @@ class _Values(pl.Callback):
 
 
 def _fit(run: _Run, module: pl.LightningModule, ranks: int, values: _Values, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
-    """Train on all batches, of which this process gets the part of one of so many data ranks."""
+    """Train on all batches, with the rows of one of `ranks` data-parallel ranks."""
     with silence():
         trainer = silent_trainer(
             precision=run.precision,
@@ -210,7 +217,7 @@ def _fit(run: _Run, module: pl.LightningModule, ranks: int, values: _Values, *ca
 
 
 def _on_rank(run: _Run, folder: str) -> None:
-    """Train this rank's part, and leave what it has at the end."""
+    """Train one rank, and save its losses, norms and shards of the weights."""
     values = _Values()
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
     assert strategy.layout is not None
@@ -220,7 +227,7 @@ def _on_rank(run: _Run, folder: str) -> None:
 
 
 class _Whole(pl.Callback):
-    """Gives a module that is built on meta the weights that the strategy gives it."""
+    """Callback that gives a module built on meta the same initial weights as the strategy."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -237,14 +244,14 @@ class _Whole(pl.Callback):
 
 
 def _on_one(run: _Run, folder: str) -> None:
-    """Train in this process, and compare with what the ranks left."""
+    """Train in this process, and compare with the results that the ranks saved."""
     values, whole = _train_whole(run)
     worst, largest = "", -1.0
     for path in sorted(Path(folder).glob("rank_*.pt")):
         losses, norms, weights = torch.load(path, weights_only=False)
         for name, (local, spec) in weights.items():
             difference = (spec.cut(whole[name]) - local).abs().max().item() if local.numel() else 0.0
-            if not difference <= largest:  # a NaN is the largest
+            if not difference <= largest:  # a NaN counts as the largest
                 worst, largest = name, difference
     found = Difference(
         _relative(losses, values.losses),
@@ -260,7 +267,7 @@ def _on_one(run: _Run, folder: str) -> None:
 
 
 class _LastBits(pl.Callback):
-    """Changes every weight by its last bit, up or down by chance, before the first step."""
+    """Callback that changes every weight by its last bit, up or down at random, before the first step."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -273,14 +280,14 @@ class _LastBits(pl.Callback):
 
 
 def _train_whole(run: _Run, *callbacks: pl.Callback) -> tuple[_Values, dict[str, Tensor]]:
-    """Losses and norms of training in this process, and the weights at the end by their names."""
+    """Train in this process, and return losses, norms and the final weights by name."""
     values, module = _Values(), copy.deepcopy(run.module)
     _fit(run, module, 1, values, _Whole(run.seed), *callbacks, devices=1)
     return values, {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 def _noise(run: _Run, values: _Values, whole: Mapping[str, Tensor]) -> tuple[float, float, float]:
-    """See `Difference.noise`."""
+    """Measure `Difference.noise`."""
     again, weights = _train_whole(run, _LastBits(run.seed))
     largest = max(((weights[name] - weight).abs().max().item() for name, weight in whole.items() if weight.numel()), default=0.0)
     return _relative(again.losses, values.losses), _relative(again.norms, values.norms), largest

@@ -1,4 +1,4 @@
-"""A job in small: the same family and the same kinds of axes, few layers, narrow, on at most 8 ranks. Pure Python: no torch."""
+"""Shrink a job: the same family and the same kinds of axes, few layers, narrow, on at most 8 ranks. Pure Python: no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RANKS = 8
 SEQUENCE = 32
 HEAD = 16
 _LAST = ("dp", "cp", "pp", "tp")
-"""Which axis is left out first where all would need more ranks."""
+"""Axes in the order in which they are left out if all together would need more ranks."""
 
 _WIDTHS = {  # fields of Transformers' configurations that have a size of their own
     "intermediate_size": 96,
@@ -31,7 +31,7 @@ _WIDTHS = {  # fields of Transformers' configurations that have a size of their 
 
 
 def fold(layout: Layout) -> tuple[Layout, list[str]]:
-    """The layout with 2 ranks along each axis that has more, and without the axes that 8 ranks have no place for.
+    """Reduce a layout to 2 ranks along each axis that has more, without the axes that do not fit on 8 ranks.
 
     Returns:
         The layout, and the names of axes that were left out.
@@ -49,10 +49,10 @@ def fold(layout: Layout) -> tuple[Layout, list[str]]:
 
 
 def shrink_model(config: Mapping[str, Any], big: Layout, small: Layout) -> dict[str, Any]:
-    """Fields of a Transformers configuration with few layers, small widths and no dropout.
+    """Shrink a Transformers configuration: few layers, small widths, no dropout.
 
-    What layouts find hard stays: heads shared by tensor-parallel ranks, stages of unequal numbers of layers, a vocabulary that tp does not
-    divide, tied embeddings, every kind of layer.
+    What is hard for layouts stays: key-value heads shared by tensor-parallel ranks, stages with unequal numbers of layers, a vocabulary
+    that tp does not divide, tied embeddings, every kind of layer.
     """
     fields = dict(config)
     heads = 4 * small.tp * small.cp
@@ -91,7 +91,7 @@ def shrink_model(config: Mapping[str, Any], big: Layout, small: Layout) -> dict[
 
 
 def micro_batches(schedule: str, layout: Layout) -> int:
-    """The fewest that show every phase of a schedule: twice its stages, or what it runs next."""
+    """Return the fewest micro-batches that show every phase of a schedule: twice its stages, or the next number that it accepts."""
     info = find_schedule(schedule)
     count = 2 * layout.pp * layout.vp if layout.pp > 1 else 2
     while not info.accepts(layout.pp, layout.vp, count):
@@ -100,7 +100,7 @@ def micro_batches(schedule: str, layout: Layout) -> int:
 
 
 def _set(fields: dict[str, Any], names: tuple[str, ...], value: int) -> None:
-    """The one of several names that a family has."""
+    """Set the one of several fields that a family has."""
     for name in names:
         if fields.get(name) is not None:
             fields[name] = value
@@ -108,7 +108,7 @@ def _set(fields: dict[str, Any], names: tuple[str, ...], value: int) -> None:
 
 
 def _kv_heads(config: Mapping[str, Any], big: Layout, small: Layout, heads: int) -> int:
-    """As few against tp, or as many, as in the large model."""
+    """Keep the relation of key-value heads to tp and to attention heads as in the large model."""
     there = int(config["num_key_value_heads"])
     if there == config.get("num_attention_heads"):
         return heads
@@ -118,7 +118,7 @@ def _kv_heads(config: Mapping[str, Any], big: Layout, small: Layout, heads: int)
 
 
 def _layers(config: Mapping[str, Any], big: Layout, small: Layout) -> int:
-    """Two of each stage, one more where the large model's do not divide, and enough for every kind of layer."""
+    """Two layers for each stage, one more if the large model's layers do not divide evenly, and enough for every kind of layer."""
     total = int(config.get("num_hidden_layers") or config.get("n_layer") or 2)
     stages = small.pp * small.vp
     wanted = 2 * stages + (1 if total % (big.pp * big.vp) else 0)
@@ -132,7 +132,7 @@ def _layers(config: Mapping[str, Any], big: Layout, small: Layout) -> int:
 
 
 def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions without what stretches them to long sequences; nested ones of several kinds of layers too."""
+    """Remove the scaling to long sequences from rotary positions, also from nested ones of several kinds of layers."""
     if any(isinstance(value, Mapping) for value in rope.values()):
         return {key: _plain_rope(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
     kept = ("rope_theta", "partial_rotary_factor")

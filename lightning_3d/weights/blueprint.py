@@ -1,4 +1,4 @@
-"""A model's own initializers, run for one tensor at a time.
+"""Run a model's own initializers for one tensor at a time.
 
 The model is copied module by module into a blueprint whose tensors are all on meta: a blueprint of any model costs
 kilobytes. To draw one tensor, it alone is made real and takes its place in the blueprint, and the initializers of its
@@ -47,7 +47,7 @@ OVERWRITING = frozenset(
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a module keeps a tensor: among its `_parameters`, its `_buffers`, or (kind "") its plain attributes."""
+    """The place of a tensor in a module: in `_parameters`, in `_buffers`, or (kind "") a plain attribute."""
 
     module: nn.Module
     kind: str
@@ -68,9 +68,9 @@ class Target:
     """A tensor of the blueprint.
 
     Attributes:
-        name: the first one under which the module tree holds it.
-        slots: where it stands. A tied parameter is initialized in its first place only, a shared buffer in all of them.
-        blank: what stands there, on meta, until it is drawn.
+        name: first name in the module tree.
+        slots: its places. A tied parameter is initialized in its first place only, a shared buffer in all of them.
+        blank: meta tensor that is there until the value is drawn.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Blueprint:
 
     Args:
         root: the model. It is not changed, and may be partitioned and rewritten afterwards: names stay the same.
-        specs: global shapes by name, for a model that was cut before; a tensor without an entry has its own shape.
+        specs: global shapes by name, for a model that is already sharded; a tensor without an entry has its own shape.
 
     Attributes:
         targets: every parameter, and every buffer or plain attribute on meta, by each of its names.
@@ -138,7 +138,7 @@ class Blueprint:
             self._read |= notes.read
 
     def _adapters(self, name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
-        """What PEFT does to a LoRA layer. The adapters themselves were made as any `nn.Linear`."""
+        """Yield PEFT's initialization of a LoRA layer. The adapters themselves are made like any `nn.Linear`."""
         for adapter in adapters_of(module) if is_lora(module) else ():
             how = self._lora.get(adapter, True)
             if (variant := lora_variant(module)) is not None:
@@ -154,15 +154,15 @@ class Blueprint:
             yield Call(f"LoRA of '{name}'", partial(cast(Any, module).reset_lora_parameters, adapter, how))
 
     def siblings(self, target: Target) -> list[Target]:
-        """All parameters that the same module owns, `target` among them."""
+        """All parameters of the module that owns `target`, including it."""
         return self._parameters_of[id(target.owner)]
 
     def depends_on_siblings(self, target: Target) -> bool:
-        """Whether an initializer computes parameters of this module from one another (`self.b.copy_(2 * self.a)`)."""
+        """Return whether an initializer computes parameters of this module from one another (`self.b.copy_(2 * self.a)`)."""
         return any(sibling.name in self._read for sibling in self.siblings(target))
 
     def draw(self, targets: Sequence[Target], dtypes: Sequence[torch.dtype], seed: int) -> list[Tensor | None]:
-        """Values of some tensors on CPU: they alone are real while their initializers run.
+        """Draw the values of some tensors on CPU: only they are real while their initializers run.
 
         A tensor that no initializer writes, or not all of it, comes back as None.
 
@@ -188,20 +188,20 @@ class Blueprint:
                     slot.put(target.blank)
 
     def _written(self, target: Target, placed: Tensor) -> Tensor | None:
-        """What initializers made of a tensor, which they may have replaced; None if some of it is left unwritten."""
+        """The value that initializers gave a tensor, which they may have replaced; None if part of it is unwritten."""
         value = next((now for slot in target.slots if (now := slot.get()) is not placed), placed)
         if target.name in self._overwritten or value is not placed:
             return value
         return value if value.is_floating_point() and not value.isnan().any() else None
 
     def _program(self, target: Target) -> list[int]:
-        """Calls that may write a tensor: those of its module and of the modules around it, the wasted ones left out."""
+        """Calls that may write a tensor: of its module and of the modules around it, without those that are overwritten later."""
         modules = _with_ancestors([target.name])
         first = self._overwritten.get(target.name, 0)
         return [call for module in modules for call in self._calls_of.get(module, ()) if call >= first]
 
     def _copy(self, module: nn.Module, name: str, initializer: nn.Module | None) -> nn.Module:
-        """Copy `module` and all below it. `initializer` is the copy of the nearest module that initializes others."""
+        """Copy `module` and its submodules. `initializer` is the copy of the nearest module that initializes others."""
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy = object.__new__(type(module))
@@ -256,7 +256,7 @@ class Blueprint:
 
 
 class _Notes:
-    """Callback of `watch_operations`: what one initializer does to the blanks of the targets.
+    """Callback of `watch_operations`: records what one initializer does to the blanks of the targets.
 
     That it overwrites a tensor is certain; that it does not is no proof, because functions of `torch.nn.init` may pass
     over tensors on meta (`trunc_normal_` since torch 2.13).
@@ -298,7 +298,7 @@ def _run(call: Call) -> None:
 
 
 def _construction(name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
-    """What the constructor of a module would have done to its own tensors."""
+    """Yield what the constructor of a module would have done to its own tensors."""
     for hook in CONSTRUCTION_HOOKS:
         function: Any = own(module, hook)
         if _required_arguments(function) == 0:
@@ -306,7 +306,7 @@ def _construction(name: str, module: nn.Module, initializer: nn.Module | None) -
 
 
 def _model_wide(name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
-    """What a model does to a module once all are there: Transformers' `_init_weights(module)`, or `init_weights()`."""
+    """Yield what a model does to a module once all exist: Transformers' `_init_weights(module)`, or `init_weights()`."""
     hook = None if initializer is None else _module_hook(initializer)
     if hook is not None:
         label = f"{type(initializer).__name__}.{hook.__name__}({type(module).__name__}) of '{name}'"
@@ -318,7 +318,7 @@ def _model_wide(name: str, module: nn.Module, initializer: nn.Module | None) -> 
 
 
 def _module_hook(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """The method of `module` that initializes any module it is given, as `self.apply(self._init_weights)` uses it."""
+    """The method of `module` that initializes any module passed to it, as in `self.apply(self._init_weights)`."""
     for hook in ("_init_weights", "init_weights"):
         function = own(module, hook)
         if _required_arguments(function) == 1:
@@ -327,7 +327,7 @@ def _module_hook(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 def _required_arguments(function: Any) -> int | None:
-    """Number of arguments that a method must be given; None if it is not callable."""
+    """Number of required arguments of a method; None if it is not callable."""
     if not callable(function) or isinstance(function, nn.Module):
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -336,7 +336,7 @@ def _required_arguments(function: Any) -> int | None:
 
 
 def other_tensors(module: nn.Module) -> Iterator[tuple[Slot, Tensor]]:
-    """Buffers, and tensors on meta that a module keeps as plain attributes."""
+    """Buffers, and meta tensors that a module keeps as plain attributes."""
     for key, buffer in list(module._buffers.items()):
         if buffer is not None:
             yield Slot(module, "_buffers", key), buffer
@@ -356,7 +356,7 @@ def _with_ancestors(names: Iterable[str]) -> set[str]:
 
 
 def _real(blank: Tensor, dtype: torch.dtype, *, filled: bool) -> Tensor:
-    """A real tensor in the place of a blank; filled with NaN when what initializers leave out has to be found."""
+    """Make a real tensor for a blank; filled with NaN to find what initializers leave unwritten."""
     tensor = torch.empty_like(blank, dtype=dtype, device="cpu", requires_grad=False)
     if filled:
         tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
@@ -368,12 +368,12 @@ def _real(blank: Tensor, dtype: torch.dtype, *, filled: bool) -> Tensor:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 64-bit seed for the tensor called `name`, the same on every machine."""
+    """Compute a 64-bit seed for the tensor called `name`, the same on every machine."""
     return int.from_bytes(blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed what an initializer on CPU may draw from: the generators of torch, Python, and NumPy where it is loaded."""
+    """Seed the CPU generators that an initializer may use: torch, Python, and NumPy if it is loaded."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -382,7 +382,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def isolated_generators() -> Iterator[None]:
-    """Leave the generators and the default dtype as they were found."""
+    """Restore the generators and the default dtype afterwards."""
     numpy = sys.modules.get("numpy")
     dtype = torch.get_default_dtype()
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None

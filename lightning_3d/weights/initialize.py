@@ -1,4 +1,4 @@
-"""Layout-independent weights: every parameter on meta becomes this rank's shard of a value that no layout changes.
+"""Layout-independent weights: every meta parameter becomes this rank's shard of a value that does not depend on the layout.
 
 The value of a parameter is a function of (seed, its full name, the module's own initializer). It is drawn on CPU,
 whole, one parameter at a time, and then cut; so one process, any stage and any tensor-parallel rank get the same
@@ -47,16 +47,16 @@ def initialize(
     is, so a second call does nothing. Nothing is communicated, and the random generators are left as they were.
 
     Args:
-        module: whole, or what partitioning and rewriting left of it.
-        seed: of all weights.
-        specs: how each parameter is cut, by name in `module`; a parameter without a specification is whole.
+        module: the module, whole or partitioned and rewritten.
+        seed: seed of all weights.
+        specs: sharding of each parameter, by name in `module`; a parameter without an entry is whole.
         blueprint: of the whole module, taken before it was partitioned and rewritten. Without it, initializers see the
             sizes and modules that are left.
         stored: where pretrained values are, by name in the whole module (`stored_values`), taken before it was partitioned. Without it,
             those that `load_pretrained` gave to `module`, which is whole.
         prefix: put before the names in `module`, when the layout-independent name is longer ("model.").
-        device: where parameters and buffers go; the CPU by default.
-        dtype: of floating-point parameters; their own by default. Types narrower than float32 are drawn in float32 and
+        device: device of parameters and buffers; the CPU by default.
+        dtype: dtype of floating-point parameters; their own by default. Types narrower than float32 are drawn in float32 and
             rounded.
 
     Raises:
@@ -86,14 +86,14 @@ def initialize(
                 local = reader.read(stored[canonical[name]], spec, final_dtype, device or "cpu")
             else:
                 local = _draw(blueprint, canonical[name], final_dtype, seed, prefix)
-                local = _local(local, specs.get(name))  # the full one is gone from here on
+                local = _local(local, specs.get(name))  # the full tensor is freed from here on
                 local = local.to(device or "cpu", final_dtype)
             _require_shape(local, parameter, name)
             _replace(parameter, places, local)
 
 
 def _canonical(name: str, specs: Mapping[str, ShardSpec], blueprint: Blueprint) -> str:
-    """The name under which a parameter is initialized: a tied one, here or on another stage, goes by its first name."""
+    """The name under which a parameter is initialized: for a tied one, here or on another stage, its first name."""
     spec = specs.get(name)
     if spec is not None and spec.tied_to:
         return spec.tied_to
@@ -117,20 +117,20 @@ def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix
     target = blueprint.targets.get(name)
     if target is None:
         raise ConfigError(
-            f"'{prefix}{name}' is not in the model that is being initialized, though a parameter is tied to it."
+            f"A parameter is tied to '{prefix}{name}', which is not in the model that is being initialized."
             " Initialize with the blueprint of the whole model."
         )
     if dtype.is_floating_point:
         dtype = torch.float32 if dtype.itemsize < 4 else dtype
-        torch.set_default_dtype(dtype)  # what an initializer makes on the way has the precision of its parameter
+        torch.set_default_dtype(dtype)  # temporaries of an initializer have the precision of its parameter
     value = _draw_alone_or_with_siblings(blueprint, target, dtype, seed, prefix)
     if value is None:
         owner = type(target.owner).__name__
         key = target.slots[0].key
         raise ConfigError(
-            f"The parameter '{prefix}{name}' of shape {tuple(target.blank.shape)} is on the meta device, and nothing"
-            f" initializes all of it. Add `def reset_parameters(self): nn.init.ones_(self.{key})`, with the values you"
-            f" want, to {owner}, or an `_init_weights(self, module)` that handles {owner} to a module around it,"
+            f"The parameter '{prefix}{name}' of shape {tuple(target.blank.shape)} is on the meta device, and no"
+            f" initializer writes all of it. Add `def reset_parameters(self): nn.init.ones_(self.{key})`, with your"
+            f" values, to {owner}, or an `_init_weights(self, module)` that handles {owner} to a module around it,"
             f" {BUILD_IN_MEMORY}"
         )
     return value.detach()
@@ -139,7 +139,7 @@ def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix
 def _draw_alone_or_with_siblings(
     blueprint: Blueprint, target: Target, dtype: torch.dtype, seed: int, prefix: str
 ) -> Tensor | None:
-    """One parameter; those of its module are drawn with it, always in the same way, if its initializer needs them."""
+    """Draw one parameter; if its initializer needs them, all parameters of its module, always in the same way."""
     siblings = blueprint.siblings(target)
     if not blueprint.depends_on_siblings(target):
         try:
@@ -152,24 +152,24 @@ def _draw_alone_or_with_siblings(
 
 
 def _local(full: Tensor, spec: ShardSpec | None) -> Tensor:
-    """This rank's part of a full parameter."""
+    """This rank's shard of a full parameter."""
     return full if spec is None or not spec.is_cut else spec.cut(full)
 
 
 def _require_shape(local: Tensor, parameter: nn.Parameter, name: str) -> None:
     if local.shape != parameter.shape:
         raise ConfigError(
-            f"The initializer of '{name}' and its cut give the shape {tuple(local.shape)}, but the parameter on this"
+            f"The initializer and the sharding of '{name}' give the shape {tuple(local.shape)}, but the parameter on this"
             f" rank has {tuple(parameter.shape)}."
         )
 
 
 def _replace(parameter: nn.Parameter, places: Iterable[tuple[nn.Module, str]], value: Tensor) -> None:
-    """Put a real parameter wherever the one on meta was, with the attributes that it carried."""
+    """Put a real parameter in every place of a meta parameter, with the same attributes."""
     real = nn.Parameter(value, requires_grad=parameter.requires_grad)
     vars(real).update(vars(parameter))
     for owner, key in places:
-        setattr(owner, key, real)  # not into `_parameters`: recurrent layers keep a second list up to date
+        setattr(owner, key, real)  # not into `_parameters`: recurrent layers also update a second list
 
 
 def _buffers_on_meta(module: nn.Module) -> dict[str, list[Slot]]:
@@ -187,7 +187,7 @@ def _buffers_on_meta(module: nn.Module) -> dict[str, list[Slot]]:
 def _fill_buffers(
     buffers: dict[str, list[Slot]], blueprint: Blueprint, seed: int, prefix: str, device: torch.device
 ) -> None:
-    """Rebuild all buffers, those of one module together: they are small, and some are computed from one another."""
+    """Rebuild all buffers, module by module: they are small, and some are computed from one another."""
     groups: dict[str, list[str]] = {}
     for name in buffers:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -208,7 +208,7 @@ def _fill_buffers(
 
 
 def _read_buffer(places: list[Slot], reader: Reader, stored: Stored, device: torch.device | str) -> None:
-    """A buffer that is saved with the weights; every rank that has its module holds it whole."""
+    """Fill a buffer that is saved with the weights; every rank that has its module holds it unsharded."""
     meta = places[0].get()
     value = reader.read(stored, replicated("", meta.shape, 1), meta.dtype, device)
     for place in places:
@@ -241,15 +241,14 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def _refuse_buffer(name: str, slot: Slot) -> None:
     owner = type(slot.module).__name__
     raise ConfigError(
-        f"The buffer '{name}' of shape {tuple(slot.get().shape)} is on the meta device, and nothing rebuilds it. Add"
-        f" `def reset_buffers(self): self.{slot.key}.copy_(...)`, with the values you want, to {owner},"
+        f"The buffer '{name}' of shape {tuple(slot.get().shape)} is on the meta device, and no function rebuilds it. Add"
+        f" `def reset_buffers(self): self.{slot.key}.copy_(...)`, with your values, to {owner},"
         f" {BUILD_IN_MEMORY}"
     )
 
 
 def broadcast_eager(module: nn.Module, mesh: Mesh) -> None:
-    """Give every parameter and buffer that is not on meta the values it has on rank 0, so that all ranks start from the
-    same model.
+    """Broadcast every parameter and buffer that is not on meta from rank 0, so that all ranks start from the same model.
 
     Every rank must hold the whole model, unpartitioned. Communicates over all ranks: one small object and one flag,
     then each tensor by itself, as bytes. Nothing is sent when no rank holds values.
@@ -284,12 +283,12 @@ def _require_same_model(described: list[tuple[str, tuple[int, ...], str]]) -> No
         )
         raise ConfigError(
             f"Not all ranks built the same model: {len(first[0])} tensors are in memory on rank 0 and {len(described)}"
-            f" {where}. Build the same model on every rank; its values are taken from rank 0."
+            f" {where}. Build the same model on every rank; its values come from rank 0."
         )
 
 
 def _broadcast(tensor: Tensor) -> None:
-    """Send a tensor from rank 0 to all, in place. As bytes: not every backend knows every dtype."""
+    """Broadcast a tensor from rank 0 in place, as bytes: not every backend supports every dtype."""
     device = _communication_device()
     wire = tensor.to(device).contiguous()
     dist.broadcast(wire.reshape(-1).view(torch.uint8), src=0)
@@ -298,5 +297,5 @@ def _broadcast(tensor: Tensor) -> None:
 
 
 def _communication_device() -> torch.device:
-    """NCCL sends from the GPU only; a model in memory may still be on the CPU."""
+    """Move the tensor to the GPU for NCCL; a model in memory may still be on the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Pretrained weights: every rank reads the slices that it holds from safetensors files, and nothing else.
+"""Pretrained weights: every rank reads only its own slices from safetensors files.
 
 `load_pretrained(model, folder)` marks a model that is on the meta device; `initialize` fills it after it was partitioned and cut. No
 rank reads for another, and nothing is communicated. A rank has its own shards in memory and the file of one of them mapped.
@@ -27,19 +27,19 @@ M = TypeVar("M", bound=nn.Module)
 _MARK = "_lightning_3d_pretrained"
 
 Stored = tuple[StoredValue, ...]
-"""Where the value of a parameter is; several for tied ones that were saved under each of their names."""
+"""Places of a parameter's value; several for tied parameters that were saved under each of their names."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a marked model is filled from."""
+    """Source of a marked model's weights."""
 
     folder: Path
     strict: bool
 
 
 def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = True) -> M:
-    """Give `model` the weights in a folder that `save_pretrained` of Transformers wrote: `model.safetensors`, or several and their index.
+    """Load into `model` the weights of a folder that `save_pretrained` of Transformers wrote: `model.safetensors`, or several files.
 
     What is on the meta device, as everything that is built in `configure_model`, is read when the strategy (or `initialize`) makes the
     weights, by each rank its own slices; adapters may be put around it before or after. What is in memory is overwritten now.
@@ -59,7 +59,7 @@ def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = Tr
         ConfigError: shapes differ.
     """
     inner = own(model, "get_base_model")
-    target: nn.Module = inner() if callable(inner) else model  # PEFT's model around it has no weights of its own
+    target: nn.Module = inner() if callable(inner) else model  # PEFT's wrapper has no weights of its own
     mark = Pretrained(find_folder(path), strict)
     reader = Reader()
     for name, stored in _match(target, mark).items():
@@ -72,13 +72,13 @@ def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = Tr
 
 
 def forget_pretrained(root: nn.Module) -> None:
-    """Let no module of a copy be filled from files: see `load_pretrained`."""
+    """Remove the marks of `load_pretrained` from a copy, so that it is not filled from files."""
     for module in root.modules():
         vars(module).pop(_MARK, None)
 
 
 def stored_values(root: nn.Module) -> dict[str, Stored]:
-    """Where the values of the parameters and saved buffers of marked modules are, by their first names in `root`, which is whole.
+    """Find the stored values of parameters and saved buffers of marked modules, by first name in `root`, which is whole.
 
     Raises:
         CheckpointError, ConfigError: see `load_pretrained`.
@@ -100,7 +100,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _saved(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters, and the buffers that a state dict has, under all of their names."""
+    """Yield parameters, and the buffers of a state dict, under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for key, buffer in owner._buffers.items():
@@ -109,7 +109,7 @@ def _saved(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
-    """Where the value of each parameter and saved buffer of a whole module is, by its first name in it. Adapters are left out."""
+    """Find the stored value of each parameter and saved buffer of a whole module, by first name. Adapters are left out."""
     plain = {name: plain_name(module, name) for name, _ in _saved(module)}
     known = {name for name in plain.values() if name is not None}
     available, unexpected = _available(module, read_tensors(mark.folder), known)
@@ -136,7 +136,7 @@ def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
 def _available(
     module: nn.Module, tensors: Mapping[str, StoredTensor], known: set[str]
 ) -> tuple[dict[str, StoredValue], list[str]]:
-    """The stored values by their names in the module, and the names of stored tensors that it does not have."""
+    """Return the stored values by name in the module, and the names of stored tensors that it does not have."""
     if not is_transformers_model(module):
         available = {name: StoredValue.of(tensor) for name, tensor in tensors.items() if name in known}
         return available, [name for name in tensors if name not in known]
@@ -150,7 +150,7 @@ def _available(
         elif made.tiling is None:
             folder = tensors[name].file.parent
             raise CheckpointError(
-                f"{folder} stores '{name}' in another form than {type(module).__name__} has it ('{new}', by {made.operations}), so that"
+                f"{folder} stores '{name}' in another form than {type(module).__name__} ('{new}', by {made.operations}), so"
                 f" slices of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH,"
                 " save_original_format=False)."
             )
@@ -165,7 +165,7 @@ def _require_floats(found: Mapping[str, Stored]) -> None:
         for tensor in (tensor for value in stored for tensor in value.tensors):
             if tensor.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; {listed(FLOATS, last='or')} can be trained. Take the weights"
+                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; {listed(FLOATS, last='or')} can be trained. Use the weights"
                     " of the model before it was quantized."
                 )
 
@@ -174,6 +174,6 @@ def _other_names(module: nn.Module, folder: Path, missing: list[str], unexpected
     lists = ((missing, "the model has and the files lack"), (unexpected, "the files have and the model lacks"))
     parts = [f"{len(names)} that {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for names, what in lists if names]
     return CheckpointError(
-        f"The tensors in {folder} are not those of {type(module).__name__}: {'; '.join(parts)}. Give the folder of this model, or"
-        " load_pretrained(..., strict=False) to draw what is missing and leave out the rest."
+        f"The tensors in {folder} do not match {type(module).__name__}: {'; '.join(parts)}. Use the folder of this model, or"
+        " load_pretrained(..., strict=False) to initialize missing tensors and ignore extra ones."
     )

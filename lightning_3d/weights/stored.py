@@ -1,4 +1,4 @@
-"""Where the value of a parameter lies in safetensors files: in one tensor, or in several that tile it.
+"""Places of parameter values in safetensors files: one tensor, or several that tile the parameter.
 
 Checkpoints of mixtures have each expert by itself, gate and up projection apart; the model has them in one tensor. A rank reads the
 parts of those that it needs, and nothing else.
@@ -22,7 +22,7 @@ from lightning_3d.parallel.sharding import Box, ShardSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor, and where in the parameter it begins. Dimensions that it lacks, in front, are of size 1."""
+    """A stored tensor and its offset in the parameter. Missing leading dimensions have size 1."""
 
     tensor: StoredTensor
     offset: tuple[int, ...]
@@ -32,7 +32,7 @@ class Piece:
         return (1,) * (len(self.offset) - len(self.tensor.shape)) + self.tensor.shape
 
     def overlap(self, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """What of a shard's rectangle is here: slices of the stored tensor, and of the shard; None where nothing is."""
+        """Intersect with a shard: slices of the stored tensor and of the shard; None if they do not overlap."""
         stored, local = [], []
         for begin, size, start, place, length in zip(
             self.offset, self.shape, box.global_offset, box.local_offset, box.shape, strict=True
@@ -50,7 +50,8 @@ class StoredValue:
     """A whole parameter in files.
 
     Attributes:
-        shape: of the parameter. pieces: they tile it.
+        shape: shape of the parameter.
+        pieces: stored tensors that tile it.
     """
 
     shape: tuple[int, ...]
@@ -58,12 +59,12 @@ class StoredValue:
 
     @classmethod
     def of(cls, tensor: StoredTensor) -> StoredValue:
-        """A parameter that is stored as it is."""
+        """Describe a parameter that is stored as one tensor."""
         return cls(tensor.shape, (Piece(tensor, (0,) * len(tensor.shape)),))
 
     @property
     def name(self) -> str:
-        """Of its tensor, or the first of several."""
+        """Name of its tensor, or of the first of several."""
         return self.pieces[0].tensor.name
 
     @property
@@ -77,11 +78,11 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a parameter is made of stored tensors: stacks of equal ones, and these side by side.
+    """How a parameter is built from stored tensors: by stacking equal ones, then concatenating the stacks.
 
     Attributes:
         stacked: tensors whose names differ in a number are stacked along a new first dimension, in the order of the numbers.
-        dim: of the parameter, along which the stacks (or tensors) of several names are concatenated; None for one name.
+        dim: dimension of the parameter along which the stacks (or tensors) of several names are concatenated; None for one name.
     """
 
     stacked: bool
@@ -99,7 +100,7 @@ class Tiling:
         heights = {pattern: len(tensors) for pattern, tensors in columns.items()}
         if len(set(heights.values())) > 1:
             counts = ", ".join(f"{count} {pattern}" for pattern, count in heights.items())
-            raise CheckpointError(f"'{name}' is stored in parts of which some are missing: {counts}. Copy or download the files again.")
+            raise CheckpointError(f"Some stored parts of '{name}' are missing: {counts}. Copy or download the files again.")
         pieces: list[Piece] = []
         edge = 0
         for tensors in columns.values():
@@ -114,14 +115,14 @@ class Tiling:
             for dim, (size, whole) in enumerate(zip(piece.shape, shape, strict=True)):
                 if size != whole and dim != self.dim and not (dim == 0 and self.stacked):
                     raise CheckpointError(
-                        f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in {piece.tensor.file}, which does not fit the"
+                        f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in {piece.tensor.file}, which does not match the"
                         f" other parts of '{name}' {list(shape)}."
                     )
         return StoredValue(shape, tuple(pieces))
 
 
 class Reader:
-    """Reads parts of stored tensors. Keeps the file of the last one open."""
+    """Reads parts of stored tensors. Keeps the last file open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -130,10 +131,10 @@ class Reader:
     def read(
         self, stored: Sequence[StoredValue], spec: ShardSpec, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """This rank's shard, of shape `spec.local_shape`, as `dtype` on `device`.
+        """Read this rank's shard, of shape `spec.local_shape`, as `dtype` on `device`.
 
         Args:
-            stored: several for tied parameters that were saved under each of their names.
+            stored: stored values; several for tied parameters that were saved under each of their names.
 
         Raises:
             CheckpointError: a file cannot be read, or tied parameters have two values.
@@ -163,6 +164,6 @@ class Reader:
 
     def _open(self, path: Path) -> Any:
         if path != self._path:
-            self._path, self._file = None, None  # unmapped before the next one is
+            self._path, self._file = None, None  # unmap this file before mapping the next one
             self._file, self._path = safe_open(path, framework="pt", device="cpu"), path
         return self._file

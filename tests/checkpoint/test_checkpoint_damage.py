@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_3d.checkpoint import CheckpointStore, folder, load_full_state_dict, read_manifest
+from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, folder, load_full_state_dict, read_manifest
 from lightning_3d.checkpoint.folder import MANIFEST, TRAINER, TRAINER_TENSORS
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.slices import whole
@@ -49,9 +49,10 @@ def tensors(step: int, numel: int = 1000) -> dict[str, Tensor]:
     return {"weight": torch.full((numel,), float(step)), "bias": torch.arange(5) + step}
 
 
-def save(path: Path, step: int, store: CheckpointStore | None = None, must: bool = True, numel: int = 1000) -> bool:
+def save(path: Path, step: int, store: CheckpointStore | None = None, mode: SaveMode = SaveMode.REQUIRED, numel: int = 1000) -> bool:
     checkpoint = {"global_step": step, "epoch": 0, "state_dict": tensors(step, numel), "note": torch.ones(3)}
-    return (store or CheckpointStore(asynchronous=False)).save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, must=must)  # type: ignore[arg-type]
+    store = store or CheckpointStore(CheckpointOptions(asynchronous=False))
+    return store.save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, mode)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -107,12 +108,12 @@ def test_f30_one_flipped_bit_is_found(name: str, where: float, checkpoint: Path)
 
 def test_f30_without_hashes_the_reader_of_a_damaged_file_names_it(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 0.1)
-    assert str(checkpoint / TRAINER_TENSORS) in refusal(checkpoint, CheckpointStore(verify=False))
+    assert str(checkpoint / TRAINER_TENSORS) in refusal(checkpoint, CheckpointStore(CheckpointOptions(verify=False)))
 
 
 def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 1.0)
-    assert CheckpointStore(verify=False).load(checkpoint)["note"].tolist() != [1.0, 1.0, 1.0]
+    assert CheckpointStore(CheckpointOptions(verify=False)).load(checkpoint)["note"].tolist() != [1.0, 1.0, 1.0]
 
 
 FILES = [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS]
@@ -135,13 +136,13 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert 'Did you mean "step_1"?' in refusal(checkpoint.with_name("step_11"))
     link = checkpoint.with_name("last")
     link.symlink_to(checkpoint.with_name("step_9"))
-    assert f"{link} points to {checkpoint.with_name('step_9')}, which is not there" in refusal(link)
+    assert f"{link} points to {checkpoint.with_name('step_9')}, which does not exist" in refusal(link)
     (checkpoint / MANIFEST).unlink()
     assert "never finished" in refusal(checkpoint)
     checkpoint.with_name("old").write_bytes(b"a file")
     assert "is a file" in refusal(checkpoint.with_name("old"))
     assert "pip install dropboxdrivefs" in refusal("dropbox://bucket/a.ckpt")  # type: ignore[arg-type]
-    assert 'knows no "nothing://"' in refusal("nothing://bucket/a.ckpt")  # type: ignore[arg-type]
+    assert 'does not support "nothing://"' in refusal("nothing://bucket/a.ckpt")  # type: ignore[arg-type]
     assert "a chain of file systems" in refusal("simplecache::s3://bucket/a.ckpt")  # type: ignore[arg-type]
 
 
@@ -186,7 +187,7 @@ def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest
     evil, table = pickle.dumps(Evil(), protocol=2), (checkpoint / METADATA_FILE).read_bytes()
     (checkpoint / METADATA_FILE).write_bytes(evil)
     sign(checkpoint)
-    with pytest.raises(CheckpointError, match=r"\.metadata asks for"):
+    with pytest.raises(CheckpointError, match=r"\.metadata was not loaded: it contains"):
         load_full_state_dict(checkpoint)
     (checkpoint / METADATA_FILE).write_bytes(table)
     shard = (checkpoint / SHARD).read_bytes()
@@ -202,7 +203,7 @@ def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest
 
 def test_f29_weights_and_biases_goes_on_where_the_checkpoint_can_be_read(tmp_path: Path) -> None:
     checkpoint = {"global_step": 1, "epoch": 0, "state_dict": tensors(1), "wandb_run_id": "abc"}
-    CheckpointStore(asynchronous=False).save(tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"})  # type: ignore[arg-type]
+    CheckpointStore(CheckpointOptions(asynchronous=False)).save(tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"})  # type: ignore[arg-type]
     logger = {"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger"}}
     model = {"config": {"model_type": "llama"}}
     run = {"logger": logger, "model": model, "precision": {"name": "fp32"}, "run_folder": str(tmp_path / "run")}
@@ -218,10 +219,10 @@ def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
     flip_bit(tmp_path / "step_3" / SHARD)
     os.truncate(tmp_path / "step_2" / SHARD, 10)
     assert "step_3" in refusal(tmp_path / "step_3")
-    with pytest.warns(UserWarning, match="step_3 is damaged.*Instead of it, .*step_1 at step 1 is loaded"):
-        assert CheckpointStore(fall_back=True).load(tmp_path / "step_3")["global_step"] == 1
+    with pytest.warns(UserWarning, match="step_3 is damaged.*Loading .*step_1 \\(step 1\\) instead"):
+        assert CheckpointStore(CheckpointOptions(fall_back=True)).load(tmp_path / "step_3")["global_step"] == 1
     flip_bit(tmp_path / "step_1" / SHARD)
-    assert "step_3" in refusal(tmp_path / "step_3", CheckpointStore(fall_back=True))
+    assert "step_3" in refusal(tmp_path / "step_3", CheckpointStore(CheckpointOptions(fall_back=True)))
 
 
 # Kills and failures while a checkpoint is written
@@ -311,8 +312,8 @@ def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path) -> None:
         save(tmp_path / "a", 1)
         with pytest.raises(StorageError, match=f"{SHARD} could not be written: OSError"):
             save(tmp_path / "a", 2, numel=10_000)
-        with pytest.warns(UserWarning, match=f"b could not be written, and training goes on without it: .*{SHARD}"):
-            assert not save(tmp_path / "b", 2, must=False, numel=10_000)
+        with pytest.warns(UserWarning, match=f"b could not be written; training continues without it: .*{SHARD}"):
+            assert not save(tmp_path / "b", 2, mode=SaveMode.BACKGROUND, numel=10_000)
         assert step_of(tmp_path / "a") == 1
         assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
@@ -320,10 +321,10 @@ def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path) -> None:
 def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
     """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before, whatever came of the save."""
     with small_disk():
-        store = CheckpointStore(asynchronous=False)
+        store = CheckpointStore(CheckpointOptions(asynchronous=False))
         assert save(tmp_path / "a", 1, store)
         with pytest.warns(UserWarning, match="could not be written"):
-            assert not save(tmp_path / "b", 2, store, must=False, numel=10_000)
+            assert not save(tmp_path / "b", 2, store, mode=SaveMode.BACKGROUND, numel=10_000)
         with pytest.warns(UserWarning, match="newest complete checkpoint"):
             store.remove(tmp_path / "a")
         store.remove(tmp_path / "b")
@@ -339,7 +340,7 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
 
 def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path) -> None:
     """That which a run was resumed from stays in its folder. It is no reason to remove what came after it before the next is written."""
-    store = CheckpointStore(asynchronous=False)
+    store = CheckpointStore(CheckpointOptions(asynchronous=False))
     for name, step in (("resumed", 1), ("newest", 2)):
         save(tmp_path / name, step, store)
     with pytest.warns(UserWarning, match="newest complete checkpoint"):
@@ -354,7 +355,7 @@ def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path)
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     save(tmp_path / "run" / "a", 1)
     for wrong in (tmp_path / "run", tmp_path):
-        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder with something else than a checkpoint in it"):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder with other contents than a checkpoint"):
             save(wrong, 2)
     (tmp_path / "empty").mkdir()
     assert save(tmp_path / "empty", 3) and step_of(tmp_path / "empty") == 3
@@ -365,7 +366,7 @@ def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: py
     """As on NFS, where the folder of a file that somebody reads is never empty."""
     store = background(tmp_path)
     for step in (1, 2):
-        save(tmp_path / f"step_{step}", step, store, must=False)
+        save(tmp_path / f"step_{step}", step, store, mode=SaveMode.BACKGROUND)
     store.wait()
 
     def refuse(path: Path, *args: Any, **options: Any) -> None:
@@ -377,7 +378,7 @@ def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: py
         for step in (3, 4):
             assert save(tmp_path / "last", step, store)
         assert checkpoints_in(tmp_path) == [tmp_path / "last", tmp_path / "step_2"] and step_of(tmp_path / "last") == 4
-    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed, and training goes on: OSError"):
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed; training continues: OSError"):
         patched.setattr(Path, "rename", refuse)
         store.remove(tmp_path / "step_2")
     assert save(tmp_path / "step_5", 5, store)
@@ -389,7 +390,7 @@ def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: py
 
 
 def background(folder: Path) -> CheckpointStore:
-    store = CheckpointStore(asynchronous=True)
+    store = CheckpointStore(CheckpointOptions(asynchronous=True))
     store.hold([folder])
     return store
 
@@ -409,7 +410,7 @@ def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path,
         weights = tensors(step)
         gate.opened.clear()
         checkpoint = {"global_step": step, "state_dict": weights}
-        assert store.save(tmp_path / f"step_{step}", checkpoint, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+        assert store.save(tmp_path / f"step_{step}", checkpoint, PlainState(), None, {}, mode=SaveMode.BACKGROUND)  # type: ignore[arg-type]
         assert not (tmp_path / f"step_{step}").exists()
         weights["weight"].fill_(-1)
         gate.opened.set()
@@ -421,12 +422,12 @@ def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path,
 
 def test_f33_f39_the_next_save_and_a_load_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, store = Gate(monkeypatch), background(tmp_path)
-    save(tmp_path / "a", 1, store, must=False)
+    save(tmp_path / "a", 1, store, mode=SaveMode.BACKGROUND)
     threading.Timer(0.2, gate.opened.set).start()
-    save(tmp_path / "b", 2, store, must=False)
+    save(tmp_path / "b", 2, store, mode=SaveMode.BACKGROUND)
     assert step_of(tmp_path / "a") == 1
     assert store.load(tmp_path / "b")["global_step"] == 2
-    save(tmp_path / "c", 3, store, must=False)
+    save(tmp_path / "c", 3, store, mode=SaveMode.BACKGROUND)
     store.close()
     assert step_of(tmp_path / "c") == 3
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "c"]
@@ -435,13 +436,13 @@ def test_f33_f39_the_next_save_and_a_load_wait(tmp_path: Path, monkeypatch: pyte
 def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Path) -> None:
     with small_disk():
         store = background(tmp_path)
-        save(tmp_path / "a", 1, store, must=False)
-        save(tmp_path / "b", 2, store, must=False, numel=10_000)
+        save(tmp_path / "a", 1, store, mode=SaveMode.BACKGROUND)
+        save(tmp_path / "b", 2, store, mode=SaveMode.BACKGROUND, numel=10_000)
         store.remove(tmp_path / "a")
-        with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
+        with pytest.warns(UserWarning, match="b could not be written; training continues without it"):
             store.wait()
         assert step_of(tmp_path / "a") == 1
-        save(tmp_path / "c", 3, store, must=False)
+        save(tmp_path / "c", 3, store, mode=SaveMode.BACKGROUND)
         store.close()
         assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
@@ -452,7 +453,7 @@ def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Pa
 HOLD = """
 import sys, time
 from pathlib import Path
-from lightning_3d.checkpoint.lock import FolderLock
+from lightning_3d.storage.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_3d.checkpoint import CheckpointStore, load_full_state_dict, read_manifest, reading
+from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, load_full_state_dict, read_manifest, reading
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.rng_state import GENERATORS
 from lightning_3d.checkpoint.slices import Slices
@@ -170,15 +170,15 @@ def test_a_save_needs_one_copy_of_what_it_writes_at_the_most(asynchronous: bool,
 
 def grow(asynchronous: bool, tmp_path: Path) -> tuple[int, int]:
     """Bytes by which three saves have raised the peak of this process, and what each wrote."""
-    store = CheckpointStore(asynchronous=asynchronous)
-    save(tmp_path / "small", 0, store, must=False)
+    store = CheckpointStore(CheckpointOptions(asynchronous=asynchronous))
+    save(tmp_path / "small", 0, store, mode=SaveMode.BACKGROUND)
     store.wait()
     weights = torch.ones(16, 2**20)
     state = {f"w{index}": row for index, row in enumerate(weights)} | {"turned": torch.ones(2**10, 2**10).T}
     before = new_peak()
     for step in range(3):
         weights += 1
-        assert store.save(tmp_path / f"{step}", {"global_step": step, "state_dict": state}, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+        assert store.save(tmp_path / f"{step}", {"global_step": step, "state_dict": state}, PlainState(), None, {}, SaveMode.BACKGROUND)  # type: ignore[arg-type]
         store.wait()
     grown = resident("VmHWM") - before
     assert load_full_state_dict(tmp_path / "2")["w3"].eq(4).all()
@@ -206,7 +206,7 @@ def resume_and_count(path: str, layout: str, **strategy: Any) -> tuple[int, int,
         trainer, rows = make_trainer(layout, 1, [], checkpoint_verify=False, **strategy)
         trainer.fit_loop.epoch_loop.max_steps = 1
         trainer.fit(Wide(), datamodule=rows, ckpt_path=path)
-    shards = trainer.strategy._backend.optimizer_shards()
+    shards = trainer.strategy.built.backend.optimizer_shards()
     moments = sum(value.nbytes for shard in shards for value in shard.values.values() if isinstance(value, torch.Tensor))
     weights = sum(p.nbytes for p in trainer.lightning_module.parameters()) if strategy["zero_stage"] < 3 else moments // 2
     return counted, weights + moments, slices

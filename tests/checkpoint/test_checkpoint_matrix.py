@@ -1,7 +1,7 @@
 """Any layout loads what any other saved: every bit of weights, buffers and optimizer state, and the same training from there.
 
-Each source runs 20 steps without interruption and saves after the tenth, in the middle of its epoch. Each target loads that into a
-model on meta, writes it again before its first step, and runs the other ten.
+Each source runs 20 steps (6 in a session without the long sweeps) without interruption and saves after half of them, in the middle of its
+epoch. Each target loads that into a model on meta, writes it again before its first step, and runs the other half.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import parity
 import pytest
+import reference
 from parity import Cell, Data, Module, Rows, StepValues, quiet_trainer, strategy_arguments
 from ranks import run_ranks
 from reference import data
@@ -19,7 +20,9 @@ from test_checkpoint import SaveAtStart, all_tensors, assert_equal
 
 from lightning_3d.checkpoint import read_manifest
 
-STEPS, SAVED_AFTER = 20, 10
+LONG = reference.STEPS > 4
+STEPS = 20 if LONG else 6
+SAVED_AFTER = STEPS // 2
 CLOSE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 2e-2}
 
 
@@ -95,7 +98,7 @@ def train(cell: Cell, layers: int, callback: pl.Callback, resume: str | None = N
     return values.losses + values.grad_norms
 
 
-LAYERS = 8  # so that every schedule has its stages, and all runs have the same model
+LAYERS = 8 if LONG else 4  # so that every schedule has its stages, and all runs have the same model
 SAVED: dict[Cell, tuple[Path, list[float]]] = {}  # one run for all targets of a source
 
 

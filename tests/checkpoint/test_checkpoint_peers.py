@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_checkpoint_damage import save
 
-from lightning_3d.checkpoint import CheckpointStore, store
+from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, store
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import StorageError
 
@@ -20,10 +20,10 @@ def test_f27_a_rank_that_lost_another_in_a_save_asks_nobody(asynchronous: bool, 
     def asked(*args: object) -> None:
         raise AssertionError("it waits for the others")
 
-    checkpoints = CheckpointStore(asynchronous=asynchronous)
+    checkpoints = CheckpointStore(CheckpointOptions(asynchronous=asynchronous))
     monkeypatch.setattr(TensorSave, "finish", lose)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        save(tmp_path / "a", 1, checkpoints, must=False)
+        save(tmp_path / "a", 1, checkpoints, mode=SaveMode.BACKGROUND)
         monkeypatch.setattr(store, "through_rank_zero", asked)
         checkpoints.wait()
 
@@ -34,6 +34,6 @@ def test_what_all_ranks_know_is_agreed_on(tmp_path: Path, monkeypatch: pytest.Mo
 
     checkpoints = CheckpointStore()
     monkeypatch.setattr(TensorSave, "finish", fail)
-    assert save(tmp_path / "a", 1, checkpoints, must=False)
+    assert save(tmp_path / "a", 1, checkpoints, mode=SaveMode.BACKGROUND)
     with pytest.warns(UserWarning, match="the disk is full"):
         checkpoints.wait()

@@ -22,7 +22,7 @@ from test_checkpoint import TiedModel, make_trainer
 from test_checkpoint_damage import PlainState, background, flip_bit, refusal, save, tensors
 from test_cli import QUICK
 
-from lightning_3d.checkpoint import CheckpointStore, folder, load_full_state_dict, read_manifest
+from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, folder, load_full_state_dict, read_manifest
 from lightning_3d.checkpoint.folder import MANIFEST
 from lightning_3d.checkpoint.inspection import describe
 from lightning_3d.checkpoint.reading import TensorFolder
@@ -105,7 +105,8 @@ def test_a_copy_on_the_local_disk_is_as_good(bucket: RemotePath, tmp_path: Path)
 def test_only_needed_bytes_are_fetched(bucket: RemotePath) -> None:
     """Of 16 MB one row, and what says where it is."""
     weights = {"weight": torch.arange(4_000_000.0).view(4000, 1000)}
-    CheckpointStore(asynchronous=False).save(str(bucket / "a"), {"global_step": 1, "state_dict": weights}, STATE, None, {})
+    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store.save(str(bucket / "a"), {"global_step": 1, "state_dict": weights}, STATE, None, {})
     manifest = read_manifest(bucket / "a")
     tensors = TensorFolder(folder.contents(bucket / "a", manifest))
     Bucket.requests.clear()
@@ -118,7 +119,8 @@ def test_only_needed_bytes_are_fetched(bucket: RemotePath) -> None:
 
 def test_many_small_tensors_take_few_requests(bucket: RemotePath) -> None:
     weights = {f"weight{i}": torch.full((50,), float(i)) for i in range(200)}
-    CheckpointStore(asynchronous=False).save(str(bucket / "a"), {"global_step": 1, "state_dict": weights}, STATE, None, {})
+    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store.save(str(bucket / "a"), {"global_step": 1, "state_dict": weights}, STATE, None, {})
     tensors = TensorFolder(folder.contents(bucket / "a", read_manifest(bucket / "a")))
     Bucket.requests.clear()
     read = {f"model.{name}": torch.empty(50) for name in weights}
@@ -137,7 +139,7 @@ def test_f29_f31_damage_is_named(bucket: RemotePath) -> None:
     shard = on_disk(data / SHARD)
     contents = shard.read_bytes()
     flip_bit(shard)
-    assert url in refusal_of(url) and f"{SHARD} is not what was written" in refusal_of(url)
+    assert url in refusal_of(url) and f"{SHARD} has changed since it was saved" in refusal_of(url)
     shard.write_bytes(contents[:-1])
     assert f"{SHARD} has {len(contents) - 1} bytes instead of {len(contents)}" in refusal_of(url)
     shard.unlink()
@@ -153,8 +155,8 @@ def test_f29_falls_back_if_asked(bucket: RemotePath) -> None:
     for step in (1, 2):
         save_at(bucket / f"step_{step}", step)
     flip_bit(on_disk(folder.contents(bucket / "step_2", read_manifest(bucket / "step_2")) / SHARD))
-    with pytest.warns(UserWarning, match="step_2 is damaged.*Instead of it, .*step_1 at step 1 is loaded"):
-        assert CheckpointStore(fall_back=True).load(str(bucket / "step_2"))["global_step"] == 1
+    with pytest.warns(UserWarning, match="step_2 is damaged.*Loading .*step_1 \\(step 1\\) instead"):
+        assert CheckpointStore(CheckpointOptions(fall_back=True)).load(str(bucket / "step_2"))["global_step"] == 1
 
 
 # Failures and kills while it is written
@@ -166,8 +168,8 @@ def test_f32_a_failed_upload_leaves_what_was_there(where: str, bucket: RemotePat
     Bucket.fails, Bucket.fails_after = where, 5000 if where == SHARD else 0
     with pytest.raises(StorageError, match="BrokenConnection: the other side went away"):
         save_at(bucket / "a", 2, numel=10_000)
-    with pytest.warns(UserWarning, match="b could not be written, and training goes on without it: .*BrokenConnection"):
-        assert not save_at(bucket / "b", 2, must=False, numel=10_000)
+    with pytest.warns(UserWarning, match="b could not be written; training continues without it: .*BrokenConnection"):
+        assert not save_at(bucket / "b", 2, mode=SaveMode.BACKGROUND, numel=10_000)
     assert step_of(str(bucket / "a")) == 1
     assert objects(bucket) == whole("a")
     Bucket.heal()
@@ -178,16 +180,16 @@ def test_f32_a_failed_upload_leaves_what_was_there(where: str, bucket: RemotePat
 def test_f32_in_the_background_training_goes_on(bucket: RemotePath) -> None:
     folder_of_run: Any = bucket
     store = background(folder_of_run)
-    assert save_at(bucket / "a", 1, store, must=False)
+    assert save_at(bucket / "a", 1, store, mode=SaveMode.BACKGROUND)
     store.wait()
     Bucket.fails = SHARD
-    assert save_at(bucket / "b", 2, store, must=False)
+    assert save_at(bucket / "b", 2, store, mode=SaveMode.BACKGROUND)
     store.remove(str(bucket / "a"))
-    with pytest.warns(UserWarning, match="b could not be written, and training goes on without it"):
+    with pytest.warns(UserWarning, match="b could not be written; training continues without it"):
         store.wait()
     assert step_of(str(bucket / "a")) == 1, "the only good one"
     Bucket.heal()
-    assert save_at(bucket / "c", 3, store, must=False)
+    assert save_at(bucket / "c", 3, store, mode=SaveMode.BACKGROUND)
     store.close()
     assert objects(bucket) == whole("c"), "a is removed now, and so is the marker of the run"
 
@@ -230,7 +232,7 @@ def test_f27_a_kill_leaves_the_newest_complete_checkpoint(phase: str, replaces: 
     committed = phase == "after the manifest"
     assert step_of(str(bucket / "a")) == (2 if replaces and committed else 1)
     assert [found.name for found in checkpoints_in(bucket)] == (["a"] if replaces or not committed else ["b", "a"])
-    store = CheckpointStore(asynchronous=False)
+    store = CheckpointStore(CheckpointOptions(asynchronous=False))
     store.hold([str(bucket)])
     save_at(bucket / "c", 3, store)
     store.close()
@@ -263,8 +265,8 @@ def test_what_is_not_ours_stays(bucket: RemotePath) -> None:
 HOLD = """
 import sys, time
 import object_store
-from lightning_3d.checkpoint import lease
-from lightning_3d.remote_path import RemotePath
+from lightning_3d.storage import lease
+from lightning_3d.storage.remote_path import RemotePath
 object_store.register()
 lease._RENEWED_SECONDS = 0.1
 if len(sys.argv) > 2:
@@ -311,7 +313,7 @@ def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(bucket: RemotePath, o
 
 def test_f37_a_run_that_was_taken_for_dead_writes_no_more(bucket: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_RENEWED_SECONDS", 0.1)
-    store = CheckpointStore(asynchronous=False)
+    store = CheckpointStore(CheckpointOptions(asynchronous=False))
     store.hold([str(bucket)])
     save_at(bucket / "a", 1, store)
     marker = on_disk(bucket / ".lightning_3d.lock")
@@ -321,7 +323,7 @@ def test_f37_a_run_that_was_taken_for_dead_writes_no_more(bucket: RemotePath, mo
         try:
             save_at(bucket / "b", 2, store)
         except CheckpointError as error:
-            assert "taken over by another run" in str(error)
+            assert "Another run took over" in str(error)
             break
         assert time.monotonic() < deadline
     store.close()
@@ -339,7 +341,7 @@ def test_f37_saves_elsewhere_take_turns(bucket: RemotePath) -> None:
 
 
 def test_the_only_good_one_is_not_removed(bucket: RemotePath) -> None:
-    store = CheckpointStore(asynchronous=False)
+    store = CheckpointStore(CheckpointOptions(asynchronous=False))
     save_at(bucket / "a", 1, store)
     with pytest.warns(UserWarning, match="newest complete checkpoint"):
         store.remove(str(bucket / "a"))
@@ -402,7 +404,7 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
     missing, uninstalled, unknown = run_commands([train("c", override) for override in refused], timeout=120)
     for done in (first, again, shown, exported, resumed):
         assert done.code == 0, done.output
-    assert "goes on from dir://run/checkpoints/step_4.ckpt" in again.output
+    assert "resuming from dir://run/checkpoints/step_4.ckpt" in again.output
     assert "step        4" in shown.output and "whole       yes" in shown.output
     assert (tmp_path / "model" / "model.safetensors").is_file()
     steps = [2, 4, 6, 8]
@@ -429,7 +431,7 @@ def test_f27_a_run_that_is_killed_in_a_save_goes_on_at_a_url(tmp_path: Path, mon
     [killed] = run_commands([[*line, *ambush]], timeout=400)
     assert "SIGKILL" in killed.output, killed.output
     [again] = run_commands([[*line, "trainer.auto_resume=true"]], timeout=400)
-    assert again.code == 0 and "goes on from dir://run/step_2.ckpt" in again.output, again.output
+    assert again.code == 0 and "resuming from dir://run/step_2.ckpt" in again.output, again.output
     run = tmp_path / "store" / "run"
     assert sorted(path.name for path in run.iterdir()) == ["step_2.ckpt", "step_4.ckpt", "step_6.ckpt"]
     assert [len(list(path.iterdir())) for path in run.iterdir()] == [2, 2, 2], "a manifest and the folder that it names"

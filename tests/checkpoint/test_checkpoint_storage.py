@@ -112,7 +112,7 @@ def full_disk(tmp_path: Path, asynchronous: bool) -> tuple[list[str], str]:
 def test_f32_training_goes_on_when_the_disk_is_full(asynchronous: bool, tmp_path: Path) -> None:
     names, output = with_disk(tmp_path, full_disk, asynchronous)
     assert names == ["step_2.ckpt", "step_6.ckpt", "step_8.ckpt"], "nothing is left of the save that failed"
-    said = re.findall(r"The checkpoint \S+/(\S+) could not be written, and training goes on without it: (.*)", output)
+    said = re.findall(r"Checkpoint \S+/(\S+) could not be written; training continues without it: (.*)", output)
     assert [name for name, _ in said] == ["step_4.ckpt"], output
     assert "No space left on device" in said[0][1]
 
@@ -152,7 +152,7 @@ def ends_on_a_full_disk(tmp_path: Path) -> None:
     said = ended.told[0]
     assert re.match(r"lightning_3d: Training ended at step 4, but its checkpoint \S+/step_4.ckpt could not be written: ", said), said
     assert "No space left on device" in said
-    assert said.endswith(f"\nThe newest checkpoint that is whole is {disk}/checkpoints/step_2.ckpt (step 2)."), said
+    assert said.endswith(f"\nThe newest complete checkpoint is {disk}/checkpoints/step_2.ckpt (step 2)."), said
     assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_2.ckpt"]
     assert check_checkpoints(tmp_path, "elsewhere/[!.]*") == 4
 
@@ -167,7 +167,7 @@ def too_little_room(tmp_path: Path) -> None:
     ended = start(fit, (TWO, 20, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "logs")
     assert ended.codes == [2, 2] and not values.exists(), str(ended)
     size, needed, free = re.findall(r"([\d.]+) MB", ended.told[0])
-    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 lie there at once" in ended.told[0], ended.told
+    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 exist at once" in ended.told[0], ended.told
     assert float(needed) == pytest.approx(10 * float(size), abs=0.6) and float(free) == pytest.approx(1.0, abs=0.1)
     ended = start(fit, (TWO, 2, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "again")
     assert ended.codes == [0, 0], f"one fits, and no more are to be saved: {ended}"
@@ -189,14 +189,14 @@ def command_lines(tmp_path: Path) -> None:
     line = ["train", *QUICK, run, "trainer.checkpoint_every_n_steps=1"]
     refused, failed = run_here([line, [*line, "force=true"]])
     assert refused.code == 2 and refused.output.count("lightning_3d: ") == 1, refused.output
-    assert "each has 0.4 MB, and up to 2 lie there at once" in refused.output and "force=true" in refused.output
+    assert "each has 0.4 MB, and up to 2 exist at once" in refused.output and "force=true" in refused.output
     assert failed.code == 1 and "Traceback" not in failed.output, failed.output
     newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
-    assert f"checkpoint         {newest} (step 1); that of step 2 could not be written" in failed.output, failed.output
+    assert f"checkpoint         {newest} (step 1); the checkpoint of step 2 could not be written" in failed.output, failed.output
     assert failed.output.count("No space left on device") >= 1 and f"  checkpoint: {newest} (step 1)\n  resume: " in failed.output
     status = read_status(disk / "new" / "run")
     assert status is not None and (status.status, status.exit_code) == ("failed", 1)
-    assert "could not be written" in status.reason and f"The newest checkpoint that is whole is {newest} (step 1)." in status.reason
+    assert "could not be written" in status.reason and f"The newest complete checkpoint is {newest} (step 1)." in status.reason
 
 
 def test_full_disks_on_the_command_line(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ class Predict(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
         strategy: Any = trainer.strategy
-        mesh, backend = strategy._require_mesh(), strategy._backend
+        mesh, backend = strategy.mesh, strategy.built.backend
         _, self.everything = checkpoint_bytes(trainer.lightning_module, strategy.specs, mesh, trainer.optimizers, backend)
 
 
@@ -242,7 +242,7 @@ def read_only_disk(tmp_path: Path) -> None:
         values = tmp_path / f"{name}.csv"
         ended = start(fit, (TWO, 4, values, [saver(disk / name)]), 2, tmp_path / name)
         assert ended.codes == [2, 2], str(ended)
-        assert f"No checkpoint can be written to {disk / name / 'checkpoints'}: " in ended.told[0], ended.told
+        assert f"Cannot write checkpoints to {disk / name / 'checkpoints'}: " in ended.told[0], ended.told
         assert "\n" not in ended.told[0] and "read-only" in ended.told[0].lower()
         assert not values.exists(), "not a step was made"
 
@@ -289,13 +289,13 @@ def fit_on_a_slow_disk(run: Path) -> tuple[list[str], int, list[list[int]]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(TWO, 4, run / "values.csv", [watched, saver(run, every=1)])
-    return [str(warning.message) for warning in caught if "has waited" in str(warning.message)], watched.most, watched.memory
+    return [str(warning.message) for warning in caught if "Training waited" in str(warning.message)], watched.most, watched.memory
 
 
 def test_f33_a_slow_disk_holds_training_up_and_takes_no_more_memory(tmp_path: Path) -> None:
     (said, *first), (silent, *second) = run_ranks(fit_on_a_slow_disk, 2, tmp_path)
     assert len(said) == 1 and not silent, "told once, by rank 0"
-    assert re.search(r"has waited \d+\.\d s until the checkpoint \S*step_1.ckpt was written", said[0])
+    assert re.search(r"waited \d+\.\d s for checkpoint \S*step_1.ckpt: saves come faster", said[0])
     for most, memory in (first, second):
         assert most == 1, "one save at a time"
         assert len(memory) == 4 and memory[0] and all(used == memory[0] for used in memory)
@@ -331,10 +331,10 @@ def hanging_disk(run: Path, asynchronous: bool) -> None:
     arguments = (run, run / "hangs.csv", True, asynchronous)
     ended = start(fit_on_a_disk_that_hangs, arguments, 2, run / "logs")
     assert ended.codes == [1, 1], str(ended)
-    told = [text for text in ended.told if "step_4.ckpt is not written 6 s after its begin" in text]
+    told = [text for text in ended.told if "step_4.ckpt has not finished 6 s after it started" in text]
     assert told, ended
-    assert re.search(r"rank 1: the checkpoint \S+ is not written 6 s after its begin: writing \S+/__1_0.distcp", told[0]), told
-    assert re.search(r"rank 0: the checkpoint \S+ is not written 6 s after its begin: waiting for other ranks", told[0]), told
+    assert re.search(r"rank 1: checkpoint \S+ has not finished 6 s after it started: writing \S+/__1_0.distcp", told[0]), told
+    assert re.search(r"rank 0: checkpoint \S+ has not finished 6 s after it started: waiting for other ranks", told[0]), told
     assert check_checkpoints(run) == 2
     arguments = (run, run / "goes_on.csv", False, asynchronous, str(run / "checkpoints" / "step_2.ckpt"))
     ended = start(fit_on_a_disk_that_hangs, arguments, 2, run / "again")
@@ -353,10 +353,10 @@ def test_f33_a_save_that_hangs_ends_the_run_and_names_rank_and_file(asynchronous
 def test_f33_a_folder_that_cannot_be_made_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_checkpoint_damage import save
 
-    from lightning_3d.checkpoint import CheckpointStore
+    from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
 
     gone = threading.Event()
     monkeypatch.setattr(folder, "begin", lambda *args, **kwargs: gone.wait(60))
-    with pytest.raises(StorageHangs, match=f"The begin of the checkpoint {tmp_path / 'a'} has not come to its end after 0.2 s"):
-        save(tmp_path / "a", 1, CheckpointStore(timeout_seconds=0.2), must=False)
+    with pytest.raises(StorageHangs, match=f"Starting checkpoint {tmp_path / 'a'} has not finished after 0.2 s"):
+        save(tmp_path / "a", 1, CheckpointStore(CheckpointOptions(timeout_seconds=0.2)), mode=SaveMode.BACKGROUND)
     gone.set()

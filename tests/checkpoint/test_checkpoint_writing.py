@@ -7,7 +7,7 @@ import torch
 from test_checkpoint_damage import PlainState
 from torch import Tensor
 
-from lightning_3d.checkpoint import CheckpointStore, load_full_state_dict
+from lightning_3d.checkpoint import CheckpointStore, SaveMode, load_full_state_dict
 from lightning_3d.checkpoint import host_buffers as staging
 from lightning_3d.checkpoint.slices import flat_range
 from lightning_3d.checkpoint.writing import _describe, _offer, _one_writer_each
@@ -40,7 +40,7 @@ def test_replicas_that_are_cut_in_another_way_write_nothing() -> None:
 
 
 def save(path: Path, step: int, state: dict[str, Tensor], store: CheckpointStore) -> bool:
-    return store.save(path, {"global_step": step, "state_dict": state}, PlainState(), None, {}, must=False)  # type: ignore[arg-type]
+    return store.save(path, {"global_step": step, "state_dict": state}, PlainState(), None, {}, SaveMode.BACKGROUND)  # type: ignore[arg-type]
 
 
 def test_saves_in_the_background_of_other_tensors_than_before(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_f33_training_goes_on_where_there_is_no_memory_for_copies(tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(staging, "_huge_pages", refuse)
         assert save(tmp_path / "1", 1, state, store)
-        with pytest.warns(UserWarning, match="no memory on the host for copies of what is saved: OSError.*Cannot allocate memory"):
+        with pytest.warns(UserWarning, match="not enough host memory to copy the tensors .*: OSError.*Cannot allocate memory"):
             store.wait()
     assert not list(tmp_path.iterdir())
     assert save(tmp_path / "2", 2, state, store)

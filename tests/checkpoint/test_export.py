@@ -27,8 +27,8 @@ from transformers import conversion_mapping
 from lightning_3d import Lightning3DStrategy
 from lightning_3d.checkpoint import load_full_state_dict
 from lightning_3d.checkpoint.huggingface import export
-from lightning_3d.cli.checkpoints import export as command
-from lightning_3d.cli.checkpoints import inspect
+from lightning_3d.cli.export import run as command
+from lightning_3d.cli.inspect import run as inspect
 from lightning_3d.errors import CheckpointError, ConfigError
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", *models.MIXTURES]
@@ -124,13 +124,13 @@ def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "full" / "file").touch()
     cases = [
         ([str(tmp_path / "nothing")], "There is no checkpoint at"),
-        ([str(llama[1]), "--output", str(tmp_path / "full")], "is there already and is not empty"),
+        ([str(llama[1]), "--output", str(tmp_path / "full")], "already exists and is not empty"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--module", "modle"], 'no model "modle". Did you mean "model"'),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "full")], "holds no tokenizer"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "There is no folder"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--max-shard-size", "5 apples"], "max-shard-size"),
         ([str(llama[1]), "--dtype", "int4"], "invalid choice"),
-        ([str(llama[1]), "--output", str(tmp_path / "x"), "--merge"], "has no adapters of PEFT that --merge"),
+        ([str(llama[1]), "--output", str(tmp_path / "x"), "--merge"], "has no PEFT adapters for --merge"),
     ]
     for words, message in cases:
         assert command(words) == 2, words
@@ -142,7 +142,7 @@ def test_a_model_that_is_none_of_transformers(llama: tuple[Path, Path], tmp_path
     folder = Path(shutil.copytree(llama[1], tmp_path / "other"))
     manifest = json.loads((folder / "manifest.json").read_text())
     write_manifest(folder, manifest | {"transformers": {}})
-    with pytest.raises(CheckpointError, match="no model of Transformers"):
+    with pytest.raises(CheckpointError, match="no Transformers model"):
         export(folder, tmp_path / "out")
     two = {"model": manifest["transformers"]["model"], "other": manifest["transformers"]["model"]}
     write_manifest(folder, manifest | {"transformers": two})
@@ -174,7 +174,7 @@ def test_inspect(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     assert inspect([str(folder), "--no-verify"]) == 0
     assert "every file has its size" in capsys.readouterr().out
     assert inspect([str(folder)]) == 2
-    assert f"{shard.name} is not what was written" in capsys.readouterr().err
+    assert f"{shard.name} has changed since it was saved" in capsys.readouterr().err
     shard.write_bytes(contents[:-10])
     assert inspect([str(folder)]) == 2
     assert shard.name in capsys.readouterr().err

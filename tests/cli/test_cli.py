@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import REPOSITORY, Result, environment, run_commands
+from starts import in_fresh_process
 
 QUICK = [
     "parallelism=dp2",
@@ -28,7 +30,6 @@ FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.ran
 LINES: dict[str, list[str]] = {
     "run": QUICK,
     "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
-    "spawn": [*QUICK, "trainer.start_method=spawn"],
     "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3"],
     "quiet": [*QUICK, "callbacks=none", "logger=csv"],
     "diverges": [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null", "trainer.checkpoint_every_n_steps=1"],
@@ -44,10 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Result]:
     """All command lines, each with a run folder of its own below `folder`."""
-    lines = [
-        ["train", *overrides, f"hydra.{'sweep' if name == 'sweep' else 'run'}.dir={folder / name}"] for name, overrides in LINES.items()
+    return dict(zip(LINES, run_lines(LINES, folder), strict=True))
+
+
+def run_lines(lines: dict[str, list[str]], folder: Path) -> list[Result]:
+    commands = [
+        ["train", *overrides, f"hydra.{'sweep' if name == 'sweep' else 'run'}.dir={folder / name}"] for name, overrides in lines.items()
     ]
-    return dict(zip(LINES, run_commands(lines, timeout=500, warm=True), strict=True))
+    return run_commands(commands, timeout=500, warm=True)
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,12 +100,14 @@ def test_failing_rank_is_told_once_and_ends_those_that_hang(results: dict[str, R
 def test_killed_rank_is_named() -> None:
     (result,) = run_commands([["train", *QUICK, *FAULTY, "+callbacks.faulty.how=kill"]])
     assert result.code == 1
-    assert "rank 1 of 2 failed:\nit was ended by SIGKILL (out of memory?)" in result.output
+    assert "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)" in result.output
     assert "Traceback" not in result.output
 
 
+@pytest.mark.full
 def test_fresh_interpreters_train_as_well(results: dict[str, Result], folder: Path) -> None:
-    assert results["spawn"].code == 0, results["spawn"].output
+    [spawned] = run_lines({"spawn": [*QUICK, "trainer.start_method=spawn"]}, folder)
+    assert spawned.code == 0, spawned.output
     assert losses(folder / "spawn") == losses(folder / "run")
 
 
@@ -112,7 +119,7 @@ def losses(run: Path) -> list[str]:
 def test_sweep_runs_a_job_in_ranks_of_its_own(results: dict[str, Result], folder: Path) -> None:
     result = results["sweep"]
     assert result.code == 0, "what does not fit is skipped"
-    skipped = result.output.index("job 1 skipped: parallelism=tp3: Tensor parallelism deals")
+    skipped = result.output.index("job 1 skipped: parallelism=tp3: Tensor parallelism assigns")
     assert skipped < result.output.index("[1/1] job 0: parallelism=dp2"), "it is said before the first job starts"
     assert [row["status"] for row in csv.DictReader((folder / "sweep" / "sweep.csv").open())] == ["finished", "skipped"]
     assert not (folder / "sweep" / "1").exists()
@@ -129,6 +136,29 @@ def test_callbacks_and_logger_are_choices(results: dict[str, Result], folder: Pa
     assert (folder / "quiet" / "csv" / "metrics.csv").is_file()
 
 
+def test_ranks_that_torchrun_starts_train_into_one_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
+    """Its agent, rendezvous and environment, with ranks that are forked from a warm process."""
+    in_fresh_process(forked_by_torchrun, tmp_path)
+    (run,) = (tmp_path / "outputs").glob("*/*")
+    assert losses(run) == losses(folder / "run")
+
+
+def forked_by_torchrun(folder: Path) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.update(environment())
+    os.chdir(folder)
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two ranks"}
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, start_method="fork", **place)
+    elastic_launch(config, train_here)(QUICK)
+
+
+def train_here(overrides: list[str]) -> None:
+    from lightning_3d.cli import main
+
+    assert main(["train", *overrides]) == 0
+
+
 def torchrun(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "train.py")]
     return subprocess.run(
@@ -142,6 +172,7 @@ def torchrun(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.full
 def test_torchrun_trains_into_one_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
     done = torchrun(QUICK, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -197,7 +228,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(results
 def test_a_run_that_skips_steps_says_how_many(results: dict[str, Result]) -> None:
     output = results["skips"].output
     assert results["skips"].code == 0, output
-    assert "Step 2: the loss is nan" in output and "The optimizer skips it (skipped so far: 1)." in output
+    assert "Step 2: the loss is nan" in output and "The optimizer skips this step (skipped so far: 1)." in output
     [row] = [line for line in output.splitlines() if line.startswith("skipped steps")]
     assert row.split("  ")[-1].strip() == "1: loss or gradient norm was not finite"
     assert "training loss      nan" not in output

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_cli import FAULTY, QUICK, losses
 
+from lightning_3d.cli import train
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
@@ -67,7 +68,7 @@ def test_prepared_folder_is_taken_once(results: dict[str, Result], folder: Path)
     again = results["again"]
     assert again.code == 2
     assert again.output == (
-        f"lightning_3d: {folder / 'prepared'} holds a run already (status: finished). --folder NEW repeats it in a new folder.\n"
+        f"lightning_3d: {folder / 'prepared'} already holds a run (status: finished). To repeat it in a new folder, use --folder NEW.\n"
     )
     assert results["into another"].code == 2 and "Set --folder to a new folder" in results["into another"].output
 
@@ -127,13 +128,13 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read: No such file"),
-        ("a: [", "is no YAML"),
-        ("- a", "names no run_folder"),
-        ("a: 1", "names no run_folder"),
+        (None, "Cannot read the configuration .*: No such file"),
+        ("a: [", "is not valid YAML"),
+        ("- a", "has no run_folder"),
+        ("a: 1", "has no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
-        ("run_folder: ${hydra:runtime.output_dir}", "not that in .hydra"),
-        ("run_folder: null", "names no run_folder"),
+        ("run_folder: ${hydra:runtime.output_dir}", "not the one in .hydra"),
+        ("run_folder: null", "has no run_folder"),
         ("3", "has no keys"),
     ],
 )
@@ -148,7 +149,7 @@ def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp
 def test_of_two_runs_one_takes_a_prepared_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     RunFolder.adopt(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds a run already \(status: running; process \d+ "):
+    with pytest.raises(ConfigError, match=r"already holds a run \(status: running; process \d+ "):
         RunFolder.adopt(tmp_path)
 
 
@@ -180,3 +181,14 @@ def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[s
     assert losses(tmp_path / "run") == losses(folder / "train")
     status = read_status(tmp_path / "run")
     assert status is not None and status.status == "finished"
+
+
+def test_a_run_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its folder is made; with parallelism=auto each check searches for the fastest layout."""
+    checked, started = [], []
+    check = train.check_for
+    monkeypatch.setattr(train, "check_for", lambda *arguments, **more: checked.append(check(*arguments, **more)) or checked[-1])
+    monkeypatch.setattr(train, "run_job", lambda config, plan, *rest: started.append(plan) or 0)
+    quiet = ["logger=none", "callbacks=none", "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    assert train.run(["parallelism=tp1", f"hydra.run.dir={tmp_path / 'run'}", *quiet], None) == 0
+    assert started == checked and len(checked) == 1

@@ -172,14 +172,14 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("auto on what is not known", "needs to know the GPUs of the cluster, but local does not say"),
-        ("nothing fits", "No layout of 70.6 billion parameters on 8 GPUs with 80.0 GB each fits"),
+        ("auto on what is not known", "needs to know the GPUs of the cluster, but local does not state them"),
+        ("nothing fits", "No layout of 70.6 billion parameters fits on 8 GPUs with 80.0 GB each"),
         ("all reserved", "and 85% of the memory left free (plan.memory_reserve=0.85). dp8 would fill"),
-        ("more than all reserved", "plan.memory_reserve is 1.0, but must be a finite number between 0 and 0.9."),
+        ("more than all reserved", "plan.memory_reserve must be a finite number between 0 and 0.9; got 1.0."),
         ("no such model", "llama9"),
-        ("no such option", "--evalute is no option of lightning-3d plan"),
-        ("no such file", "There is no file x.csv with measured runs."),
-        ("no such folder", "There is no folder /nowhere/at/all"),
+        ("no such option", 'lightning-3d plan has no option --evalute. Did you mean "--evaluate"?'),
+        ("a script now", "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"),
+        ("no such folder", "there is no folder /nowhere/at/all"),
         ("left open", "parallelism.zero_stage must be given"),
     ],
 )

@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["gate_proj.weight [72, 32], stored [64, 32]"],
     ),
     "lora_key": (["+model.lora.target_module=4"], ['Did you mean "model.lora.target_modules"']),
-    "lora_rank": (["model.lora.r=0"], ["model.lora.r is 0", "at least 1"]),
+    "lora_rank": (["model.lora.r=0"], ["model.lora.r must be", "at least 1", "got 0"]),
     "lora_dropout": (["model.lora.r=4", "model.lora.dropout=1.5"], ["model.lora.dropout is 1.5"]),
 }
 ADAPTED = ["model=pretrained", "model.pretrained={}", "model.lora.r=4"]

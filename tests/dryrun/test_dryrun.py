@@ -313,9 +313,9 @@ def test_command_lines() -> None:
     assert results["help"].code == 0 and "--timeline FILE" in results["help"].output
     refusals = {
         "layout": "Tensor parallelism deals",
-        "rank": "rank=8: tp2_pp2_dp2 has 8 ranks, 0 to 7.",
-        "word": "rank=first is no number of a rank",
-        "option": "--josn is no option of a dry run",
+        "rank": "rank=8 does not exist: tp2_pp2_dp2 has 8 ranks, 0 to 7.",
+        "word": "rank=first must be a rank or a comma-separated list of ranks",
+        "option": 'lightning-3d dryrun has no option --josn. Did you mean "--json"?',
         "folder": "there is no folder",
         "no file": "--json . is a folder",
         "unwritable": "--timeline /proc/x.svg cannot be written",

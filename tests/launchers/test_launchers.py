@@ -14,6 +14,7 @@ from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.launchers import kubernetes, slurm, torchrun
 from lightning_3d.launchers.options import KubernetesOptions, SlurmOptions, TorchrunOptions, read_options, split
 from lightning_3d.launchers.target import Target, find_target
+from lightning_3d.runs.check import Machine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 
 LARGE = ["recipe=llama3_70b_256xa100", "data.train_path=/data/corpus.bin"]
@@ -24,7 +25,7 @@ IN_PODS = KubernetesOptions(image="registry/train:1", volumes={"runs": "/mnt/run
 
 @pytest.fixture(scope="module")
 def large() -> Target:
-    return find_target(LARGE, counted=True, elsewhere=True)
+    return find_target(LARGE, Machine.REMOTE_NODES)
 
 
 def target_of(*overrides: str) -> Target:
@@ -34,7 +35,7 @@ def target_of(*overrides: str) -> Target:
 def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
     assert (large.nodes, large.ranks_per_node, large.gpus_per_node) == (32, 8, 8)
     assert large.name == "llama3-70b-256xa100"
-    cpu = find_target(CPU, counted=True, elsewhere=False)
+    cpu = find_target(CPU, Machine.COUNTED_NODES)
     assert (cpu.nodes, cpu.ranks_per_node, cpu.gpus_per_node, cpu.name) == (2, 2, 0, "llama-tiny-tp2-dp2")
 
 
@@ -46,29 +47,26 @@ def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
         (["cluster=h100_2x8"], r"8 ranks, but the cluster h100_2x8 has 16 GPUs .*Layouts for 16 ranks"),
         ([LARGE[0]], r"^data.train_path must be given"),
         ([*ADAPTERS], r"model.pretrained must be given"),
-        ([*LARGE, "-m"], "a launch is one run"),
-        ([*LARGE, "--cfg"], "lightning-3d train --cfg job"),
-        ([*LARGE, "--force"], "--force is no option of a launch"),
         ([*LARGE, "trainer.dry=true"], "--dry"),
         (["cluster=h100_1x8", "parallelism=tp3"], "3 ranks"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(Lightning3DError, match=message):
-        find_target(overrides, counted=True, elsewhere=False)
+        find_target(overrides, Machine.COUNTED_NODES)
 
 
 def test_weights_that_only_the_nodes_see_are_looked_at_there() -> None:
     weights = "model.pretrained=/mnt/models/Mistral-7B-v0.1"
-    assert weights in find_target([*ADAPTERS, weights], counted=True, elsewhere=True).arguments()
+    assert weights in find_target([*ADAPTERS, weights], Machine.REMOTE_NODES).arguments()
     with pytest.raises(Lightning3DError, match="There is no folder /mnt/models/Mistral-7B-v0.1"):
-        find_target([*ADAPTERS, weights], counted=True, elsewhere=False)
+        find_target([*ADAPTERS, weights], Machine.COUNTED_NODES)
     with pytest.raises(ConfigError, match="which this machine does not have"):
-        find_target([*ADAPTERS, weights, "model=pretrained"], counted=True, elsewhere=True)
+        find_target([*ADAPTERS, weights, "model=pretrained"], Machine.REMOTE_NODES)
 
 
 def test_torchrun_on_one_node_needs_no_cluster() -> None:
-    target = find_target(["cluster=local", "parallelism=tp2_dp2"], counted=False, elsewhere=False)
+    target = find_target(["cluster=local", "parallelism=tp2_dp2"], Machine.NODES)
     words = shlex.split(torchrun.render(target, TorchrunOptions()))
     assert "--standalone" in words and "--nproc-per-node=4" in words and words[-2:] == ["cluster=local", "parallelism=tp2_dp2"]
 
@@ -79,7 +77,7 @@ def test_torchrun_on_several_nodes(large: Target) -> None:
     assert not any("is_host" in word for word in words), "torchrun finds out"
     first = torchrun.render(large, TorchrunOptions(endpoint="10.0.0.1:1234", address="10.0.0.1", env={"NCCL_DEBUG": "INFO"}))
     assert "--rdzv-conf=is_host=1" in first and first.startswith("env NCCL_DEBUG=INFO ")
-    for endpoint, message in ((None, "launch.endpoint=HOST:29500"), ("host:port", "write HOST:PORT"), (":1", "write HOST:PORT")):
+    for endpoint, message in ((None, "launch.endpoint=HOST:29500"), ("host:port", "must be HOST:PORT"), (":1", "must be HOST:PORT")):
         with pytest.raises(ConfigError, match=message):
             torchrun.render(large, TorchrunOptions(endpoint=endpoint))
 
@@ -117,7 +115,7 @@ def test_slurm_script(large: Target) -> None:
 
 
 def test_slurm_script_without_gpus_and_with_a_folder_of_the_users() -> None:
-    target = find_target([*CPU, "hydra.run.dir=/runs/mine", "trainer.auto_resume=false"], counted=True, elsewhere=False)
+    target = find_target([*CPU, "hydra.run.dir=/runs/mine", "trainer.auto_resume=false"], Machine.COUNTED_NODES)
     script = slurm.render(target, SlurmOptions(requeue=False))
     assert "gpus" not in script and "--no-requeue" in script
     assert script.count("hydra.run.dir") == script.count("auto_resume") == 1
@@ -230,10 +228,10 @@ def test_other_options_of_pods(large: Target) -> None:
     ("options", "message"),
     [
         (KubernetesOptions(volumes={"runs": "/mnt"}), "launch.image must be given"),
-        (KubernetesOptions(image="x"), "would be in the pod .*launch.volumes"),
-        (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "'Runs'; Kubernetes takes"),
-        (KubernetesOptions(image="x", volumes={"runs": "mnt"}), "absolute path"),
-        (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "a letter first: my-run"),
+        (KubernetesOptions(image="x"), "would be inside the pod .*launch.volumes"),
+        (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "launch.volumes must be at most 63 .* got 'Runs'"),
+        (KubernetesOptions(image="x", volumes={"runs": "mnt"}), "must be absolute"),
+        (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "a letter first, such as my-run"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="a" * 60), "at most 47"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, namespace="a.b"), "launch.namespace"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, shm="64 GB"), "launch.shm"),
@@ -261,7 +259,7 @@ def test_options_have_types() -> None:
         ("launch.patrition=gpu", 'launch.patrition".* Did you mean "launch.partition"'),
         ("launch.cpus_per_task=many", "launch.cpus_per_task: .*Integer"),
         ("launch.cpus_per_task=0", "launch.cpus_per_task"),
-        ("launch.env=[", "not understood"),
+        ("launch.env=[", "cannot be parsed"),
         ("launch.partition=a,b", "several values"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -284,11 +282,18 @@ def test_dry_prints_the_script_alone_wherever_it_stands(capfd: pytest.CaptureFix
 
 
 def test_a_launch_has_one_kind(capfd: pytest.CaptureFixture[str]) -> None:
-    for line, message in ((CPU, "None was given"), (["slrm", *CPU], 'Did you mean "slurm"'), (["slurm", "jobset"], "are several")):
+    for line, message in ((CPU, "got none."), (["slrm", *CPU], 'Did you mean "slurm"'), (["slurm", "jobset"], "got slurm and jobset.")):
         assert launchers.run(line) == 2
         assert message in capfd.readouterr().err
     assert launchers.run(["--help"]) == 0
     assert "launch.partition=null" in capfd.readouterr().out
+    for option, message in (
+        ("-m", "starts one run"),
+        ("--cfg", "lightning-3d train --cfg job"),
+        ("--dryy", 'launch has no option --dryy. Did you mean "--dry"? Its options: --dry, --help.'),
+    ):
+        assert launchers.run(["slurm", *LARGE, option]) == 2
+        assert message in capfd.readouterr().err
     assert launchers.run(["slurm", "modle=x", "--dry"]) == 2
     assert capfd.readouterr().err.count("\n") == 1, "one message"
 

@@ -128,7 +128,7 @@ def test_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path, running: str
 def test_requeued_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path, running: str) -> None:
     folder = tmp_path / "outputs" / f"long_{running}"
     slurm.run("scontrol", "requeue", running, cwd=tmp_path)
-    wait_until(lambda: "goes on from " in printed(tmp_path, running), 300)
+    wait_until(lambda: "resuming from " in printed(tmp_path, running), 300)
     before = len(losses(folder))
     assert before >= 4
     wait_until(lambda: len(losses(folder)) > before + 4 or ended(slurm, running), 300)

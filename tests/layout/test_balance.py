@@ -63,7 +63,7 @@ def test_a_head_takes_layers_from_the_last_stage_and_an_embedding_from_the_first
 
 
 def test_f05_fewer_layers_than_stages():
-    with pytest.raises(LayoutError, match="3 layers cannot be dealt to 4 pipeline stages.*at most 3 stages"):
+    with pytest.raises(LayoutError, match="3 layers cannot be assigned to 4 pipeline stages.*at most 3 stages"):
         split_layers([1] * 3, [1] * 3, 4)
     with pytest.raises(LayoutError, match="0 pipeline stages"):
         split_layers([1] * 3, [1] * 3, 0)

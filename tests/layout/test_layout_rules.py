@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.batch_rules import check_batch, check_micro_batches, few_micro_batches
-from lightning_3d.layout.model_rules import check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.layout.resolve import resolve_available, resolve_layout
 from lightning_3d.layout.schedules import SCHEDULES
 from lightning_3d.layout.sizes import check_number, check_sizes
@@ -18,43 +18,49 @@ LLAMA_70B = {"heads": 64, "kv_heads": 8, "layers": 80, "vocab": 128256, "interme
 parse = Layout.parse
 
 
-def refusal(check, *args, error=LayoutError, **options) -> str:
+def refusal(function, *args, error=LayoutError, **options) -> str:
     with pytest.raises(error) as raised:
-        check(*args, **options)
+        function(*args, **options)
     return str(raised.value)
 
 
+def check(layout: Layout, **options) -> None:
+    """`check_model` with sizes of the model among the options."""
+    sizes = {name: options.pop(name) for name in [*options] if name in ModelSizes.__dataclass_fields__}
+    check_model(layout, ModelSizes(**sizes), **options)
+
+
 def test_a_layout_that_fits_passes():
-    check_model(parse("tp8_pp4_dp8"), **LLAMA_70B, sequence_length=8192, schedule="1F1B", micro_batches=16)
-    check_model(parse("tp3_pp7"))
+    check(parse("tp8_pp4_dp8"), **LLAMA_70B, sequence_length=8192, schedule="1F1B", micro_batches=16)
+    check(parse("tp3_pp7"))
 
 
 def test_f02_tp_does_not_divide_heads():
-    message = refusal(check_model, parse("tp3"), heads=32, kv_heads=8)
+    message = refusal(check, parse("tp3"), heads=32, kv_heads=8)
     assert message.endswith("tp 3 does not divide 32 heads. Use tp 1, 2, 4, 8, 16 or 32.")
 
 
 def test_f02_proposals_fit_all_sizes():
-    assert refusal(check_model, parse("tp5"), heads=12, kv_heads=4, intermediate=24).endswith("Use tp 1, 2, 4 or 12.")
-    assert "feed-forward layers, 30. Use tp 1 or 2." in refusal(check_model, parse("tp4"), heads=8, intermediate=30)
+    assert refusal(check, parse("tp5"), heads=12, kv_heads=4, intermediate=24).endswith("Use tp 1, 2, 4 or 12.")
+    assert "feed-forward layers, 30. Use tp 1 or 2." in refusal(check, parse("tp4"), heads=8, intermediate=30)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
 def test_f03_kv_heads_are_replicated_when_fewer_than_tp(tp: int):
-    check_model(Layout(tp=tp), heads=32, kv_heads=4)
+    check(Layout(tp=tp), heads=32, kv_heads=4)
 
 
 def test_f04_kv_heads_neither_multiple_nor_divisor_of_tp():
-    message = refusal(check_model, parse("tp4"), heads=24, kv_heads=6)
+    message = refusal(check, parse("tp4"), heads=24, kv_heads=6)
     assert "neither a divisor nor a multiple of the model's 6 key/value heads" in message
     assert message.endswith("Use tp 1, 2, 3, 6, 12 or 24.")
 
 
 def test_f05_layers_fewer_than_stages():
-    message = refusal(check_model, parse("pp8"), layers=6)
+    message = refusal(check, parse("pp8"), layers=6)
     assert "8 stages (pp 8), but the model has only 6 layers" in message
     assert message.endswith("Use a pp of at most 6.")
-    check_model(parse("pp4"), layers=6)
+    check(parse("pp4"), layers=6)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,7 @@ def test_f05_layers_fewer_than_stages():
     ],
 )
 def test_f06_vp_larger_than_layers_per_rank(name: str, layers: int, schedule: str | None, repair: str):
-    message = refusal(check_model, parse(name), layers=layers, schedule=schedule)
+    message = refusal(check, parse(name), layers=layers, schedule=schedule)
     assert f"(pp 4 * vp {parse(name).vp}), but the model has only {layers} layer" in message
     assert repair in message
 
@@ -100,14 +106,14 @@ def test_f08_micro_batches_that_do_not_fill_rounds():
     assert "runs 9 micro-batches over 4 pipeline ranks in 2 rounds, but 9 is not divisible by 2" in message
     assert message.endswith("Use 8 or 10 micro-batches or the schedule LoopedBFS, ZBVZeroBubble or DualPipeV.")
     assert check_batch(parse("pp4_vp2"), 10, 1, "Interleaved1F1B") == 10
-    check_model(parse("pp4"), schedule="GPipe", micro_batches=1)
-    refusal(check_model, parse("pp4"), schedule="1F1B", micro_batches=1)
+    check(parse("pp4"), schedule="GPipe", micro_batches=1)
+    refusal(check, parse("pp4"), schedule="1F1B", micro_batches=1)
 
 
 def test_f08_few_micro_batches_are_warned_about():
     warning = few_micro_batches(parse("pp4"), "GPipe", 2)
     assert warning == (
-        "A step has 2 micro-batches for 4 pipeline stages: with GPipe each rank is predicted to idle 60% of the step."
+        "A step has 2 micro-batches for 4 pipeline stages: with GPipe each rank is predicted to be idle for 60% of the step."
         " With 16 micro-batches it would be 16%."
     )
     assert few_micro_batches(parse("pp4"), "GPipe", 4) is None
@@ -150,14 +156,14 @@ def test_f09_proposed_global_batches_work(info, pp: int, dp: int, global_batch: 
 
 
 def test_f11_expert_parallelism_on_a_dense_model():
-    assert "the model is dense" in refusal(check_model, parse("dp4_ep2"))
+    assert "the model is dense" in refusal(check, parse("dp4_ep2"))
 
 
 def test_f10_expert_parallelism_that_does_not_divide_the_experts():
-    message = refusal(check_model, parse("dp12_ep12"), experts=8)
+    message = refusal(check, parse("dp12_ep12"), experts=8)
     assert "ep 12 in dp12_ep12 does not divide the model's 8 experts" in message
     assert message.endswith("Use dp12_ep4.")
-    assert refusal(check_model, parse("dp6_ep3"), experts=8).endswith("Use dp6_ep2.")
+    assert refusal(check, parse("dp6_ep3"), experts=8).endswith("Use dp6_ep2.")
 
 
 @pytest.mark.parametrize(
@@ -171,24 +177,24 @@ def test_expert_groups_fill_the_ranks_of_a_stage(name: str, relation: str, inste
 
 @pytest.mark.parametrize("name", ["tp2_dp2", "pp4", "dp4_ep4", "tp2_ep2", "tp2_pp2_dp4_ep8"])
 def test_a_mixture_of_experts_trains_on_every_axis(name: str):
-    check_model(parse(name), experts=8)
+    check(parse(name), experts=8)
 
 
 def test_f13_sequence_that_tp_does_not_divide():
-    message = refusal(check_model, parse("tp4"), sequence_length=1026, sequence_parallel=True)
+    message = refusal(check, parse("tp4"), sequence_length=1026, sequence_parallel=True)
     assert "has 1026 tokens and tp is 4" in message
     assert message.endswith("Use a sequence length of 1024 or 1028, or parallelism.sequence_parallel=false.")
-    check_model(parse("tp4"), sequence_length=1024, sequence_parallel=True)
-    check_model(parse("tp4"), sequence_length=1026, sequence_parallel=False)
+    check(parse("tp4"), sequence_length=1024, sequence_parallel=True)
+    check(parse("tp4"), sequence_length=1026, sequence_parallel=False)
 
 
 def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
-    message = refusal(check_model, parse("cp4"), sequence_length=100)
+    message = refusal(check, parse("cp4"), sequence_length=100)
     assert message == (
-        "cp 4 cuts a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
+        "cp 4 splits a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
     )
-    assert refusal(check_model, parse("cp4"), sequence_length=5).endswith("Use a sequence length of 8.")
-    check_model(parse("cp4"), sequence_length=104)
+    assert refusal(check, parse("cp4"), sequence_length=5).endswith("Use a sequence length of 8.")
+    check(parse("cp4"), sequence_length=104)
 
 
 @pytest.mark.parametrize(
@@ -201,40 +207,40 @@ def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
     ],
 )
 def test_f13_tensor_parallel_ranks_share_the_tokens_of_a_context_parallel_rank(name: str, tokens: int, says: str, near: str):
-    message = refusal(check_model, parse(name), sequence_length=tokens, sequence_parallel=True)
+    message = refusal(check, parse(name), sequence_length=tokens, sequence_parallel=True)
     assert says in message and f"Use a sequence length of {near}" in message
     for length in near.split(" or "):
-        check_model(parse(name), sequence_length=int(length), sequence_parallel=True)
-    check_model(parse(name), sequence_length=tokens - tokens % (2 * parse(name).cp), sequence_parallel=False)
+        check(parse(name), sequence_length=int(length), sequence_parallel=True)
+    check(parse(name), sequence_length=tokens - tokens % (2 * parse(name).cp), sequence_parallel=False)
 
 
 def test_ulysses_needs_heads():
-    message = refusal(check_model, parse("tp2_cp4"), heads=12, cp_kind="ulysses")
+    message = refusal(check, parse("tp2_cp4"), heads=12, cp_kind="ulysses")
     assert "the tp * cp = 8 ranks" in message and message.endswith("the model has 12 heads. Use cp_kind=ring.")
-    check_model(parse("tp2_cp4"), heads=12)
-    check_model(parse("tp2_cp2"), heads=12, cp_kind="ulysses")
+    check(parse("tp2_cp4"), heads=12)
+    check(parse("tp2_cp2"), heads=12, cp_kind="ulysses")
 
 
 def test_f14_sequence_longer_than_positions():
-    message = refusal(check_model, Layout(), sequence_length=4097, max_positions=4096, error=ConfigError)
+    message = refusal(check, Layout(), sequence_length=4097, max_positions=4096, error=ConfigError)
     assert "4097 tokens, but the model has only 4096 positions" in message
     assert message.endswith("at most 4096.")
-    check_model(Layout(), sequence_length=4096, max_positions=4096)
+    check(Layout(), sequence_length=4096, max_positions=4096)
 
 
 @pytest.mark.parametrize("vocab", [7, 8, 50257, 65537])
 def test_f16_vocabulary_need_not_be_divisible_by_tp(vocab: int):
-    check_model(Layout(tp=7), vocab=vocab)
+    check(Layout(tp=7), vocab=vocab)
 
 
 def test_f16_vocabulary_smaller_than_tp():
-    assert refusal(check_model, Layout(tp=8), vocab=5).endswith("some would have none. Use a tp of at most 5.")
-    assert refusal(check_model, Layout(tp=8), heads=8, vocab=5).endswith("Use tp 1, 2 or 4.")
+    assert refusal(check, Layout(tp=8), vocab=5).endswith("some would have none. Use a tp of at most 5.")
+    assert refusal(check, Layout(tp=8), heads=8, vocab=5).endswith("Use tp 1, 2 or 4.")
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, "8", True, 2**60])
 def test_f21_sizes_that_cannot_be(size: object):
-    assert "heads" in refusal(check_model, Layout(), heads=size, error=ConfigError)
+    assert "heads" in refusal(check, Layout(), heads=size, error=ConfigError)
     assert "global_batch" in refusal(check_batch, Layout(), size, 1, error=ConfigError)
     assert "micro_batch" in refusal(check_batch, Layout(), 8, size, error=ConfigError)
     assert "sequence_length" in refusal(check_sizes, sequence_length=size, error=ConfigError)
@@ -281,12 +287,12 @@ def test_order_is_kept_or_set():
 @pytest.mark.parametrize(
     ("layout", "schedule", "vp", "says"),
     [
-        ("pp4_vp2", None, 4, "The layout pp4_vp2 says vp 2, but the option vp=4 says otherwise."),
+        ("pp4_vp2", None, 4, "The layout pp4_vp2 has vp 2, but the option is vp=4. Give only one"),
         ("pp4_vp3", "ZBVZeroBubble", None, "exactly 2 stages on each pipeline rank, but the layout pp4_vp3 has vp 3."),
         ("pp4", "DualPipeV", 1, "Use pp4_vp2 (vp 2), or for vp 1 the schedule GPipe, 1F1B, "),
         ("pp4_vp2", "1F1B", None, "Use pp4 (vp 1), or for vp 2 the schedule Interleaved1F1B, "),
         ("pp4", "GPipe", 2, "runs one stage on each pipeline rank, but the layout pp4_vp2 has vp 2."),
-        ("pp4", "GPipe", 0, "The degree of vp is 0"),
+        ("pp4", "GPipe", 0, "The degree of vp must be at least 1; got 0"),
     ],
 )
 def test_conflicts_about_vp_are_refused(layout: str, schedule: str | None, vp: int | None, says: str):

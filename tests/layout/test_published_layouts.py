@@ -37,12 +37,15 @@ def keys_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_3d.config.plan_run.check_keys", lambda run: run)
 
 
-def suit(run: RunConfig, layout: Layout) -> None:
+def suit(run: RunConfig, layout: Layout) -> RunConfig:
     """As many GPUs as the layout has ranks, and four micro-batches for each stage of the pipeline."""
-    run.parallelism.layout = layout.name
-    run.cluster.nodes, run.cluster.gpus_per_node = layout.world_size, 1
     assert run.parallelism.micro_batch_size is not None
-    run.data["global_batch_size"] = run.parallelism.micro_batch_size * layout.dp * layout.pp * 4
+    return replace(
+        run,
+        parallelism=replace(run.parallelism, layout=layout.name),
+        cluster=replace(run.cluster, nodes=layout.world_size, gpus_per_node=1),
+        data={**run.data, "global_batch_size": run.parallelism.micro_batch_size * layout.dp * layout.pp * 4},
+    )
 
 
 def divides(tp: int, spec: ModelSpec) -> bool:
@@ -68,17 +71,17 @@ def check_refusal(message: str, spec: ModelSpec, layout: Layout) -> None:
 
 @pytest.mark.parametrize("model", [name for name in options("model") if name != "pretrained"])
 def test_every_model_on_every_published_layout(model: str, keys_are_checked: None) -> None:
-    run: Any = check_keys(composed(f"model={model}", "cluster=h100_1x8", "trainer.dry=true"))
+    run = check_keys(composed(f"model={model}", "cluster=h100_1x8", "trainer.dry=true"))
     spec = read_spec(run.model["config"])
     refused = set()
     for layout in map(Layout.parse, LAYOUTS):
-        suit(run, layout)
+        config: Any = suit(run, layout)
         if divides(layout.tp, spec) and spec.layers >= layout.pp * layout.vp:
-            assert plan_run(run).layout == layout
+            assert plan_run(config).layout == layout
             continue
         refused.add(layout.name)
         with pytest.raises(LayoutError) as error:
-            plan_run(run)
+            plan_run(config)
         check_refusal(str(error.value), spec, layout)
     assert refused, "some of the layouts are for larger models"
     if not model.endswith("tiny"):

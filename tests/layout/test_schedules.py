@@ -115,9 +115,9 @@ def test_each_stage_has_one_rank(pp: int, vp: int, v_shaped: bool):
 
 
 def test_places_that_do_not_exist():
-    with pytest.raises(LayoutError, match="no pipeline rank 4 among 4"):
+    with pytest.raises(LayoutError, match="no pipeline rank 4: the 4 ranks"):
         stages_of_rank(4, 4, 1, v_shaped=False)
-    with pytest.raises(LayoutError, match="no stage 8 among 8"):
+    with pytest.raises(LayoutError, match="no stage 8: the 8 stages"):
         rank_of_stage(8, 4, 2, v_shaped=True)
     with pytest.raises(LayoutError, match="Use vp=2"):
         stages_of_rank(0, 4, 3, v_shaped=True)

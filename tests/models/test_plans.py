@@ -198,7 +198,7 @@ def test_experts_are_cut_or_dealt() -> None:
 
 
 def test_expert_parallelism_needs_a_plan_for_experts() -> None:
-    with pytest.raises(PlanError, match="ep=2, but the model's plan says nothing of experts"):
+    with pytest.raises(PlanError, match="ep=2, but the model's plan has no experts"):
         read_plan(tiny_llama(num_attention_heads=4)).for_experts(2)
 
 
@@ -213,9 +213,9 @@ def tiny_llama(**settings: int) -> LlamaForCausalLM:
         (
             {"num_attention_heads": 3, "num_key_value_heads": 3},
             2,
-            "tp=2 does not fit .*q_proj', which has 3 heads.*tp=1",
+            "tp=2 does not fit .*q_proj', which has 3 heads.*tp that works is 1",
         ),
-        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "k_proj', which has 2 heads.*multiple of 2.*tp=2"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "k_proj', which has 2 heads.*multiple of 2.*tp that works is 2"),
         ({"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 5}, 4, "tp=4 is too many for the 5 rows"),
     ],
 )

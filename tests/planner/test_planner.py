@@ -13,8 +13,9 @@ import yaml
 from command_line import REPOSITORY
 
 from benchmarks.planner_accuracy import software
+from benchmarks.planner_accuracy.allocator import allocated, queue_of
 from benchmarks.planner_accuracy.comparison import compare
-from benchmarks.planner_accuracy.fit import fit
+from benchmarks.planner_accuracy.fit import fit, with_values
 from benchmarks.planner_accuracy.polling import polled_seconds, polling
 from benchmarks.planner_accuracy.published_runs import COLUMNS, Run, read_runs, run_of
 from benchmarks.planner_accuracy.report import contradictions, evaluate, quantile
@@ -24,10 +25,11 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
 from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.job import Job, Stack
+from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine, group
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
 from lightning_3d.planner.search import Candidate, Fixed, fits, schedules, search, shapes
+from lightning_3d.planner.stack import Footprint, Stack
 from lightning_3d.planner.stages import Stage, parameters_of
 from lightning_3d.planner.step_time import Step, least_seconds, step_of
 
@@ -60,7 +62,7 @@ def test_sizes_are_those_of_the_parameters_by_name(name: str) -> None:
 def test_memory_of_zero_is_the_published_one(zero: int, gigabytes: float) -> None:
     # ZeRO (arXiv:1910.02054), figure 1: 7.5 billion parameters on 64 GPUs, gradients in 16 bits
     model = replace(gpt(layers=1, hidden=1024, heads=8, vocab=1000), norms=7_500_000_000)
-    stack = Stack(gradient_bytes=2.0)
+    stack = Stack(footprint=Footprint(gradient=2.0))
     memory = memory_of(Job(model, Layout(dp=64), 1, 64, 1, zero=zero, reduce="micro_batch", gather="micro_batch", stack=stack))
     states = memory.weights + memory.gradients + memory.optimizer
     gathered = 2 * 2 * 7.5e9 if zero == 3 else 0  # the figure leaves out the two layers that are whole at a time: here they are all
@@ -79,16 +81,17 @@ def test_activations_of_a_gpt_block_are_the_published_ones() -> None:
 
 
 def test_reserves_are_given_back_before_memory_is_short() -> None:
-    job = replace(published(PUBLISHED[4]).job, stack=replace(software.NANOTRON, spare_gradient_bytes=3.0))
-    bare = replace(job.stack, spare_gradient_bytes=0.0, gathered_copies=0, largest_gradient=False, overhead=1.0)
-    needed = memory_of(replace(job, stack=bare), queue=0.0)
-    roomy = memory_of(job)
+    footprint = software.NANOTRON.footprint
+    job = replace(published(PUBLISHED[4]).job, stack=replace(software.NANOTRON, footprint=replace(footprint, spare_gradient=3.0)))
+    bare = replace(software.NANOTRON, footprint=replace(footprint, allocator=1.0), allocator=software.Allocator())
+    needed = memory_of(replace(job, stack=bare))
+    roomy = allocated(job)
     assert needed.total < 0.9 * roomy.total
-    assert memory_of(job, room=roomy.total) == roomy
+    assert allocated(job, room=roomy.total) == roomy
     between = (needed.total + roomy.total) / 2
-    tight = memory_of(job, room=between)
+    tight = allocated(job, room=between)
     assert tight.total == pytest.approx(between) and tight.weights == roomy.weights and tight.gradients < roomy.gradients
-    assert memory_of(job, room=needed.total / 2).total == pytest.approx(needed.total), "what is needed is not given back"
+    assert allocated(job, room=needed.total / 2).total == pytest.approx(needed.total), "what is needed is not given back"
 
 
 def test_an_eager_block_keeps_what_its_tensors_are() -> None:
@@ -105,12 +108,11 @@ def test_an_eager_block_keeps_what_its_tensors_are() -> None:
 def test_copies_that_fit_in_no_block_come_on_top() -> None:
     """ZeRO-1 of nanotron joins parameters for each rank, and these once more. What fits in the logits' block is not counted."""
     model = gpt(layers=8, hidden=1024, heads=8, vocab=1024)
-    stack = Stack(gathered_copies=2)
+    stack = software.Published(allocator=software.Allocator(gathered_copies=2))
 
     def copies(tokens: int, ranks: int) -> float:
         job = Job(model, Layout(dp=ranks), tokens, ranks, 1, zero=1, stack=stack)
-        none = replace(job, stack=replace(stack, gathered_copies=0))
-        return memory_of(job).total - memory_of(none).total
+        return allocated(job).total - allocated(replace(job, stack=software.Published())).total
 
     held = sum(parameters_of(Job(model, Layout(), 1, 1, 1), Stage(8, True, True)))
     largest = 2 * 4 * 1024  # of a token: 16-bit inputs of the MLP's second product; float32 logits are half of it
@@ -122,17 +124,17 @@ def test_copies_that_fit_in_no_block_come_on_top() -> None:
 
 def test_memory_of_the_first_rank() -> None:
     """With one micro-batch in flight the logits make the last of four equal stages the fullest."""
-    job = replace(published(PUBLISHED[4]).job, global_batch=4, micro_batch=2, stack=replace(software.NANOTRON, split="equal"))
-    assert memory_of(job, first=True).loss == 0.0 < memory_of(job).loss
-    assert memory_of(job, first=True).total < memory_of(job).total
+    job = replace(published(PUBLISHED[4]).job, global_batch=4, micro_batch=2, stack=replace(software.NANOTRON, split=software.equal))
+    assert allocated(job, first=True).loss == 0.0 < allocated(job).loss
+    assert allocated(job, first=True).total < allocated(job).total
 
 
 @pytest.mark.parametrize(("slower", "least", "most"), [(100.0, 2 / 3, 1.0), (0.5, 1 / 3, 1 / 3), (0.01, 0.0, 0.01)])
 def test_a_first_rank_runs_ahead_as_far_as_its_host_is_not_the_slower_one(slower: float, least: float, most: float) -> None:
     """Of the three forward passes that the first of four ranks starts at once, two find the GPU busy. `slower`: the GPU than the host."""
-    job = replace(published(PUBLISHED[4]).job, layout=Layout(pp=4), stack=replace(software.NANOTRON, ahead=1.0))
+    job = replace(published(PUBLISHED[4]).job, layout=Layout(pp=4), stack=replace(software.NANOTRON, allocator=software.Allocator()))
     step = Step(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, waiting=slower)
-    assert least - 1e-9 <= step.queue(job) <= most + 1e-9
+    assert least - 1e-9 <= queue_of(step, job) <= most + 1e-9
 
 
 def test_pipelines_that_sleep_between_messages() -> None:
@@ -246,13 +248,8 @@ def test_calibration_finds_constants_that_it_does_not_know() -> None:
         truth = replace(run.machine, efficiency=replace(run.machine.efficiency, matmul=0.62))
         made.append(replace(run, job=job, seconds=step_of(job, truth).seconds, memory=None))
     values = fit(made, rounds=8)
-    again = [compare(replace(run, machine=replace(run.machine, efficiency=replace(run.machine.efficiency, **_of(values, "h100"))),
-                             job=replace(run.job, stack=replace(run.job.stack, **_of(values, "nanotron"))))) for run in made]  # fmt: skip
+    again = [compare(with_values(run, values)) for run in made]
     assert quantile([one.time_error or 0 for one in again], 1.0) < 0.05
-
-
-def _of(values: dict[tuple[str, str], float], owner: str) -> dict[str, float]:
-    return {name: value for (who, name), value in values.items() if who == owner}
 
 
 @pytest.mark.parametrize(

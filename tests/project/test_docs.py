@@ -7,12 +7,14 @@ compared with what is shown. `test_docs_run.py` runs the commands.
 import ast
 import builtins
 import contextlib
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,14 +42,10 @@ from documented import (
 from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
-from lightning_3d.cli import plan as plan_command
-from lightning_3d.cli import profile as profile_command
 from lightning_3d.cli.launch import run as launch
-from lightning_3d.cli.options import read_options
 from lightning_3d.config.files import conf_folder
-from lightning_3d.runs.check import check
+from lightning_3d.runs.check import check_for
 
-OPTIONS = {"plan": plan_command.OPTIONS, "profile": profile_command.OPTIONS}
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 COMMANDS = [command for block in ALL for command in commands(block)]
 SHOWN = [command for command in COMMANDS if command.block.language == "console"]
@@ -97,7 +95,7 @@ def check_run(overrides: list[str], needs: str | None, folder: Path) -> None:
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = compose("config", overrides=[*path, *own, "++trainer.dry=true"])
     if needs != "network":  # where packages are to be installed first
-        check(config, None)
+        check_for(config)
 
 
 def check_command(command: Command, folder: Path) -> None:
@@ -122,24 +120,27 @@ def check_command(command: Command, folder: Path) -> None:
         assert words[0] in ("git", "cd"), "a command that no test knows"
 
 
+@functools.cache
+def help_of(name: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "lightning_3d", name, "--help"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0
+    return done.stdout
+
+
 def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     """Of `lightning-3d`, other than train."""
     if name == "launch":
         assert launch([*here(arguments, folder), *(() if "--dry" in arguments else ("--dry",))]) == 0
     elif name in ("plan", "profile", "dryrun", "verify"):
-        known = {"dryrun": {"--json", "--timeline", "--whole"}, "verify": {"--steps"}}
-        known |= {command: {f"--{option}" for option in options} for command, options in OPTIONS.items()}
-        assert {word.partition("=")[0] for word in arguments if word.startswith("-")} <= known[name]
-        overrides = read_options(arguments, OPTIONS[name], name)[1] if name in OPTIONS else arguments
+        _, overrides = import_module(f"lightning_3d.cli.{name}").COMMAND.parse(arguments)
         if name == "plan":  # which chooses the layout
             overrides = [*overrides, "parallelism=tp8_pp4_dp8", "parallelism.micro_batch_size=1", "force=true"]
         check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
     else:
         assert name in ("run", "export", "import", "inspect", "report"), f"there is no lightning-3d {name}"
-        done = subprocess.run([sys.executable, "-m", "lightning_3d", name, "--help"], env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0
+        text = help_of(name)
         for option in (word for word in arguments if word.startswith("--")):
-            assert option in done.stdout
+            assert option in text
 
 
 @pytest.mark.parametrize("page", sorted({command.block.page for command in COMMANDS}))

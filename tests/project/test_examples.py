@@ -42,6 +42,7 @@ def test_lora(tmp_path: Path) -> None:
     assert f"trained {adapters} of {sum(value.numel() for value in state.values())} parameters" in output
 
 
+@pytest.mark.full
 def test_fine_tuned_checkpoint_generates_with_transformers(tmp_path: Path) -> None:
     """It has learned to count."""
     output = run("finetune.py", tmp_path)

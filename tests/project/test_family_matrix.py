@@ -37,7 +37,7 @@ EXACT = [
 REFUSED = [
     ("doge", "tp2", "one for each head"),
     ("doge", "cp2", "reads its mask itself"),
-    ("llama", "ep2_dp2", "says nothing of experts"),
+    ("llama", "ep2_dp2", "plan has no experts"),
 ]
 
 

@@ -70,7 +70,7 @@ def test_lost_peers_wait_for_the_cause(stores: list[TCPStore]) -> None:
 def test_lost_peers_alone_are_shown_once(stores: list[TCPStore]) -> None:
     ended = finish_all(stores, [CLOSED, CLOSED, CLOSED], [0.0, 0.0, 0.0])
     assert sorted(bool(output) for _, output in ended) == [False, False, True]
-    assert "after it lost a peer that left no word" in "".join(output for _, output in ended)
+    assert "because another rank disappeared without an error" in "".join(output for _, output in ended)
 
 
 def test_a_mistake_that_all_ranks_find_is_shown_once(stores: list[TCPStore]) -> None:
@@ -87,11 +87,11 @@ def test_noting_early_and_finishing_elsewhere_shows_the_error_once(stores: list[
     assert "ValueError: noted" in output.getvalue()
 
 
-def test_tell_all_gives_every_rank_the_words_of_rank_0(stores: list[TCPStore]) -> None:
+def test_broadcast_gives_every_rank_the_words_of_rank_0(stores: list[TCPStore]) -> None:
     heard: dict[int, str] = {}
 
     def tell(rank: int) -> None:
-        heard[rank] = StoreBoard(stores[rank], WORLD).tell_all("folder", f"of rank {rank}", rank)
+        heard[rank] = StoreBoard(stores[rank], WORLD).broadcast("folder", f"of rank {rank}", rank)
 
     threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:
@@ -149,7 +149,7 @@ def test_mistake_of_the_user_is_found_behind_what_its_teardown_raised() -> None:
 SCRIPT = """
     import os, sys, time
     from lightning_3d.errors import LayoutError
-    from lightning_3d.failures import FailureReporter
+    from lightning_3d.ranks.reporter import FailureReporter
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reporter = FailureReporter.connect(rank, world_size)
     reporter._grace = 2.0
@@ -205,7 +205,7 @@ def test_rank_that_waits_for_ever_is_ended_when_another_fails() -> None:
 def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() -> None:
     ended = run_script(
         """
-        from lightning_3d.failures import show_refusals_plainly
+        from lightning_3d.ranks.reporter import show_refusals_plainly
         try:
             raise ValueError("caught on all ranks")
         except ValueError as error:

@@ -193,7 +193,7 @@ def test_lost_peer_is_told_when_nobody_has_another_cause(tmp_path: Path) -> None
     error = RuntimeError("Connection reset by peer")
     outcome = run(raise_on, 1, error, logs=tmp_path)
     assert outcome.message is not None
-    assert "rank 1 of 3 failed after it lost a peer" in outcome.message
+    assert "rank 1 of 3 failed because another rank disappeared" in outcome.message
 
 
 def test_killed_rank_is_the_cause(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
     outcome = run(leave_on, 2, 7, logs=tmp_path)
     assert outcome.exit_code == 1
     assert outcome.message is not None
-    assert "rank 2 of 3 failed:\nit ended with exit code 7" in outcome.message
+    assert "rank 2 of 3 failed:\nit exited with code 7" in outcome.message
 
 
 def test_sys_exit_0_is_no_failure(tmp_path: Path) -> None:

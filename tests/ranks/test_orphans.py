@@ -23,7 +23,7 @@ TRAIN = ["train.py", "parallelism=dp2", "cluster=local_cpu", "trainer.max_steps=
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from lightning_3d.launch import launch
+from lightning_3d.ranks.supervisor import launch
 if __name__ == "__main__":
     launch(time.sleep, (600,), 2, logs=Path("logs"), fork=False)
 """
@@ -100,8 +100,8 @@ CHILDREN = """\
     import os, subprocess, sys, threading
     from functools import partial
     from types import SimpleNamespace
-    from lightning_3d import children
-    from lightning_3d.ties import die_with
+    from lightning_3d.ranks import children
+    from lightning_3d.ranks.process_ties import die_with
     children.LAST_SECONDS = 1.0
     def begin():
         return [subprocess.Popen(["sleep", seconds], preexec_fn=partial(die_with, os.getpid())) for seconds in sys.argv[1:]]
@@ -125,13 +125,13 @@ def test_script_waits_for_its_ranks_though_the_thread_that_started_them_has_ende
 
 
 def test_rank_that_does_not_come_to_the_end_of_the_script_is_ended() -> None:
-    words = "lightning_3d: rank 2 of 3 still ran 1 s after rank 0 came to the end of the script, and was ended.\n"
+    words = "lightning_3d: rank 2 of 3 did not end within 1 s after rank 0 reached the end of the script, and was killed.\n"
     assert end_script("", "0.2", "600") == (1, words)
 
 
 def test_script_that_fails_does_not_wait_for_ranks_that_wait_for_it() -> None:
     code, output = end_script("children.LAST_SECONDS, children.PATIENCE_SECONDS = 600.0, 0.1\nraise ArithmeticError('no')", "600")
-    assert code == 1 and output.endswith("ArithmeticError: no\n") and "still ran" not in output
+    assert code == 1 and output.endswith("ArithmeticError: no\n") and "did not end within" not in output
 
 
 # Where the ranks meet
@@ -171,8 +171,8 @@ def test_taken_port_is_one_message(name: str, cluster: Any, taken: int, monkeypa
     monkeypatch.setenv(name, str(taken))
     with pytest.raises(ConfigError) as refusal:
         hold_meeting_point(cluster, 1)
-    words = f"Port {taken} of {name} is taken by another program, but rank 0 must listen on it."
-    assert str(refusal.value) == f"{words} Unset {name} to take a free port, or set it to another one."
+    words = f"Rank 0 must listen on port {taken} ({name}), but another program uses it."
+    assert str(refusal.value) == f"{words} Unset {name} to use any free port, or set it to another port."
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "29500.0", "abc", "", "\u0663"])
@@ -227,7 +227,7 @@ def test_port_that_is_lost_after_it_was_chosen_is_said_so(cluster: Any, taken: i
     with pytest.raises(RuntimeError, match="EADDRINUSE"), explained_errors(1):
         raise error
     monkeypatch.setenv(CHOSEN_VARIABLE, str(taken))
-    with pytest.raises(ConfigError, match="which was chosen for the ranks to meet"), explained_errors(0):
+    with pytest.raises(ConfigError, match="which had been chosen for the ranks"), explained_errors(0):
         raise error
 
 

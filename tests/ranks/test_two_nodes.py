@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from command_line import environment, run_commands
-from sweeps import by_default
 from test_cli import QUICK
 
 FOUR = "tp2_dp2"
@@ -110,10 +109,10 @@ def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     return run
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # six fresh interpreters for two ranks; test_cli.py has torchrun on one node
 
 
-@pytest.mark.parametrize(("layout", "ranks"), by_default([("dp2", 2), (FOUR, 4)], 0))
+@pytest.mark.parametrize(("layout", "ranks"), [("dp2", 2), (FOUR, 4)])
 def test_two_nodes_train_as_one(
     layout: str, ranks: int, nodes: list[Node], tmp_path: Path, on_one_node: Callable[[str], list[float]]
 ) -> None:
@@ -127,7 +126,6 @@ def test_two_nodes_train_as_one(
 FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=3", "+callbacks.faulty.step=2"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_rank_that_fails_ends_both_nodes(nodes: list[Node], tmp_path: Path, how: str) -> None:
     started = time.monotonic()
@@ -140,7 +138,6 @@ def test_rank_that_fails_ends_both_nodes(nodes: list[Node], tmp_path: Path, how:
         assert told.count("ArithmeticError: rank 3 cannot go on") == 1, told
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("every", [1, 4])
 def test_restart_goes_on_in_the_same_folder(
     nodes: list[Node], tmp_path: Path, on_one_node: Callable[[str], list[float]], every: int
@@ -152,4 +149,4 @@ def test_restart_goes_on_in_the_same_folder(
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
     assert losses(tmp_path) == pytest.approx(on_one_node(FOUR), rel=1e-5)
     told = "".join(output for _, output in results)
-    assert told.count("goes on from ") == (every == 1), told
+    assert told.count("resuming from ") == (every == 1), told

@@ -48,7 +48,7 @@ def test_the_newest_checkpoint_is_looked_for_where_callbacks_write(tmp_path: Pat
     began = RunStatus.begun()
     assert last_lines(tmp_path / "run", config, began.after(1), None, None) == [
         "lightning_3d: the run failed before the first step ended",
-        "  checkpoint: none was written",
+        "  checkpoint: none",
     ]
     own = checkpoint(tmp_path / "run" / "checkpoints" / "step_4.ckpt", 4)
     other = checkpoint(tmp_path / "fast" / "step_6.ckpt", 6)
@@ -75,7 +75,7 @@ def test_the_printed_command_resumes_an_interrupted_run(tmp_path: Path) -> None:
     sooner = [f"trainer.max_steps={last}", f"trainer.val_check_interval={last}", "~callbacks.faulty"]
     lines = [[*shlex.split(command), *sooner], ["run", str(folder / "config.yaml"), "--resume"]]
     resumed, again = run_commands(lines, timeout=300, warm=True)
-    assert resumed.code == 0 and f"goes on from {saved}" in resumed.output, resumed.output
+    assert resumed.code == 0 and f"resuming from {saved}" in resumed.output, resumed.output
     with (folder / "metrics.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, last + 1))
-    assert again.code == 0 and f"goes on from {folder / 'checkpoints' / f'step_{last}.ckpt'}" in again.output, again.output
+    assert again.code == 0 and f"resuming from {folder / 'checkpoints' / f'step_{last}.ckpt'}" in again.output, again.output

@@ -177,7 +177,7 @@ def test_a_fit_of_ones_own_that_fails_has_a_report(tmp_path: Path) -> None:
 def test_states_without_numbers_are_told(tmp_path: Path) -> None:
     write_report(metrics(tmp_path / "none"), About("m", "tp1", status="failed"))
     page = Page(tmp_path / "none" / "report.html")
-    assert "No step has ended." in page.words and "before its first step ended" in page.words
+    assert "No step has finished." in page.words and "before its first step ended" in page.words
     assert "No step was traced." in page.words and page.data["timeline"] is None and page.data["memory"] == []
     event = Event("forward", 0, 0, 0, 0.0, 1.0)
     trace = StepTrace(1, "tp1", ("tp", "cp", "pp", "dp"), "1F1B", (RankTrace(0, "h", Memory(8, 8, 16, None), work_of([event]), (event,)),))
@@ -186,7 +186,7 @@ def test_states_without_numbers_are_told(tmp_path: Path) -> None:
     write_report(one, About("m", status="finished"))
     page = Page(one / "report.html")
     assert page.text["bubble"] == "0.0 %" and "ideal" not in page.text["tile-bubble"], "one rank has no pipeline"
-    assert "32 B" in page.text["tile-memory"] and "of compiled blocks, activations were not" in page.words
+    assert "32 B" in page.text["tile-memory"] and "without the activations of compiled blocks" in page.words
 
 
 def test_long_curves_keep_their_extremes() -> None:
@@ -245,15 +245,15 @@ def test_the_command_makes_reports_of_runs_and_sweeps(traced: Any, tmp_path: Pat
     assert [each.code for each in done] == [0, 0, 2, 2, 2]
     assert done[0].output == f"{run / 'report.html'}\n" and (run / "report.html").is_file() and not done[0].torch
     assert done[1].output == f"{sweep / 'sweep.html'}\n" and (sweep / "0" / "report.html").is_file()
-    assert done[2].output == f"lightning_3d: {nothing} holds no run: there is neither metrics.csv nor config.yaml in it.\n"
-    assert done[3].output == f"lightning_3d: There is no folder {tmp_path / 'nowhere'} to report on.\n"
+    assert done[2].output == f"lightning_3d: {nothing} is not a run folder: it has neither metrics.csv nor config.yaml.\n"
+    assert done[3].output == f"lightning_3d: There is no folder {tmp_path / 'nowhere'}. Give the folder of a run or of a sweep.\n"
     assert not list(nothing.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     folder = metrics(tmp_path / "run")
     (folder / "report.html").mkdir()
-    with pytest.raises(ConfigError, match="The report cannot be written into .*/run: Is a directory"):
+    with pytest.raises(ConfigError, match="Cannot write the report into .*/run: Is a directory"):
         write_report(folder, About("m"))
 
 
@@ -293,7 +293,7 @@ def test_a_browser_shows_the_report_of_a_sweep(tmp_path: Path, width: int) -> No
     assert ["".join(link) for link in links] == ["0/report.html", "1/report.html"]
     body = seen.document.partition("<tbody>")[2].partition("</tbody>")[0]
     assert body.count("<tr") == 5 and "boom" in body, "a row for each job, and one for the reason of one with numbers"
-    assert "1.5K" in body and "25.0 %" in body and "1.91 MiB" in body
+    assert "1.5K" in body and "25.0 %" in body and "2.00 MB" in body
     points = re.findall(r"<circle[^>]*fill: var\(--(\w+)\)[^>]*data-tip=\"job (\d)", seen.document)
     assert sorted(points, key=lambda point: point[1]) == [("card", "0"), ("accent", "1"), ("card", "3")], "job 1 is faster, and smaller"
 

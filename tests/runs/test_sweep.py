@@ -88,7 +88,7 @@ def test_jobs_that_are_only_checked_leave_nothing(tmp_path: Path) -> None:
 def test_jobs_do_not_share_folders(tmp_path: Path) -> None:
     one = job(tmp_path / "s", 0)
     other = Job(1, one.overrides, one.folder, one.config, one.command)
-    with pytest.raises(ConfigError, match="Jobs 0 and 1 would both write into .*hydra.sweep.subdir must differ"):
+    with pytest.raises(ConfigError, match="Jobs 0 and 1 would both write into .*Set hydra.sweep.subdir"):
         run(tmp_path / "s", [one, other])
     assert list(tmp_path.iterdir()) == []
 
@@ -114,11 +114,11 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
     entries = [job(tmp_path / "s", 0, "echo x >> count"), job(tmp_path / "s", 1, "echo x >> count; test -f ../go")]
     first, said = run(tmp_path / "s", entries)
     assert statuses(first) == ["finished", "failed"]
-    assert f"hydra.sweep.dir={tmp_path / 's'} runs what did not finish" in said
+    assert f"to run the jobs that did not finish, repeat the command with hydra.sweep.dir={tmp_path / 's'}" in said
     (tmp_path / "s" / "go").touch()
     again, said = run(tmp_path / "s", entries)
     assert statuses(again) == ["finished", "finished"] and again.exit_code == 0
-    assert "job 0 finished before: number=0" in said and "job 1 did not finish before and begins again" in said
+    assert "job 0 finished before: number=0" in said and "job 1 did not finish last time and restarts" in said
     assert (tmp_path / "s" / "0" / "count").read_text() == "x\n"
     assert (tmp_path / "s" / "1" / "count").read_text() == "x\n", "it began in an empty folder"
     assert (tmp_path / "s" / "earlier" / "1" / "count").read_text() == "x\n", "nothing is lost"
@@ -181,7 +181,7 @@ def test_prepared_folder_that_was_never_started_is_used(tmp_path: Path) -> None:
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     first = SweepFolder.take(tmp_path / "s", numbered=False)
-    with pytest.raises(ConfigError, match="Another sweep is at work in"):
+    with pytest.raises(ConfigError, match="Another sweep is in progress in"):
         SweepFolder.take(tmp_path / "s", numbered=False)
     second = SweepFolder.take(tmp_path / "s", numbered=True)
     assert second.path == tmp_path / "s_1"
@@ -191,7 +191,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be used: (File exists|Not a directory). Set hydra.sweep.dir"):
+    with pytest.raises(ConfigError, match="Cannot use the sweep folder .*: (File exists|Not a directory). Set hydra.sweep.dir"):
         SweepFolder.take(tmp_path / "file", numbered=False)
     with pytest.raises(ConfigError, match="Not a directory"):
         SweepFolder.take(tmp_path / "file" / "s", numbered=False)
@@ -221,7 +221,7 @@ def test_jobs_at_once(tmp_path: Path) -> None:
         entry.folder.mkdir()
     ended = [event for event in LocalEngine(at_once=2).run(entries) if isinstance(event, Ended)]
     assert [event.exit_code for event in ended] == [0, 0]
-    with pytest.raises(ConfigError, match="jobs_at_once is 0, but must be at least 1"):
+    with pytest.raises(ConfigError, match="jobs_at_once must be at least 1; got 0"):
         LocalEngine(0)
 
 
@@ -283,7 +283,7 @@ def test_signal_ends_the_sweep_with_a_table_of_what_was_done(tmp_path: Path) -> 
     assert statuses(sweep) == ["finished", "interrupted", "not started"]
     assert [row["status"] for row in table(tmp_path / "s")] == ["finished", "interrupted", "not started"]
     sweep.close()
-    assert "runs what did not finish" in out.getvalue()
+    assert "to run the jobs that did not finish" in out.getvalue()
 
 
 KILLED = """
@@ -324,7 +324,7 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
 
 def test_metric_that_does_not_exist() -> None:
     check_metric("tokens_per_second")
-    with pytest.raises(ConfigError, match='there is no number "losss". Did you mean "loss"'):
+    with pytest.raises(ConfigError, match='got "losss". Did you mean "loss"'):
         check_metric("losss")
 
 
@@ -332,7 +332,7 @@ def test_metric_that_does_not_exist() -> None:
     ("log", "reason"),
     [
         ("lightning_3d: There is no checkpoint x.\n", "There is no checkpoint x."),
-        ("step 1\nlightning_3d: rank 1 of 2 failed:\nTraceback\n  File\nValueError: no\nlightning_3d: what the ranks printed is in x\n",
+        ("step 1\nlightning_3d: rank 1 of 2 failed:\nTraceback\n  File\nValueError: no\nlightning_3d: the output of the ranks is in x\n",
          "rank 1 of 2 failed: ValueError: no"),
         ("lightning_3d: A step has 2 micro-batches\nKilled\n", "Killed"),
         ("", ""),

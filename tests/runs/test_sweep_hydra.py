@@ -76,12 +76,12 @@ def test_schedule_that_needs_more_micro_batches_is_skipped(results: dict[str, Re
     ("name", "message"),
     [
         ("no such key", 'There is no configuration key "optimizer.lrr". Did you mean "optimizer.lr"?'),
-        ("key of a swept group", "If it is a key of recipe, which this sweep varies, write ++KEY=VALUE."),
+        ("key of a swept group", "If it is a key of recipe, which this sweep varies, use ++KEY=VALUE."),
         ("no such model", 'There is no model "nonesuch".'),
         ("no such metric", 'there is no number "losss". Did you mean "loss"?'),
-        ("metric of no name", 'there is no number "1".'),
-        ("no number", "hydra.launcher.jobs_at_once must be a whole number, not 'two'."),
-        ("one folder", "hydra.sweep.subdir must differ between jobs"),
+        ("metric of no name", 'hydra.launcher.metric must be loss, val_loss, '),
+        ("no number", "hydra.launcher.jobs_at_once must be a whole number; got 'two'."),
+        ("one folder", "Set hydra.sweep.subdir to a name that differs between jobs"),
         ("impossible folder", "The sweep folder /dev/null/sweep cannot be used: Not a directory. Set hydra.sweep.dir."),
         ("cfg", "Only one of --run, --multirun, --cfg"),
     ],
@@ -170,7 +170,7 @@ def test_optuna_with_no_valid_trial_ends_in_a_message(tmp_path: Path) -> None:
     options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
     line = ["train", "-m", *options, "parallelism=tp3,tp5", f"hydra.sweep.dir={tmp_path / 's'}"]
     default, strict = run_commands([line, [*line, "hydra.sweeper.max_failure_rate=0.5"]])
-    for done, code, message in ((default, 2, "no job of this sweep has finished"), (strict, 1, "the sweeper gave up")):
+    for done, code, message in ((default, 2, "no job of this sweep has finished"), (strict, 1, "the sweeper stopped")):
         assert done.code == code and message in done.output and "Traceback" not in done.output, done.output
         assert not (tmp_path / "s").exists()
 
@@ -198,7 +198,7 @@ def test_sweep_of_six_layouts_killed_half_way_and_started_again(tmp_path: Path) 
     again = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=2400)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count(" finished before: ") == 2 and "[4/4] job 5" in again.stdout
-    assert "job 2 did not finish before and begins again" in again.stdout
+    assert "job 2 did not finish last time and restarts" in again.stdout
     assert {job: (sweep / job / "status.json").stat().st_mtime_ns for job in "01"} == finished
     with (sweep / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -237,7 +237,7 @@ def test_interrupt_ends_the_job_and_the_sweep(tmp_path: Path) -> None:
     assert process.returncode == 130
     with (sweep / "sweep.csv").open() as file:
         assert [row["status"] for row in csv.DictReader(file)] == ["interrupted", "not started"]
-    assert "interrupted" in output and "runs what did not finish" in output
+    assert "interrupted" in output and "to run the jobs that did not finish" in output
     assert _processes_in(sweep) == []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.launchers.target import check_for_nodes
+from lightning_3d.runs.check import Machine, check_for
 from lightning_3d.runs.sweep.jobs import Job
 from lightning_3d.runs.sweep.local_engine import Began, Ended, Interrupted, interruptible
 from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources, run_task
@@ -102,7 +102,7 @@ def test_jobs_have_nodes_and_a_task_for_each_rank(tmp_path: Path) -> None:
 
 def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="needs SLURM on this machine, but there is no sbatch"):
+    with pytest.raises(ConfigError, match="needs SLURM on this machine, but sbatch is not installed"):
         SlurmEngine(SlurmResources())
     with pytest.raises(ConfigError, match="jobs_at_once is 0"):
         SlurmEngine(SlurmResources(executor="local"), 0)
@@ -117,6 +117,6 @@ def test_jobs_are_checked_for_other_machines_than_this() -> None:
     from lightning_3d.config.compose import compose
 
     config = compose(["cluster=h100_2x8", "parallelism=tp8_dp2", "model=llama3_1_8b", "data.global_batch_size=16"])
-    assert check_for_nodes(config).accelerator == "gpu" and config.trainer.dry is False
+    assert check_for(config, Machine.COUNTED_NODES).accelerator == "gpu" and config.trainer.dry is False
     with pytest.raises(ConfigError, match="does not say how many nodes"):
-        check_for_nodes(compose([]))
+        check_for(compose([]), Machine.COUNTED_NODES)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 OFFLINE = ["logger=wandb", "logger.wandb.offline=true", "cluster=local_cpu"]
 SMALL = [*QUICK[1:], "trainer.log_every_n_steps=1"]
-EIGHT = ["model=mixtral_tiny", "parallelism=tp2_pp2_dp2", "parallelism.moe_aux_loss=0.01", "parallelism.micro_batch_size=2",
+FOUR = ["model=mixtral_tiny", "parallelism=pp2_dp2", "parallelism.moe_aux_loss=0.01", "parallelism.micro_batch_size=2",
          "data.sequence_length=32", "data.global_batch_size=8", "data.val_sequences=4", "trainer.max_steps=4",
          "trainer.val_check_interval=2", "trainer.trace_every_n_steps=2", "trainer.log_every_n_steps=1",
          "trainer.checkpoint_every_n_steps=2", "logger.wandb.tags=[mine]"]  # fmt: skip
@@ -43,11 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Result]:
-    """A run on 8 ranks, and one on a single rank that goes on from its second step, in another folder."""
-    go_on = [*EIGHT, "parallelism=tp1", f"trainer.resume={folder}/eight/checkpoints/step_2.ckpt"]
-    lines = {"eight": EIGHT, "resumed": go_on}
+    """A run on 4 ranks, and one on a single rank that goes on from its second step, in another folder."""
+    go_on = [*FOUR, "parallelism=tp1", f"trainer.resume={folder}/four/checkpoints/step_2.ckpt"]
+    lines = {"four": FOUR, "resumed": go_on}
     commands = [["train", *OFFLINE, *line, f"hydra.run.dir={folder / name}"] for name, line in lines.items()]
-    return dict(zip(lines, run_commands(commands, timeout=600), strict=True))
+    return dict(zip(lines, run_commands(commands, timeout=600, warm=True), strict=True))
 
 
 def only_run(folder: Path) -> WandbRun:
@@ -69,14 +69,14 @@ def logged(run: WandbRun, step: int) -> dict[str, float]:
     return {name: value for row in rows for name, value in row.items()}
 
 
-def test_one_run_of_eight_ranks_has_everything(results: dict[str, Result], folder: Path) -> None:
-    assert results["eight"].code == 0, results["eight"].output
-    run = only_run(folder / "eight")
-    assert {"tp2", "pp2", "dp2", "1F1B", "zero1", "mixtral", "mixtral_tiny", "fp32", "mine"} == set(run.tags)
-    assert (run.project, run.name, run.exit_code) == ("lightning_3d", f"{folder.name}/eight", 0)
-    config = yaml.safe_load((folder / "eight" / "config.yaml").read_text())
-    assert config["parallelism"]["layout"] == "tp2_pp2_dp2" and {group: run.config[group] for group in config} == config
-    rows = rows_of(folder / "eight")
+def test_one_run_of_four_ranks_has_everything(results: dict[str, Result], folder: Path) -> None:
+    assert results["four"].code == 0, results["four"].output
+    run = only_run(folder / "four")
+    assert {"pp2", "dp2", "1F1B", "zero1", "mixtral", "mixtral_tiny", "fp32", "mine"} == set(run.tags)
+    assert (run.project, run.name, run.exit_code) == ("lightning_3d", f"{folder.name}/four", 0)
+    config = yaml.safe_load((folder / "four" / "config.yaml").read_text())
+    assert config["parallelism"]["layout"] == "pp2_dp2" and {group: run.config[group] for group in config} == config
+    rows = rows_of(folder / "four")
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     with_numbers = {name for row in rows for name, value in row.items() if value}
     assert with_numbers == set(COLUMNS) - {"mfu"}, "the peak rate of a CPU is not known"
@@ -85,9 +85,9 @@ def test_one_run_of_eight_ranks_has_everything(results: dict[str, Result], folde
         expected = {name: float(row[name]) for name in COLUMNS[1:] if row[name]}
         assert {name: told[f"step/{name}"] for name in expected} == expected
         assert told["router/aux_loss"] == pytest.approx(told["step/aux_loss"])
-        assert ("memory/rank_7" in told) == bool(row["bubble"])
+        assert ("memory/rank_3" in told) == bool(row["bubble"])
     told = logged(run, 4)
-    assert max(told[f"memory/rank_{rank}"] for rank in range(8)) == told["step/memory"]
+    assert max(told[f"memory/rank_{rank}"] for rank in range(4)) == told["step/memory"]
     loads = [value for name, value in told.items() if name.startswith("router/max_load/")]
     assert max(loads) == pytest.approx(told["step/max_load"], abs=1e-4)
     ours = {name for name in told if name.startswith(("step/", "memory/", "router/"))} - {"step/tokens_seen"}
@@ -97,18 +97,18 @@ def test_one_run_of_eight_ranks_has_everything(results: dict[str, Result], folde
 
 def test_a_run_that_goes_on_is_the_same_run(results: dict[str, Result], folder: Path) -> None:
     assert results["resumed"].code == 0, results["resumed"].output
-    first, second = only_run(folder / "eight"), only_run(folder / "resumed")
+    first, second = only_run(folder / "four"), only_run(folder / "resumed")
     assert second.id == first.id
     assert json.loads((folder / "resumed" / "wandb_run.json").read_text())["id"] == first.id
-    seen = {row["step"]: row["tokens_seen"] for row in rows_of(folder / "eight")}
+    seen = {row["step"]: row["tokens_seen"] for row in rows_of(folder / "four")}
     assert {row["step"]: row["tokens_seen"] for row in rows_of(folder / "resumed")} == {step: seen[step] for step in ("3", "4")}
-    assert f"{first.id} (offline)" in (folder / "eight" / "report.html").read_text()
+    assert f"{first.id} (offline)" in (folder / "four" / "report.html").read_text()
 
 
 def test_which_run_a_job_goes_on_with(results: dict[str, Result], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of its folder, else that of its checkpoint; but a job of a sweep is a run of its own."""
     config = yaml.safe_load((folder / "resumed" / "config.yaml").read_text()) | {"run_folder": str(tmp_path)}
-    first = only_run(folder / "eight").id
+    first = only_run(folder / "four").id
     assert same_run(config)["wandb"]["id"] == first
     (tmp_path / "wandb_run.json").write_text('{"id": "mine"}')
     assert same_run(config)["wandb"]["id"] == "mine"
@@ -177,7 +177,7 @@ def test_a_host_that_is_not_there(nowhere: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setenv("http_proxy", "http://127.0.0.1:9")
         require_host(pause=0.0)  # not ours to judge
-    with pytest.raises(ConfigError, match=rf"cannot begin a run: {url} cannot be reached.*logger.wandb.offline=true"):
+    with pytest.raises(ConfigError, match=rf"cannot start a run: {url} cannot be reached.*logger.wandb.offline=true"):
         WandbLogger().experiment  # noqa: B018
 
 
@@ -231,7 +231,7 @@ with warnings.catch_warnings(record=True) as caught:
     if int(steps):
         logger.finalize("success")
         logger.close()
-said = [str(warning.message) for warning in caught if "takes nothing more of this run" in str(warning.message)]
+said = [str(warning.message) for warning in caught if "is disabled for the rest of this run" in str(warning.message)]
 print(len(said), logger.lost)
 """
 
@@ -252,7 +252,7 @@ def test_a_service_that_hangs_or_dies_ends_no_training(how: str, steps: int, sai
     service = next(int(line) for line in lines if line.isdigit())
     assert done.returncode == 0 and said in lines and "Traceback" not in text, text
     assert not psutil.pid_exists(service) or psutil.Process(service).status() == psutil.STATUS_ZOMBIE
-    assert ("Weights & Biases did not end within" in text) == (steps == 0)
+    assert ("Weights & Biases did not exit within" in text) == (steps == 0)
 
 
 def test_a_call_to_a_process_that_hangs_fails(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Who works in a folder: a second run is told the process, since when and what to do, and never to remove what may be alive."""
 
+import errno
 import json
 import os
 import subprocess
@@ -16,16 +17,16 @@ from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.runs.folder import RunFolder, in_progress
 from lightning_3d.runs.status import FAILED, FINISHED, RUNNING, RunStatus
 from lightning_3d.runs.sweep.folder import SweepFolder
-from lightning_3d.storage.holder import Holder, is_held, moment
-from lightning_3d.storage.lock import FolderLock
+from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.lock import FileLock, FolderLock, is_held
 
 WORKS = """
 import sys, time
 from pathlib import Path
-from lightning_3d.checkpoint.lock import FolderLock
-from lightning_3d.run_folder import RunFolder
-from lightning_3d.run_status import RunStatus
-from lightning_3d.sweep.folder import SweepFolder
+from lightning_3d.runs.folder import RunFolder
+from lightning_3d.runs.status import RunStatus
+from lightning_3d.runs.sweep.folder import SweepFolder
+from lightning_3d.storage.lock import FolderLock
 path = Path(sys.argv[1])
 folder = RunFolder.claim(path / "run", numbered=False)
 RunStatus.begun().write(folder.path)
@@ -65,9 +66,9 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         refusal(run)
         with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}another folder"):
             RunFolder.reopen(run, {})
-        with pytest.raises(ConfigError, match=rf"holds a run already \(status: running; {since}\)"):
+        with pytest.raises(ConfigError, match=rf"already holds a run \(status: running; {since}\)"):
             RunFolder.adopt(run)
-        with pytest.raises(ConfigError, match=rf"Another sweep is at work in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"):
+        with pytest.raises(ConfigError, match=rf"Another sweep is in progress in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"):
             SweepFolder.take(tmp_path / "sweep", numbered=False)
         monkeypatch.setattr("lightning_3d.storage.lock._PATIENCE_SECONDS", 0)
         with pytest.raises(CheckpointError, match=rf"belongs to another run that has not ended \({since}\)\. Two runs .*{do}another"):
@@ -75,8 +76,8 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         assert in_progress(run) and RunFolder.claim(run, numbered=True).path.name == "run_1"
     assert in_progress(run) is False and is_held(run / ".lock") is False
     said = refusal(run)
-    assert f"which has ended without a word: its process is gone (process {process.pid} of {me.user} on {me.host}" in said
-    assert said.endswith("Set hydra.run.dir to a new folder. trainer.auto_resume=true continues that run.")
+    assert f"which ended without recording why: its process is gone (process {process.pid} of {me.user} on {me.host}" in said
+    assert said.endswith("Set hydra.run.dir to a new folder. To resume that run, set trainer.auto_resume=true.")
     assert RunFolder.reopen(run, {}).path == run, "a lock that is left of a killed process holds nobody up"
 
 
@@ -103,8 +104,8 @@ def test_a_folder_of_a_run_on_another_host(tmp_path: Path) -> None:
     left_by(tmp_path / "run", RUNNING, "node7", 4711)
     assert in_progress(tmp_path / "run") is None
     said = refusal(tmp_path / "run")
-    assert "in progress on another host when it last said so (process 4711 on node7, since " in said
-    assert "This host cannot see whether it still is: look there before anything else." in said
+    assert "It was in progress on another host (process 4711 on node7, since " in said
+    assert "and this host cannot see whether it still is: check there first." in said
 
 
 def test_a_folder_without_locks_is_judged_by_the_process(tmp_path: Path) -> None:
@@ -121,3 +122,30 @@ def test_what_no_lock_says() -> None:
     assert elsewhere is not None and elsewhere.describe() == "process 3 on node7"
     assert elsewhere.what_to_do("wait more") == "Wait until it ends, stop it (kill 3 on node7), or wait more."
     assert Holder.of(Holder.this_process().facts()) is not None
+
+
+def test_a_forked_rank_neither_has_nor_frees_the_lock_of_its_parent(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire() and is_held(tmp_path / "lock")
+    ready, release = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        taken = FileLock(tmp_path / "lock").acquire()
+        os.write(ready[1], b"1" if taken else b"0")
+        os.read(release[0], 1)
+        os._exit(0)
+    assert os.read(ready[0], 1) == b"0", "the parent has it"
+    lock.release()
+    assert is_held(tmp_path / "lock") is False, "although the child still lives"
+    os.write(release[1], b"1")
+    os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert FileLock(tmp_path / "lock").acquire() and FileLock(tmp_path / "lock").acquire()
+    assert is_held(tmp_path / "lock") is None
+    named = Holder.read(tmp_path / "lock")
+    assert named is not None and named.process == os.getpid()

@@ -409,7 +409,7 @@ def test_a_summary_shows_the_part_of_rank_0(layout: str, options: dict, example:
 
 
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {
-    "finetuning": (lambda: BackboneFinetuning(), "BackboneFinetuning is there to unfreeze parameters.*two fits"),
+    "finetuning": (lambda: BackboneFinetuning(), "BackboneFinetuning unfreezes parameters.*two fits"),
     "pruning": (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning replaces parameters.*Prune after"),
     "batch size": (lambda: BatchSizeFinder(), "BatchSizeFinder searches until.*micro_batch_size"),
 }

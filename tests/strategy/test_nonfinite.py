@@ -86,7 +86,7 @@ class Left:
 
 def state_of(strategy: Any) -> dict[str, Tensor]:
     """Copies of this rank's weights and of what its optimizer keeps."""
-    shards = [*strategy._backend.weight_shards(), *strategy._backend.optimizer_shards()]
+    shards = [*strategy.built.backend.weight_shards(), *strategy.built.backend.optimizer_shards()]
     state = {f"{s.name} {key} {s.start}": torch.as_tensor(value).clone() for s in shards for key, value in s.values.items()}
     module = strategy.lightning_module
     whole = dict(module.named_buffers()) if strategy.zero.stage == 3 else module.state_dict()
@@ -176,7 +176,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(lay
     where = f" (not finite on data-parallel rank 0 of {Layout.parse(layout).dp})" if "dp2" in layout else ""
     for left in parts:
         assert left.error.startswith(f"Step 2: the loss is nan and the gradient norm is nan{where}. The optimizer did not take this step")
-        assert "the weights are those after step 1" in left.error and "lower learning rate (now 0.0003)" in left.error
+        assert "the weights are still those after step 1" in left.error and "lower learning rate (now 0.0003)" in left.error
         assert "trainer.nonfinite=skip" in left.error and "Look at the data of this step." in left.error
         assert (left.steps, left.hooks, len(left.losses)) == (1, 1, 1)
         assert_same(left.states[-1], left.states[1])
@@ -194,7 +194,7 @@ def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(layout: str, option
         assert left.norms[2:] == other.norms[1:] and math.isnan(left.norms[1])
         assert_same(left.states[-1], other.states[-1])
     [said] = [text for text in parts[0].warned if text.startswith("Step 2: ")]
-    assert said.endswith("The optimizer skips it (skipped so far: 1).")
+    assert said.endswith("The optimizer skips this step (skipped so far: 1).")
 
 
 def test_ignore_steps_as_with_any_other_gradient() -> None:
@@ -285,13 +285,13 @@ def refused(guard: StepGuard, found: Found | None = None, layout: str = "dp2_pp2
 def test_the_message_names_what_is_known() -> None:
     with pytest.raises(NonFiniteError, match=r"the loss is 3 and the gradient norm is nan \(gradients not finite on ranks 0 and 1 of 4\)"):
         refused(StepGuard(), Found(ranks=(0, 1)))
-    with pytest.raises(NonFiniteError, match="^Step 1: the loss is 3 and the gradient norm is nan. .* those of the start"):
+    with pytest.raises(NonFiniteError, match="^Step 1: the loss is 3 and the gradient norm is nan. .* the initial ones"):
         refused(StepGuard(), Found(ranks=(0, 1, 2, 3)))
     with pytest.raises(NonFiniteError, match="wider precision than bf16"):
         refused(StepGuard(), precision="bf16-true")
     with pytest.raises(NonFiniteError) as error:
         refused(StepGuard(), Found(weights=(0,)))
-    assert "The weights are not finite since an earlier step." in str(error.value) and "data of this step" not in str(error.value)
+    assert "The weights have not been finite since an earlier step." in str(error.value) and "data of this step" not in str(error.value)
     with pytest.raises(NonFiniteError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more of 16"):
         refused(StepGuard(), Found(data=tuple(range(10))), "dp16")
 

@@ -1,7 +1,7 @@
 """Parity with one process: every model, degree, schedule and ZeRO stage, alone and in pairs.
 
-``pytest`` runs all pairs of degrees, schedules and modes that fit on four ranks, with the models in turn, and some cells on eight;
-``pytest -m full`` a set that covers triples of all, models too, and goes on where it stopped.
+``pytest`` runs all pairs of degrees, schedules and modes that fit on four ranks, with the models in turn;
+``pytest -m full`` some cells on eight, and a set that covers triples of all, models too, and goes on where it stopped.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import sys
 import zlib
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import models
 import parity
@@ -31,7 +32,8 @@ LARGE = [  # every degree of 4, which few ranks leave no room for, beside tensor
     Cell("qwen3", pp=2, dp=4, schedule="Interleaved1F1B", zero=1),
 ]
 ROOT = Path(__file__).parents[2]
-SOURCES = ("ranks.py", "models.py", "reference.py", "parity.py", "test_parity.py")
+SPLIT = [Cell("gpt_neox", tp=4)]  # and that of tensor parallelism by itself
+SOURCES = ("ranks.py", "models.py", "reference.py", "parity.py")
 
 
 def valid_cells() -> list[Cell]:
@@ -73,7 +75,11 @@ def ordered(cells: list[Cell]) -> list[Cell]:
     return sorted(cells, key=lambda cell: (models.MODELS.index(cell.model), cell.dtype, cell.layers, cell.world_size))
 
 
-@pytest.mark.parametrize("cell", ordered(in_turn() + LARGE), ids=lambda cell: cell.name)
+def small_and_large() -> list[Any]:
+    return [*ordered(in_turn() + SPLIT), *(pytest.param(cell, marks=pytest.mark.full) for cell in ordered(LARGE))]
+
+
+@pytest.mark.parametrize("cell", small_and_large(), ids=lambda cell: cell.name)
 def test_pairs(cell: Cell) -> None:
     parity.check(cell)
 
@@ -107,7 +113,7 @@ def test_the_default_set_is_complete_and_small() -> None:
     chosen = in_turn()
     assert len(chosen) <= PAIRWISE_LIMIT and {cell.model for cell in chosen} == set(models.MODELS)
     assert covers([factors(cell)[1:] for cell in chosen], [factors(cell)[1:] for cell in small_cells()], 2)
-    assert set(LARGE) <= set(valid_cells())
+    assert set(LARGE + SPLIT) <= set(valid_cells())
 
 
 def test_the_full_set_is_small() -> None:
@@ -145,7 +151,7 @@ def results_file() -> Path:
 def source_hash() -> str:
     """Of everything that a result depends on: the package, these tests, the version of torch."""
     digest = hashlib.sha256(torch.__version__.encode())
-    paths = sorted((ROOT / "lightning_3d").rglob("*.py")) + [ROOT / "tests" / "support" / name for name in SOURCES]
+    paths = sorted((ROOT / "lightning_3d").rglob("*.py")) + [ROOT / "tests" / "support" / name for name in SOURCES] + [Path(__file__)]
     for path in paths:
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]

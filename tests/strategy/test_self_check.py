@@ -43,7 +43,7 @@ def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn
     model = build(attention)
     fitted = fit(model, layout, tmp_path)
     assert_exact(fitted, model)
-    assert f"self-check of GPT: as rewritten for {Layout.parse(layout).name} it computes what it computes whole" in fitted.printed
+    assert f"self-check of GPT: passed; {Layout.parse(layout).name} reproduces the whole model" in fitted.printed
 
 
 def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) ->
 def test_tied_weights_and_dropout_are_no_difference(options: dict[str, Any], tmp_path: Path) -> None:
     model = build(**options)
     fitted = fit(model, "tp2_pp2", tmp_path)
-    assert "computes what it computes whole" in fitted.printed
+    assert "reproduces the whole model" in fitted.printed
     if "tied" in options:
         assert_exact(fitted, model)
 
@@ -66,12 +66,12 @@ def without(entries: dict[str, Any], *names: str) -> dict[str, Any]:
 
 MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
     "wrong name": (own_gpt.Attention, "tp2", {"tp": {**ATTENTION, "h.*.upp": "colwise"}, "pp": PIPELINE}, "h.*.upp|all the names"),
-    "half a pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE}, "cuts up but names no 'rowwise'"),
-    "other half": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE}, "cuts down but names no 'col"),
+    "half a pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE}, "shards up but names no 'row"),
+    "other half": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE}, "shards down but names no 'col"),
     "reversed pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE}, "'h.0'"),
     "missing parameter": (own_gpt.Attention, "pp2", {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")}, "'net.wpe.weight' is in no module"),
     "fixed heads": (own_gpt.FixedHeads, "tp2", PLAN, r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads"),
-    "partial gradient": (own_gpt.NormedHeads, "tp2", PLAN, "'h.0.attn.norm' is whole on every rank.*replicated_with_grad_allreduce"),
+    "partial gradient": (own_gpt.NormedHeads, "tp2", PLAN, "'h.0.attn.norm' is replicated.*replicated_with_grad_allreduce"),
     "packed by columns": (
         own_gpt.Packed,
         "tp2",
@@ -233,7 +233,7 @@ def test_inputs_without_gradients_or_rows_are_no_difference(tmp_path: Path, monk
     torch.manual_seed(0)
     model = Scaled()
     fitted = run_ranks(fit_with, 2, GivesMask, model, "tp2", cache=str(tmp_path))[0]
-    assert "computes what it computes whole" in fitted.printed
+    assert "reproduces the whole model" in fitted.printed
     monkeypatch.setattr(own_gpt, "Text", GivesMask)
     assert_exact(fitted, model)
 
@@ -262,7 +262,7 @@ class ReadsLogits(own_gpt.Text):
 def test_outputs_in_containers_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     fitted = run_ranks(fit_with, 2, ReadsLogits, Returning(how), "tp2", cache=str(tmp_path))[0]
-    assert "computes what it computes whole" in fitted.printed
+    assert "reproduces the whole model" in fitted.printed
     monkeypatch.setattr(own_gpt, "Text", ReadsLogits)
     torch.manual_seed(0)
     assert_exact(fitted, Returning(how))
@@ -289,7 +289,7 @@ def restless() -> GPT:
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_random_numbers_and_locks_are_no_difference(layout: str, tmp_path: Path) -> None:
     fitted = run_ranks(fit_made, 2, restless, layout, cache=str(tmp_path))[0]
-    assert "computes what it computes whole" in fitted.printed
+    assert "reproduces the whole model" in fitted.printed
 
 
 class CallsForward(own_gpt.Text):
@@ -300,9 +300,9 @@ class CallsForward(own_gpt.Text):
 
 def test_a_step_that_never_calls_the_model_is_not_unchecked_in_silence(tmp_path: Path) -> None:
     """Without a call no hook runs: the number of heads stays that of the whole model, and other losses come out."""
-    with pytest.raises(PlanError, match=r"'h.0.attn' needs on a rank, cannot run: .*model.forward.*Call the model itself"):
+    with pytest.raises(PlanError, match=r"sizes of 'h.0.attn' on a rank, cannot run: .*model.forward.*Call the model itself"):
         run_ranks(fit_with, 2, CallsForward, build(own_gpt.NamedHeads), "tp2", cache=str(tmp_path))
-    assert "left out: the step runs the layers" in run_ranks(fit_with, 2, CallsForward, build(), "pp2", cache=str(tmp_path))[0].printed
+    assert "skipped: the step runs the layers" in run_ranks(fit_with, 2, CallsForward, build(), "pp2", cache=str(tmp_path))[0].printed
 
 
 def fit_with(step: type[own_gpt.Text], model: nn.Module, layout: str, cache: str) -> Fitted:
@@ -354,4 +354,4 @@ class TestBlocks:
 def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"'h.0.attn' \(FixedHeads\)"):
         run_ranks(own_gpt.validate, 2, build(own_gpt.FixedHeads), str(tmp_path))
-    assert "computes what it computes whole" in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]
+    assert "reproduces the whole model" in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]

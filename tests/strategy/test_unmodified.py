@@ -138,7 +138,6 @@ def test_the_reference_learns_and_stops_early(expected: Outcome) -> None:
             ("tp2_dp2", {"zero_stage": 1}),
             ("pp2_dp2", {"zero_stage": 3}),
         ],
-        2,
         3,
     ),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",

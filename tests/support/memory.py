@@ -1,5 +1,6 @@
 """Counts the bytes of all tensors that are alive while a block of code runs, by watching what every operation returns."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,26 +19,44 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._total = 0  # of the sizes when they were last seen: never too small, too large where one was shrunk since
         self.peak = 0
 
     @property
     def now(self) -> int:
         """Bytes that are alive. A storage may have been resized."""
-        alive = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
-        self._storages = {key: self._storages[key] for key in alive}
-        return sum(storage.nbytes() for storage in alive.values())
+        for key, (reference, size) in list(self._storages.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
+                self._keep(key, reference, storage.nbytes())
+        return self._total
 
     def reset(self) -> None:
         self.peak = self.now
+
+    def _keep(self, key: int, reference: weakref.ref[torch.UntypedStorage], size: int) -> None:
+        self._total += size - self._storages.get(key, (reference, 0))[1]
+        self._storages[key] = reference, size
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        known = self._storages.get(key)
+        if known is None or known[0]() is not storage:  # a freed storage's id may be used again
+            self._keep(key, weakref.ref(storage, functools.partial(self._forget, key)), size)
+        elif known[1] != size:
+            self._keep(key, known[0], size)
+
+    def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        known = self._storages.get(key)
+        if known is not None and known[0] is reference:
+            self._total -= self._storages.pop(key)[1]
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                known = self._storages.get(id(storage))
-                if known is None or known() is not storage:  # a freed storage's id may be used again
-                    self._storages[id(storage)] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now)
+                self._see(leaf.untyped_storage())
+        if self._total > self.peak:  # counting all of them at every operation would take most of the time of a test
+            self.peak = max(self.peak, self.now)
         return result

@@ -119,7 +119,7 @@ def phase_callback() -> Any:
     import torch
     from lightning.pytorch import Callback
 
-    import lightning_3d.strategy as strategy
+    from lightning_3d.strategy import build
 
     def before(module: Any, name: str, phase: str) -> None:
         function = getattr(module, name)
@@ -133,7 +133,7 @@ def phase_callback() -> Any:
         setattr(module, name, wrapped)
 
     before(torch.distributed, "init_process_group", "rendezvous")
-    before(strategy, "assemble", "build")
+    before(build, "assemble", "build")
 
     class Phases(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:

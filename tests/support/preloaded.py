@@ -1,11 +1,31 @@
 """What the fork server of `ranks` imports of this project and what a first fit would import, so that no rank pays for it again."""
 
 import contextlib
+import importlib
 
 import parity  # noqa: F401
 import torch
 
 from lightning_3d.compat.deepspeed import import_deepspeed
 
+WHAT_A_FIT_IMPORTS = (
+    "lightning_3d.strategy",
+    "lightning_3d.ranks.children",
+    "lightning_3d.parallel.gloo_exchange",
+    "lightning_3d.parallel.zero",
+    "lightning_3d.parallel.blocks",
+    "lightning_3d.strategy.step.tracer",
+    "lightning_3d.checkpoint.torch_archive",
+    "lightning_3d.checkpoint.remote_folder",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.utils.pin_memory",
+    "encodings.idna",
+    "torch.profiler._cupti_monitor",
+)
+
 with contextlib.suppress(ImportError):
     import_deepspeed(torch.device("cpu"))
+for name in WHAT_A_FIT_IMPORTS:
+    with contextlib.suppress(ImportError):  # another version has another tree
+        importlib.import_module(name)

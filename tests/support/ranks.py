@@ -50,6 +50,8 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch",
     "deepspeed",
+    "peft",
+    "pytest",  # test files import it, and functions that ranks run lie in test files
     "preloaded",
 )
 SERVER_ENVIRONMENT = {

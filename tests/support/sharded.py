@@ -17,11 +17,11 @@ from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import (
     TensorParallel,
     VocabParallelLogits,
-    deal_sequence,
     find_regions,
     gather_regions,
     resolve,
     rewrite,
+    shard_sequence,
     shard_specs,
 )
 from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes, find_local_sizes
@@ -100,7 +100,7 @@ def cut(
     context = TensorParallel(group, size, rank, random, SequenceShards(size))
     if regions is not None:
         gather_regions(model, regions, context)
-        deal_sequence(model, regions, context)
+        shard_sequence(model, regions, context)
     rewrite(model, parsed, specs, context, regions)
     apply_local_sizes(model, sizes)
     return parsed, specs

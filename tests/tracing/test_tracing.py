@@ -21,6 +21,7 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, PipelineState, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.schedule import Kind, training_order
+from lightning_3d.runs.metrics_file import read_rows
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.clocks import clock_offsets
 from lightning_3d.tracing.memory import SavedTensors
@@ -47,7 +48,6 @@ from lightning_3d.tracing.trace import (
     work_of,
     write_timeline,
 )
-from lightning_3d.training.callbacks.metrics_csv import rows_until
 
 OF_KIND = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT_GRADIENT, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENT}
 MICRO_BATCHES = 4
@@ -153,7 +153,7 @@ def test_a_step_is_traced_when_its_number_says_so_and_when_it_is_asked_for(trace
 
 def test_the_same_numbers_are_in_the_files_and_in_the_loggers(traced: Any) -> None:
     folder, parts = traced
-    rows = rows_until(folder / "metrics.csv", 9)
+    rows = read_rows(folder / "metrics.csv", last_step=9)
     assert [row["bubble"] == "" for row in rows] == [True, True, False, False]
     trace = read_timeline(folder / "timeline.json")
     assert trace is not None and trace.step == 4

@@ -94,7 +94,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(
     ("trained", "layout", "schedule", "mode", "model"),
-    by_default(CHOSEN, 4, 7, 9),
+    by_default(CHOSEN, 4, 9),
     ids=lambda word: str(word).replace(" ", "_"),
 )
 def test_parts(trained: str, layout: str, schedule: str, mode: str, model: str) -> None:

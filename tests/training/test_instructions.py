@@ -74,7 +74,7 @@ def test_what_cannot_be_encoded(tokenizer: Path, plain: Path, tmp_path: Path) ->
         encode({"text": "w1"}, read(tokenizer), "Row 3 of x")
     with pytest.raises(DataError, match="no chat template"):
         encode({"messages": turns("w1", "w2")}, read(plain), "Row 3 of x")
-    with pytest.raises(DataError, match="earlier turns in another way"):
+    with pytest.raises(DataError, match="changes earlier turns"):
         encode({"messages": turns("w1", "w2", "w3", "w4")}, read(a_tokenizer(tmp_path, REWRITING)), "Row 3 of x")
 
 
@@ -140,7 +140,7 @@ def test_what_is_too_long(tokenizer: Path, tmp_path: Path) -> None:
     long_prompt, long_answer = turns(" ".join(["w1"] * 20), "w2"), turns("w1", " ".join(["w2"] * 20))
     rows = [{"messages": talk} for talk in (long_prompt, long_answer, turns("w1", "w2"), turns("w3", "w4"))]
     data = module(tmp_path, rows, tokenizer, val_fraction=0.0)
-    with pytest.warns(UserWarning, match="2 of 4 conversations .* longer .*=16 and cut; 1 have no answer"):
+    with pytest.warns(UserWarning, match="2 of 4 conversations .* longer .*=16 and are truncated; 1 have no answer"):
         data.prepare_data()
     data.setup()
     assert data.train_set is not None

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.runs.metrics_file import read_rows
 from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary
-from lightning_3d.training.callbacks.metrics_csv import COLUMNS, rows_until
+from lightning_3d.training.callbacks.metrics_csv import COLUMNS
 from lightning_3d.training.callbacks.progress_bar import format_seconds, progress_line
 from lightning_3d.training.data.packing import Tokens
 from lightning_3d.training.data.python_stdlib import PythonStdlib
@@ -157,7 +158,7 @@ def test_a_checkpoint_brings_module_and_weights_back(trained: dict[str, Any]) ->
 
 
 def test_metrics_that_a_full_disk_does_not_take_are_not_worth_the_run(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="/dev/full misses rows from here on, and training continues: .*No space left") as warned:
+    with pytest.warns(UserWarning, match="Cannot write to /dev/full; training continues .*No space left") as warned:
         fit = trainer(tmp_path, MetricsCSV("/dev/full"), max_steps=4, val_check_interval=2)
         fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
     assert fit.global_step == 4
@@ -206,7 +207,7 @@ def test_f26_a_checkpoint_without_the_position_is_refused(trained: dict[str, Any
     checkpoint = torch.load(trained["folder"] / "checkpoints" / "epoch=0-step=10.ckpt", weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.raises(DataError, match="holds no position in the data"):
+    with pytest.raises(DataError, match="has no position in the data"):
         trainer(tmp_path).fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=tmp_path / "other.ckpt")
 
 
@@ -285,22 +286,22 @@ def test_the_decay_may_end_before_the_run() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": -1e-3}, "optimizer.lr is -0.001; it must be a number of more than 0"),
-        ({"lr": math.nan}, "optimizer.lr is nan"),
-        ({"lr": "fast"}, "optimizer.lr is 'fast'"),
-        ({"lr": None}, "optimizer.lr is None"),
-        ({"betas": [0.9, 1.0]}, "each of optimizer.betas is 1.0"),
-        ({"betas": [0.9]}, "optimizer.betas has 1 numbers"),
-        ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1"),
-        ({"no_decay": ["norms"]}, "no_decay names 'norms'.* Did you mean \"norm\""),
-        ({"name": "adam"}, "optimizer.name is 'adam'; it must be adamw, cpu_adamw or sgd"),
-        ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is of adamw; cpu_adamw always is one kernel"),
+        ({"lr": -1e-3}, "optimizer.lr must be a number above 0, .*; got -0.001"),
+        ({"lr": math.nan}, "optimizer.lr must be .*; got nan"),
+        ({"lr": "fast"}, "optimizer.lr must be .*; got 'fast'"),
+        ({"lr": None}, "optimizer.lr must be .*; got None"),
+        ({"betas": [0.9, 1.0]}, "each of optimizer.betas must be .*; got 1.0"),
+        ({"betas": [0.9]}, "optimizer.betas must be two numbers, .*; got 1 number"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay must be .*; got -0.1"),
+        ({"no_decay": ["norms"]}, "no_decay may contain .*; got 'norms'.* Did you mean \"norm\""),
+        ({"name": "adam"}, "optimizer.name must be adamw, cpu_adamw or sgd; got 'adam'"),
+        ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is an option of adamw; cpu_adamw is always one kernel"),
         ({"wieght_decay": 0.1}, "no option 'wieght_decay'.* Did you mean \"weight_decay\""),
         ({"momentum": 0.9}, "no option 'momentum'"),
-        ({"scheduler": {"name": "cosin"}}, "optimizer.scheduler.name is 'cosin'"),
-        ({"scheduler": {"name": "cosine", "warmup_steps": -1}}, "warmup_steps is -1"),
-        ({"scheduler": {"name": "cosine", "min_lr_ratio": 2}}, "min_lr_ratio is 2; it must be a number of from 0 to 1"),
-        ({"scheduler": {"name": "cosine", "decay_steps": 0}}, "decay_steps is 0"),
+        ({"scheduler": {"name": "cosin"}}, "optimizer.scheduler.name must be .*; got 'cosin'"),
+        ({"scheduler": {"name": "cosine", "warmup_steps": -1}}, "warmup_steps must be a number of at least 0; got -1"),
+        ({"scheduler": {"name": "cosine", "min_lr_ratio": 2}}, "min_lr_ratio must be a number from 0 to 1; got 2"),
+        ({"scheduler": {"name": "cosine", "decay_steps": 0}}, "decay_steps must be a number of at least 1; got 0"),
         ({"scheduler": {"name": "cosine", "steps": 5}}, "no option 'steps'"),
     ],
     ids=str,
@@ -357,7 +358,7 @@ def test_several_batches_of_a_step_are_one_row(tmp_path: Path) -> None:
     callbacks = MetricsCSV(tmp_path / "metrics.csv"), ProgressBar(every=1, stream=out), Summary("smallest", stream=table)
     fit = trainer(tmp_path, *callbacks, max_steps=3, val_check_interval=6, accumulate_grad_batches=2)
     fit.fit(module, datamodule=alphabet())
-    rows = rows_until(tmp_path / "metrics.csv", 9)
+    rows = read_rows(tmp_path / "metrics.csv", last_step=9)
     assert [row["step"] for row in rows] == ["1", "2", "3"] and len(module.told) == 6
     assert [float(row["loss"]) for row in rows] == pytest.approx([sum(module.told[at : at + 2]) / 2 for at in (0, 2, 4)])
     assert [row["tokens"] for row in rows] == ["128"] * 3 and [row["tokens_seen"] for row in rows] == ["128", "256", "384"]
@@ -377,7 +378,7 @@ class Uneven(Callback):
 def test_batches_of_a_step_weigh_as_many_tokens_as_they_have(tmp_path: Path) -> None:
     fit = trainer(tmp_path, Uneven(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0, accumulate_grad_batches=2)
     fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
-    rows = rows_until(tmp_path / "metrics.csv", 9)
+    rows = read_rows(tmp_path / "metrics.csv", last_step=9)
     assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.25", "0.25", "120")] * 2
 
 
@@ -385,8 +386,8 @@ def test_rows_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     cells = ["2.0", "", "1e-3"] + [""] * (len(COLUMNS) - 4)
     path.write_text("\n".join([",".join(COLUMNS), ",".join(["1", *cells]), "2,1.9,,1e-"]))
-    assert [row["step"] for row in rows_until(path, 9)] == ["1"]
-    assert rows_until(tmp_path / "nowhere.csv", 9) == []
+    assert [row["step"] for row in read_rows(path, last_step=9)] == ["1"]
+    assert read_rows(tmp_path / "nowhere.csv", last_step=9) == []
 
 
 class FromStrategy(Callback):
@@ -399,7 +400,7 @@ class FromStrategy(Callback):
 def test_metrics_come_from_the_strategy_when_it_has_them(tmp_path: Path) -> None:
     fit = trainer(tmp_path, FromStrategy(), MetricsCSV(tmp_path / "metrics.csv"), max_steps=2, limit_val_batches=0)
     fit.fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet())
-    rows = rows_until(tmp_path / "metrics.csv", 9)
+    rows = read_rows(tmp_path / "metrics.csv", last_step=9)
     assert [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows] == [("1.5", "0.25", "60")] * 2
 
 

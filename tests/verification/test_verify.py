@@ -20,7 +20,7 @@ from sweeps import by_default
 import lightning_3d
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
-from lightning_3d.layout.model_rules import check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.families import read_spec
 from lightning_3d.parallel.nested import rows_of
 from lightning_3d.parallel.pipeline.transport import Transport
@@ -29,6 +29,7 @@ from lightning_3d.parallel.tensor import resolve_plan as cuts
 from lightning_3d.parallel.tensor.collectives import _Copy
 from lightning_3d.parallel.zero.backend import DataParallelBackend
 from lightning_3d.parallel.zero.partial_gradients import PartialSums
+from lightning_3d.parallel.zero.trained import TrainedParameters
 from lightning_3d.verification.compare import Difference
 from lightning_3d.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 
@@ -66,18 +67,16 @@ def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> 
     folded, _ = fold(big)
     small = shrink_model(config, big, folded)
     spec, before = read_spec(small), read_spec(config)
-    check_model(
-        folded,
+    sizes = ModelSizes(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         layers=spec.layers,
         vocab=spec.vocab,
         intermediate=spec.intermediate,
-        sequence_length=SEQUENCE,
         max_positions=spec.max_positions,
-        sequence_parallel=True,
         experts=spec.experts or None,
     )
+    check_model(folded, sizes, sequence_length=SEQUENCE, sequence_parallel=True)
     transformers_config(small)
     assert (spec.model_type, spec.tied, bool(spec.experts)) == (before.model_type, before.tied, bool(before.experts))
     assert {window is None for window in spec.windows} == {window is None for window in before.windows}
@@ -153,10 +152,10 @@ def test_batches_that_ranks_cannot_share_are_refused() -> None:
     strategy = {"layout": "dp2"}
     short, rows = own_batches(1)[0], torch.zeros(6, 2)
     for batches, words in (
-        ([], "a global batch for each step"),
-        ([(rows, rows[:4])], "those of batch 0 have 4 and 6"),
-        ([rows, {"x": rows[:3]}], "divisible by dp=2, but those of batch 1 have 3"),
-        ([{"x": "no tensor"}], "those of batch 0 are not there"),
+        ([], "one global batch for each step"),
+        ([(rows, rows[:4])], "those of batch 0 have 4 and 6 rows"),
+        ([rows, {"x": rows[:3]}], "divisible by dp=2, but those of batch 1 have 3 rows"),
+        ([{"x": "no tensor"}], "those of batch 0 are missing"),
     ):
         with pytest.raises(ConfigError, match=words):
             lightning_3d.verify(Own(), strategy, batches)
@@ -167,7 +166,7 @@ def test_what_one_process_makes_of_other_last_bits_is_allowed() -> None:
     found = Difference(1e-6, 1e-6, 9e-5, "name", (), ())
     assert not found.same
     noisy = replace(found, noise=(1e-8, 1e-8, 6e-5))
-    assert noisy.same and "allowed 1e-04 absolute, 2 x what the last bits of weights make on one" in str(noisy)
+    assert noisy.same and "allowed 1e-04 absolute (2 x the effect of a change in the last bit of the weights)" in str(noisy)
     assert not replace(noisy, loss=2e-5).same
     assert not replace(noisy, weight=float("nan")).same
 
@@ -226,7 +225,7 @@ def halve_gradients() -> None:
 
 
 def count_replicas() -> None:
-    DataParallelBackend._counts = lambda self, entry: True  # type: ignore[method-assign]
+    TrainedParameters.counts = lambda self, entry: True  # type: ignore[method-assign]
 
 
 def lose_a_message() -> None:
@@ -256,7 +255,7 @@ def broken(fault: Callable[[], None], overrides: str) -> Result:
 @pytest.mark.parametrize(("fault", "overrides"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_wrong_rewrite_is_found(fault: Callable[[], None], overrides: str) -> None:
     result = in_fresh_process(broken, fault, overrides)
-    found = {1: "this layout computes something else", 2: "differs between the tensor-parallel ranks"}
+    found = {1: "MISMATCH: this layout does not reproduce one process", 2: "differs between the tensor-parallel ranks"}
     assert result.code in found and found[result.code] in result.output, result.output
 
 
@@ -273,14 +272,15 @@ def test_command_lines(tmp_path: Path) -> None:
     quick = ["help", "steps", "option", "layout"]
     results = dict(zip(quick, run_commands([LINES[name] for name in quick]), strict=True))
     assert results["help"].code == 0 and "--steps N" in results["help"].output
-    for name, words in (("steps", "1, not 0"), ("option", "--json is no option of verify"), ("layout", "Tensor parallelism deals")):
+    option = "lightning-3d verify has no option --json"
+    for name, words in (("steps", "at least 1; got 0"), ("option", option), ("layout", "Tensor parallelism assigns")):
         result = results[name]
         assert (result.code, result.torch, result.left) == (2, False, []), result.output
         assert result.output.startswith("lightning_3d: ") and words in result.output
         assert result.output.count("\n") == 1
     [small] = run_commands([LINES["small"]], warm=True)
     assert small.code == 0, small.output
-    assert "this layout computes the same thing: tp2_dp2" in small.output
+    assert "MATCH: this layout reproduces one process: tp2_dp2" in small.output
     assert small.left == []
 
 

@@ -258,7 +258,7 @@ def test_a_tied_copy_without_its_origin_is_refused() -> None:
     spec = ShardSpec(
         "weight", (6, 4), cut_along("weight", (6, 4), 0, [(0, 6)], tp_replicas=(0,)).boxes, tied_to="embed.w"
     )
-    with pytest.raises(ConfigError, match=r"'embed\.w' is not in the model"):
+    with pytest.raises(ConfigError, match=r"'embed\.w', which is not in the model"):
         initialize(module, specs={"weight": spec})
 
 

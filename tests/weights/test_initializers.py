@@ -83,7 +83,7 @@ def test_a_parameter_that_is_filled_in_part_is_refused() -> None:
         def reset_parameters(self) -> None:
             nn.init.ones_(self.weight[:2])
 
-    with pytest.raises(ConfigError, match=r"nothing initializes all of it"):
+    with pytest.raises(ConfigError, match=r"no initializer writes all of it"):
         initialized(Half)
 
 

@@ -342,13 +342,13 @@ def misplace(folder: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Any, str]] = {
-    "truncated": (truncate, r"00001-of-\d+.safetensors is truncated or damaged: its header describes \d+ bytes, it has \d+"),
+    "truncated": (truncate, r"00001-of-\d+.safetensors is truncated or damaged: its header describes \d+ bytes, but it has \d+"),
     "scrambled": (scramble, "00001-of-.*is truncated or damaged"),
-    "file": (lose_a_file, r"1 of \d+ files that model.safetensors.index.json names are not in .*00001-of"),
-    "weights": (lose_the_weights, "has neither model.safetensors nor model.safetensors.index.json. It holds config.json"),
-    "pickle": (keep_only_a_pickle, "pytorch_model.bin is a pickle.*it never is.*save_pretrained"),
-    "lfs": (point, "pointer of Git LFS.*git lfs pull"),
-    "tensor": (misplace, "names 1 tensors that are not in their files: 'model.layers.9.gone'"),
+    "file": (lose_a_file, r"1 of \d+ files that model.safetensors.index.json names are missing in .*00001-of"),
+    "weights": (lose_the_weights, "has neither model.safetensors nor model.safetensors.index.json. It contains config.json"),
+    "pickle": (keep_only_a_pickle, "pytorch_model.bin is a pickle.*so it is not loaded.*save_pretrained"),
+    "lfs": (point, "Git LFS pointer.*git lfs pull"),
+    "tensor": (misplace, "names 1 tensor missing in their files: 'model.layers.9.gone'"),
 }
 
 
@@ -372,7 +372,7 @@ def test_names_and_shapes_of_another_model(folders: dict[str, Path], tmp_path: P
         model = on_meta("llama")
         model.model.layers[1].q, model.model.layers[1].mlp = nn.Parameter(torch.empty(2, device="meta")), None
         load_pretrained(model, other)
-    with pytest.raises(ConfigError, match=r"other shapes than those stored in .*: lm_head.weight \[64, 32\], stored \[67, 32\]"):
+    with pytest.raises(ConfigError, match=r"another shape than stored in .*: lm_head.weight \[64, 32\], stored \[67, 32\]"):
         model = on_meta("llama")
         model.lm_head = nn.Linear(32, 64, bias=False, device="meta")
         load_pretrained(model, folders["llama"])
@@ -403,7 +403,7 @@ def test_experts_are_read_one_by_one_or_as_one(family: str, folders: dict[str, P
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("experts.3.w1", r"experts.gate_up_proj' is stored in parts of which some are missing: 7 .*w1.weight, 8 .*w3.weight"),
+        ("experts.3.w1", r"Some stored parts of '.*experts.gate_up_proj' are missing: 7 .*w1.weight, 8 .*w3.weight"),
         ("experts.3.w2", r"experts.down_proj \[8, 32, 64\], stored \[7, 32, 64\]"),
         ("experts.", r"the model has and the files lack .*experts.gate_up_proj"),
     ],
@@ -444,7 +444,7 @@ def test_a_name_of_the_hub_is_looked_up_in_the_cache(
 
 
 def test_the_architecture_is_the_folders(folders: dict[str, Path]) -> None:
-    model = complete_model({"name": "pretrained", "config": {"attention_dropout": 0.1}, "pretrained": str(folders["phi3"])})
+    model, _ = complete_model({"name": "pretrained", "config": {"attention_dropout": 0.1}, "pretrained": str(folders["phi3"])})
     config = transformers.AutoConfig.for_model(**model["config"])
     expected = transformers.AutoConfig.from_pretrained(folders["phi3"])
     expected.attention_dropout = 0.1
@@ -467,7 +467,7 @@ def test_the_architecture_is_the_folders(folders: dict[str, Path]) -> None:
 )
 def test_another_architecture_is_refused(change: dict[str, Any], message: str, folders: dict[str, Path]) -> None:
     config = architecture(folders["llama"])
-    assert complete_model({"name": "mine", "config": config, "pretrained": str(folders["llama"])})["config"] == config
+    assert complete_model({"name": "mine", "config": config, "pretrained": str(folders["llama"])})[0]["config"] == config
     with pytest.raises(ConfigError, match=message + ".*model=pretrained"):
         complete_model({"name": "mine", "config": config | change, "pretrained": str(folders["llama"])})
 
@@ -497,15 +497,15 @@ def test_notes_in_a_config_json_are_no_mistakes_of_the_user(name: str, llama: Pa
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"unsloth_fixed": True, "temperature": 0.6}))
     model = {"name": name, "config": {} if name == "pretrained" else config, "pretrained": str(llama)}
-    assert CausalLM(complete_model(model)).config.hidden_size == config["hidden_size"]
+    assert CausalLM(complete_model(model)[0]).config.hidden_size == config["hidden_size"]
     with pytest.raises(ConfigError, match="no field 'atention_dropout'.*attention_dropout"):
-        CausalLM(complete_model({**model, "config": {**model["config"], "atention_dropout": 0.1}}))
+        CausalLM(complete_model({**model, "config": {**model["config"], "atention_dropout": 0.1}})[0])
 
 
 def test_fields_in_a_folder_that_nobody_reads_are_left_alone(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"unsloth_version": "2026.1"}))
-    model = complete_model({"name": TAKEN, "pretrained": str(llama)})
+    model, _ = complete_model({"name": TAKEN, "pretrained": str(llama)})
     assert CausalLM(model).config.hidden_size == config["hidden_size"]
     misspelt = {**model, "config": {**model["config"], "hiden_size": 8}}
     with pytest.raises(ConfigError, match="no field 'hiden_size'"):

@@ -12,9 +12,9 @@ class LanguageModule(LightningModule):
     """Next-token prediction.
 
     Args:
-        net: returns the loss for `labels`, as causal language models of Transformers do.
-        optimizer: makes the optimizer of parameters.
-        scheduler: makes the learning-rate schedule of an optimizer, stepped with every batch.
+        net: model that returns the loss for `labels`, such as a causal language model of Transformers.
+        optimizer: function from parameters to their optimizer.
+        scheduler: function from an optimizer to its learning-rate schedule, which steps with every batch.
     """
 
     def __init__(

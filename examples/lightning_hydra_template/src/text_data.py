@@ -13,11 +13,11 @@ class StandardLibrary(LightningDataModule):
     """Rows of bytes from the first files of the standard library.
 
     Args:
-        files: how many files are read.
-        length: bytes of a row.
-        split: rows of training, validation and test.
-        batch_size: rows of one optimizer step over all devices.
-        shuffle: whether the rows of training come in another order in each epoch.
+        files: number of files to read.
+        length: bytes per row.
+        split: numbers of training, validation and test rows.
+        batch_size: rows of one optimizer step, over all devices.
+        shuffle: whether each epoch has another order of training rows.
         num_workers: processes that read ahead.
     """
 
@@ -47,7 +47,7 @@ class StandardLibrary(LightningDataModule):
         return self._loader(2)
 
     def _loader(self, part: int, shuffle: bool = False) -> DataLoader[Tensor]:
-        """A loader of this device's share of a batch: the devices among which Lightning deals the rows, under any strategy."""
+        """Make a loader of this device's share of a batch, for any strategy: Lightning splits the rows over data-parallel devices."""
         sampling = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
         devices = sampling.get("num_replicas", 1)
         if self.hparams.batch_size % devices:

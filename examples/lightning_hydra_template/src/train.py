@@ -1,4 +1,4 @@
-"""Trains what the configuration describes: `python src/train.py`, `python src/train.py experiment=three_d`."""
+"""Train what the configuration describes: `python src/train.py`, `python src/train.py experiment=three_d`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 def train(cfg: DictConfig) -> dict[str, Any]:
     """Fit, test the best checkpoint if asked, and return the last metrics."""
     L.seed_everything(cfg.seed, workers=True)
-    datamodule: L.LightningDataModule = instantiate(cfg.data, _convert_="all")  # its arguments go into checkpoints
+    datamodule: L.LightningDataModule = instantiate(cfg.data, _convert_="all")  # its arguments are saved in checkpoints
     model: L.LightningModule = instantiate(cfg.model, _convert_="all")
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]

@@ -1,4 +1,4 @@
-"""Checkpoints of others, converted into ours: Lightning's files and FSDP folders, DeepSpeed's folders.
+"""Conversion of other programs' checkpoints: Lightning's files and FSDP folders, DeepSpeed's folders.
 
 `lightning_file`, `fsdp_folder` and `deepspeed_folder` each make a `Foreign` of what they read, tensors unread; `pickles` reads what torch
 has saved without running code, `parameter_order` finds the names that a plain optimizer state leaves out.

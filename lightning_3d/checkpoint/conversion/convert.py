@@ -1,4 +1,4 @@
-"""Which kind of checkpoint a path is, and its conversion: tensor by tensor from files that are mapped, so that memory holds about one."""
+"""Recognize and convert a checkpoint, tensor by tensor from mapped files: about one tensor is in memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_3d.storage.remote_path import place
 
 _VERSION = "pytorch-lightning_version"
 SOURCE = "source"
-"""Where in the manifest it is said what a checkpoint was converted from."""
+"""Key in the manifest: the source of a converted checkpoint."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and what could not be carried over, in sentences."""
+    """Summary of a conversion, and sentences about what was left out."""
 
     kind: str
     weights: int
@@ -39,7 +39,7 @@ class Converted:
 def read_foreign(
     path: Path, groups: Sequence[Sequence[str]] | None = None, *, optimizer: bool = True, plain_only: bool = False
 ) -> Foreign:
-    """What the checkpoint of another program holds. Tensors are read later. Arguments as those of `convert`.
+    """Read the contents of another program's checkpoint; tensors are read later. For the arguments see `convert`.
 
     Raises:
         CheckpointError: it is of no known kind, damaged, or would have to run code to be read.
@@ -49,14 +49,14 @@ def read_foreign(
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     if (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is a checkpoint of lightning_3d already: every layout loads it.")
+        raise CheckpointError(f"{path} is already a lightning_3d checkpoint: every layout can load it.")
     if (path / METADATA_FILE).is_file() and (path / fsdp_folder.META).is_file():
         return fsdp_folder.read_folder(path, optimizer=optimizer, plain_only=plain_only)
     if deepspeed_folder.find_folder(path) is not None:
         return deepspeed_folder.read_folder(path, optimizer=optimizer, plain_only=plain_only)
     raise CheckpointError(
-        f"{path} is nothing that can be converted: a checkpoint file of Lightning, a sharded folder of its FSDPStrategy"
-        f" ({METADATA_FILE} and {fsdp_folder.META}), a folder of DeepSpeed (*_model_states.pt)."
+        f"{path} cannot be converted. It must be a checkpoint file of Lightning, a sharded folder of its FSDPStrategy"
+        f" ({METADATA_FILE} and {fsdp_folder.META}), or a folder of DeepSpeed (*_model_states.pt)."
     )
 
 
@@ -83,12 +83,12 @@ def convert(
     """
     target = place(output)
     if target.exists():
-        raise ConfigError(f"{target} is there already. Give another --output.")
+        raise ConfigError(f"{target} already exists. Choose another --output.")
     try:
         found = read_foreign(source, groups, optimizer=optimizer, plain_only=plain_only)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise CheckpointError(f"{source} is not as the programs write it whose checkpoints can be converted ({why}).") from error
+        raise CheckpointError(f"{source} does not look like a Lightning or DeepSpeed checkpoint ({why}).") from error
     if rename is not None:
         found = found.renamed(*rename)
     step = int(found.trainer.get("global_step", 0))

@@ -46,17 +46,17 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
-    """What a folder holds. Files are mapped; a tensor is put together when it is asked for.
+    """Read the contents of a folder. Files are mapped; a tensor is put together when it is asked for.
 
     Raises:
         CheckpointError: pipeline or tensor-parallel parts, a missing file, or a state of which the order is not known.
     """
     folder = find_folder(path)
     if folder is None:
-        raise CheckpointError(f"{path} holds no *_model_states.pt of DeepSpeed.")
+        raise CheckpointError(f"{path} has no *_model_states.pt of DeepSpeed.")
     models = [load(file, KNOWN, plain_only=plain_only) for file in _of_ranks(folder, "model_states.pt")]
     if any(folder.glob("layer_*")) or any(folder.glob("*mp_rank_01_*")) or any(folder.glob("*expert_*")):
-        raise CheckpointError(f"{folder} holds the parts of pipeline stages, tensor-parallel ranks or experts; only ZeRO's can be joined.")
+        raise CheckpointError(f"{folder} has shards of pipeline stages, tensor-parallel ranks or experts; only ZeRO's are converted.")
     files = _of_ranks(folder, "optim_states.pt")
     first = models[0]
     if not files:
@@ -89,7 +89,7 @@ def _of_ranks(folder: Path, ending: str) -> list[Path]:
 
 
 class _Flattened:
-    """What ZeRO has flattened, put together."""
+    """Joins what ZeRO has flattened and sharded."""
 
     def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]) -> None:
         self._folder, self._models, self._optimizers = folder, models, optimizers
@@ -98,7 +98,7 @@ class _Flattened:
         counts = optimizers[0]["partition_count"]
         self._ranks = int(max(counts) if isinstance(counts, (list, tuple)) else counts)
         if len(optimizers) != self._ranks or (self._stage == 3 and len(models) != self._ranks):
-            raise CheckpointError(f"{folder} has the files of {len(optimizers)} ranks; {self._ranks} wrote it. Copy all of them.")
+            raise CheckpointError(f"{folder} has the files of {len(optimizers)} of {self._ranks} ranks. Copy all of them.")
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         self._master = [state[key] for state in optimizers]
         self._base = [state["optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"] for state in optimizers]
@@ -130,13 +130,13 @@ class _Flattened:
                 found.weights[name] = Later.of(value)
         missing = [name for name in self._module if name not in found.weights and name not in found.aliases]
         if missing:
-            raise CheckpointError(f"{self._folder} lacks the values of {listed(missing[:3])}: they were left out when it was saved.")
+            raise CheckpointError(f"{self._folder} has no values for {listed(missing[:3])}: they were left out when it was saved.")
         order = {name: place for place, name in enumerate(self._module)}
         found.weights = dict(sorted(found.weights.items(), key=lambda item: order.get(item[0], len(order))))
         return found
 
     def _frozen(self) -> dict[str, Later]:
-        """Parameters that the optimizer has not: whole with stages 1 and 2, dealt with stage 3."""
+        """Parameters outside the optimizer: whole with stages 1 and 2, sharded with stage 3."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         frozen = {}
         for name, shape in shapes.items():
@@ -183,9 +183,9 @@ class _Flattened:
         return places
 
     def _later(self, start: int, shape: tuple[int, ...], parts: Sequence[Tensor]) -> Later:
-        """A parameter's part of a flat tensor that is dealt to ranks."""
+        """Read a parameter from a flat tensor that is sharded over ranks."""
         if any(part.ndim != 1 for part in parts):
-            raise CheckpointError(f"{self._folder} holds a state of the optimizer that is not flat: nothing tells what is where.")
+            raise CheckpointError(f"{self._folder} has an optimizer state that is not flat, so it cannot be joined. Use --weights-only.")
         if self._stage == 3:
             length = ceil(prod(shape) / self._ranks)
             cut = [part[start : start + length] for part in parts]

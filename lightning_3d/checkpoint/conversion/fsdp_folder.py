@@ -18,7 +18,7 @@ _STATE, _GROUPS = f"{_OPTIMIZER}state.", f"{_OPTIMIZER}param_groups."
 
 
 def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
-    """What a folder holds; every tensor is read by itself, when it is asked for.
+    """Read the contents of a folder; every tensor is read separately, on demand.
 
     Raises:
         CheckpointError: it holds more than one optimizer, or something is damaged.
@@ -26,7 +26,7 @@ def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False)
     tensors = TensorFolder(path)
     named = tensors.names("")
     if optimizer and any(name.startswith("optimizer_1.") for name in named):
-        raise CheckpointError(f"{path} has the state of several optimizers; one can be carried over. Use --weights-only.")
+        raise CheckpointError(f"{path} has the state of several optimizers, but only one can be converted. Use --weights-only.")
 
     def later(name: str) -> Later:
         return Later(named[name], tensors.dtype(name), lambda: tensors.read(name))

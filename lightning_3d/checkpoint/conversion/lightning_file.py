@@ -17,7 +17,7 @@ Groups = Sequence[Sequence[str]]
 
 
 def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
-    """What a file holds.
+    """Read the contents of a file.
 
     Args:
         groups: names of the parameters of each group, where shapes do not tell.
@@ -29,7 +29,7 @@ def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = Tru
     """
     contents = load(path, plain_only=plain_only)
     if not isinstance(contents, dict) or not isinstance(contents.get("state_dict"), dict):
-        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
+        raise CheckpointError(f"{path} is not a Lightning checkpoint: it has no state_dict.")
     found = read_state(contents["state_dict"], contents.get("optimizer_states") if optimizer else None, groups, f"{path}")
     found.trainer = {key: value for key, value in contents.items() if key not in NOT_CARRIED}
     return found
@@ -41,11 +41,11 @@ def read_state(
     """A state dict of a module and those of its optimizers, as torch makes them."""
     weights, aliases = _untie({name: value for name, value in state_dict.items() if isinstance(value, Tensor)})
     found = Foreign("a checkpoint file of Lightning", {name: Later.of(tensor) for name, tensor in weights.items()}, aliases=aliases)
-    found.lost += [f"{name} in the module's state is no tensor." for name in state_dict.keys() - weights.keys() - aliases.keys()]
+    found.lost += [f"{name} in the module's state is not a tensor." for name in state_dict.keys() - weights.keys() - aliases.keys()]
     if not optimizers:
         return found
     if len(optimizers) > 1:
-        raise CheckpointError(f"{source} has the state of {len(optimizers)} optimizers; one can be carried over. Use --weights-only.")
+        raise CheckpointError(f"{source} has the state of {len(optimizers)} optimizers, but only one can be converted. Use --weights-only.")
     state, saved_groups = optimizers[0]["state"], optimizers[0]["param_groups"]
     numbers = [list(group["params"]) for group in saved_groups]
     shapes = [[_shape(state.get(number, {})) for number in group] for group in numbers]
@@ -122,7 +122,7 @@ def _names(
 
 
 def _may_be_trained(name: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    """Whether this is no buffer, as far as that can be seen: buffers of integers, and those of normalizations over batches, are known."""
+    """Return whether this looks like a parameter: integer tensors and running statistics of batch norms are buffers."""
     owner, _, last = name.rpartition(".")
     running = last in ("running_mean", "running_var") and f"{owner}.num_batches_tracked" in weights
     return tensor.is_floating_point() and not running

@@ -1,4 +1,4 @@
-"""Which parameter each entry of a plain optimizer state belongs to: it has numbers, not names.
+"""Find the parameter of each entry of a plain optimizer state, which has numbers instead of names.
 
 `torch.optim` numbers the parameters of all groups one after the other, and users make groups of `module.parameters()`, so each group has
 its parameters in the order of the module. Shapes then say nearly always what is where. Where they allow two answers, none is taken.
@@ -12,7 +12,7 @@ from lightning_3d.errors import CheckpointError
 
 Shape = tuple[int, ...]
 _PATHS = 20_000
-"""So many half-done answers at a time, and it is taken for undecidable."""
+"""Number of partial answers above which the order counts as undecidable."""
 
 
 def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]]:
@@ -61,6 +61,6 @@ def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequenc
 def _undecided(groups: Sequence[Sequence[Shape | None]], why: str) -> str:
     count = f"{len(groups)} parameter groups with {', '.join(str(len(shapes)) for shapes in groups)} parameters"
     return (
-        f"Nothing tells which parameters the optimizer's state belongs to ({count}): {why}. Write their names, as configure_optimizers gave"
-        " them, into a JSON file with a list for each group, --groups FILE; or leave the optimizer out, --weights-only."
+        f"It is unknown which parameters the optimizer's state belongs to ({count}): {why}. Pass their names with --groups FILE, a"
+        " JSON file with a list for each group of configure_optimizers; or leave out the optimizer with --weights-only."
     )

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read as data: no code in them is run, and tensors are mapped, not loaded."""
+"""Read files of `torch.save` as data: no code in them runs, and tensors are mapped, not loaded."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def load(path: Path | BytesIO, known: Known | None = None, source: str | None = 
             return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, Path))
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         asked = re.findall(r"GLOBAL ([\w.]+) was not", str(error))  # in the format of torch before 1.6
-        damaged = f"{named} cannot be read: it is damaged, or no file of torch.save ({type(error).__name__})."
+        damaged = f"{named} cannot be read: it is damaged, or not a file of torch.save ({type(error).__name__})."
         raise CheckpointError(_refused(named, asked) if asked else damaged) from error
 
 
 def _refused(named: str, asked: list[str]) -> str:
     return (
-        f"{named} asks for {listed(asked[:5])}, no plain data: to load that would run code, so it was not loaded. --plain-only"
-        " leaves it out; or save the checkpoint without it."
+        f"{named} was not loaded: it contains {listed(asked[:5])}, which is not plain data, and loading it would run code. Use"
+        " --plain-only to leave it out, or save the checkpoint without it."
     )

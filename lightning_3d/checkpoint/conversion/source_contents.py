@@ -1,4 +1,4 @@
-"""What a checkpoint of another program holds, by the names of parameters. Tensors are read when they are written."""
+"""Contents of another program's checkpoint, by parameter names. Tensors are read when they are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_CARRIED = ("state_dict", "optimizer_states")
 
 @dataclass(frozen=True)
 class Later:
-    """A tensor that is read when somebody asks for its values; until then it has a shape and a type."""
+    """A tensor that is read on demand; until then it has a shape and a dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Later:
 
 @dataclass
 class Foreign:
-    """What is carried over.
+    """What is converted.
 
     Attributes:
         kind: what wrote it, for people.

@@ -1,1 +1,1 @@
-"""One file for each group of options of the strategy and the configuration. Imports no torch."""
+"""Options of the strategy and the configuration, one file for each group. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What keeps the load of experts balanced, and what happens to tokens of crowded ones. Pure: no torch."""
+"""Options of a mixture of experts: balancing losses, and the capacity of each expert. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class ExpertOptions:
     """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with `moe_` in front.
 
     Attributes:
-        aux_loss: coefficient of the load-balancing loss of the Switch Transformer (arXiv:2101.03961, equation 4), the mean over
-            layers. None: `router_aux_loss_coef` of a model whose configuration has `output_router_logits`, else 0.
-        z_loss: coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906, equation 5), the mean over
+        aux_loss: coefficient of the load-balancing loss of the Switch Transformer (arXiv:2101.03961, equation 4), averaged over layers.
+            None: `router_aux_loss_coef` of a model whose configuration has `output_router_logits`, else 0.
+        z_loss: coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906, equation 5), averaged over
             layers.
-        bias_update: how much the bias that a router adds to the scores of its experts before it chooses moves after each optimizer
-            step, towards experts with few tokens (arXiv:2408.15664); for models with such a bias (DeepSeek-V3). 0 leaves it alone.
-        capacity_factor: an expert takes at most so many times its even share of the tokens that a rank has of a micro-batch; first
-            choices go before second ones, then the earlier token (GShard, arXiv:2006.16668). Others pass it by. None: no token is dropped.
+        bias_update: step by which a router's bias for the choice of experts moves towards experts with few tokens, after each optimizer
+            step (arXiv:2408.15664); for models with such a bias (DeepSeek-V3). 0 leaves it unchanged.
+        capacity_factor: most tokens of an expert, as a multiple of its even share of the tokens that a rank has of a micro-batch. First
+            choices come before second ones, then earlier tokens (GShard, arXiv:2006.16668); the expert skips the others. None: no limit.
 
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: a number out of range.
     """
 
     aux_loss: float | None = None
@@ -44,6 +44,6 @@ class ExpertOptions:
 
     @property
     def asked_for(self) -> list[str]:
-        """Options that mean something only for a mixture of experts."""
+        """Names of the options that are set; they need a mixture of experts."""
         values = {"moe_aux_loss": self.aux_loss, "moe_z_loss": self.z_loss, "moe_bias_update": self.bias_update}
         return [name for name, value in (values | {"moe_capacity_factor": self.capacity_factor}).items() if value]

@@ -15,12 +15,12 @@ from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What is trained instead of the weights, which stay frozen.
+    """Adapters that are trained while the weights stay frozen.
 
     Attributes:
         r: rank of the adapters; None trains all weights.
-        alpha: adapters are scaled by alpha / r.
-        dropout: of the input of the adapters.
+        alpha: scale of the adapters, which is alpha / r.
+        dropout: dropout of the adapters' input, 0 to 1.
         target_modules: names of the layers that get adapters, or "all-linear": all but the output head.
     """
 
@@ -31,15 +31,15 @@ class LoraOptions:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> LoraOptions:
-        """Those of the group `model`.
+        """Read the options of the group `model`.
 
         Raises:
-            ConfigError: an unknown key, a value that cannot be, or PEFT is not installed.
+            ConfigError: an unknown key, a value out of range, or PEFT is not installed.
         """
         given = model.get("lora") or {}
         known = [option.name for option in fields(cls)]
         if not isinstance(given, Mapping):
-            raise ConfigError(f"model.lora is {given!r}; it has the keys {listed(known)}, for example model.lora.r=16.")
+            raise ConfigError(f"model.lora must have the keys {listed(known)}, for example model.lora.r=16; got {given!r}.")
         for key in given:
             if key not in known:
                 near = did_you_mean(str(key), known).replace('"', '"model.lora.', 1)
@@ -51,15 +51,15 @@ class LoraOptions:
 
     def _check(self) -> None:
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise ConfigError(f"model.lora.r is {self.r!r}; it must be a whole number of at least 1, or null to train all weights.")
+            raise ConfigError(f"model.lora.r must be a whole number of at least 1, or null to train all weights; got {self.r!r}.")
         for name, value, holds, wanted in (
-            ("alpha", self.alpha, lambda x: x > 0, "more than 0"),
-            ("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1"),
+            ("alpha", self.alpha, lambda x: x > 0, "above 0"),
+            ("dropout", self.dropout, lambda x: 0 <= x < 1, "of at least 0 and less than 1"),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
-                raise ConfigError(f"model.lora.{name} is {value!r}; it must be a number of {wanted}.")
+                raise ConfigError(f"model.lora.{name} must be a number {wanted}; got {value!r}.")
         names = self.target_modules
         if not names or not (isinstance(names, str) or all(isinstance(name, str) for name in names)):
-            raise ConfigError(f"model.lora.target_modules is {names!r}; give names of layers, [q_proj,v_proj], or all-linear.")
+            raise ConfigError(f"model.lora.target_modules must be names of layers, such as [q_proj,v_proj], or all-linear; got {names!r}.")
         if find_spec("peft") is None:
             raise ConfigError("model.lora needs PEFT, which is not installed: pip install lightning-3d[peft].")

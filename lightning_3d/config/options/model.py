@@ -1,4 +1,4 @@
-"""What is asked of a model beside its layout. Pure: no torch."""
+"""Options of a model besides its layout. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_3d.layout.model_rules import check_cp_kind
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What `assembly` reads.
+    """Options that `strategy.assembly` reads.
 
     Attributes:
-        schedule: what the stages are dealt for.
-        blocks: what happens around the forward of blocks.
-        experts: what routers do beside routing.
-        cp_kind: how context-parallel ranks attend to each other's tokens.
+        schedule: name of the pipeline schedule.
+        blocks: options of the blocks.
+        experts: options of a mixture of experts.
+        cp_kind: kind of context parallelism.
 
     Raises:
-        ConfigError: a kind that does not exist.
+        ConfigError: an unknown kind of context parallelism.
     """
 
     schedule: str
@@ -33,5 +33,5 @@ class ModelOptions:
         check_cp_kind(self.cp_kind)
 
     def require_suit(self, layout: Layout) -> None:
-        """Raises LayoutError where blocks cannot do what is asked in this layout."""
+        """Raise LayoutError where blocks cannot run these options in this layout."""
         self.blocks.require_suits(self.schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)

@@ -1,4 +1,4 @@
-"""The option `nonfinite`: what a run does when a loss or a gradient norm is not finite. Imports no torch."""
+"""The option `nonfinite`: the reaction to a loss or gradient norm that is not finite. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NONFINITE = (STOP, SKIP, IGNORE)
 
 
 def check_nonfinite(option: str, value: object) -> None:
-    """Refuse anything but the three ways.
+    """Refuse anything but `NONFINITE`.
 
     Raises:
-        ConfigError: names the option and its value.
+        ConfigError: with the option and its value.
     """
     if value not in NONFINITE:
         raise ConfigError(f"{option} must be {listed(NONFINITE, last='or')}; got {value!r}.{did_you_mean(str(value), NONFINITE)}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 
 if TYPE_CHECKING:
     pass
@@ -32,28 +32,28 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     """
     name = config.get("name")
     if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer.name is {name!r}; it must be {listed(OPTIMIZERS, last='or')}.")
+        raise ConfigError(f"optimizer.name must be {listed(OPTIMIZERS, last='or')}; got {name!r}.")
     _check_keys("optimizer", config, (*_COMMON, *OPTIMIZERS[name]))
-    _require("optimizer.lr", config.get("lr"), lambda x: x > 0, "more than 0, for example 3e-4")
+    _require("optimizer.lr", config.get("lr"), lambda x: x > 0, "above 0, for example 3e-4")
     for key in ("weight_decay", "eps", "momentum"):
         if config.get(key) is not None:
-            _require(f"optimizer.{key}", config[key], lambda x: x >= 0, "at least 0")
+            _require(f"optimizer.{key}", config[key], lambda x: x >= 0, "of at least 0")
     betas = config.get("betas", (0.9, 0.95))
     if isinstance(betas, str) or not isinstance(betas, Sequence):
-        raise ConfigError(f"optimizer.betas is {betas!r}; AdamW has two numbers, for example [0.9, 0.95].")
+        raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {betas!r}.")
     if len(betas) != 2:
-        raise ConfigError(f"optimizer.betas has {len(betas)} numbers; AdamW has two, for example [0.9, 0.95].")
+        raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {plural(len(betas), 'number')}.")
     for beta in betas:
-        _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "at least 0 and less than 1")
+        _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1")
     if name == "cpu_adamw" and config.get("fused") is not None:
-        raise ConfigError("optimizer.fused is of adamw; cpu_adamw always is one kernel. Leave it out, or set it to null.")
+        raise ConfigError("optimizer.fused is an option of adamw; cpu_adamw is always one kernel. Omit it, or set it to null.")
     kinds = config.get("no_decay") or ()
     if isinstance(kinds, str) or not isinstance(kinds, Sequence):
-        raise ConfigError(f"optimizer.no_decay is {kinds!r}; it is a list, for example [norm, bias].")
+        raise ConfigError(f"optimizer.no_decay must be a list, for example [norm, bias]; got {kinds!r}.")
     for kind in kinds:
         if kind not in _KINDS:
             raise ConfigError(
-                f"optimizer.no_decay names {kind!r}; it knows {listed(_KINDS)}.{did_you_mean(str(kind), _KINDS)}"
+                f"optimizer.no_decay may contain {listed(_KINDS)}; got {kind!r}.{did_you_mean(str(kind), _KINDS)}"
             )
     if config.get("scheduler") is not None:
         _check_scheduler(config["scheduler"])
@@ -61,16 +61,16 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
 
 def _check_scheduler(config: Any) -> None:
     if not isinstance(config, Mapping):
-        raise ConfigError(f"optimizer.scheduler is {config!r}; it has keys: optimizer.scheduler.name={config}.")
+        raise ConfigError(f"optimizer.scheduler has keys; got {config!r}. Use optimizer.scheduler.name={config}.")
     name = config.get("name")
     if name not in _SCHEDULES:
-        raise ConfigError(f"optimizer.scheduler.name is {name!r}; it must be {listed(_SCHEDULES, last='or')}.")
+        raise ConfigError(f"optimizer.scheduler.name must be {listed(_SCHEDULES, last='or')}; got {name!r}.")
     _check_keys("optimizer.scheduler", config, _SCHEDULER_KEYS)
-    _require("optimizer.scheduler.warmup_steps", config.get("warmup_steps", 0), lambda x: x >= 0, "at least 0")
+    _require("optimizer.scheduler.warmup_steps", config.get("warmup_steps", 0), lambda x: x >= 0, "of at least 0")
     if config.get("min_lr_ratio") is not None:
         _require("optimizer.scheduler.min_lr_ratio", config["min_lr_ratio"], lambda x: 0 <= x <= 1, "from 0 to 1")
     if config.get("decay_steps") is not None:
-        _require("optimizer.scheduler.decay_steps", config["decay_steps"], lambda x: x >= 1, "at least 1")
+        _require("optimizer.scheduler.decay_steps", config["decay_steps"], lambda x: x >= 1, "of at least 1")
 
 
 def _check_keys(what: str, config: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -84,4 +84,4 @@ def _check_keys(what: str, config: Mapping[str, Any], known: Sequence[str]) -> N
 def _require(what: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not holds(value):
-        raise ConfigError(f"{what} is {value!r}; it must be a number of {wanted}.")
+        raise ConfigError(f"{what} must be a number {wanted}; got {value!r}.")

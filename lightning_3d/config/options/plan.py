@@ -1,4 +1,4 @@
-"""What the planner may propose. Imports no torch."""
+"""Options of the planner's proposals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from lightning_3d.layout.sizes import check_number
 
 MEMORY_RESERVE = 0.12
-"""Share of a GPU's memory that proposals leave free. Predictions are below what is measured more often than above: where 90 to 97 % of a
-GPU was predicted, most of the measured runs ran out of memory."""
+"""Share of a GPU's memory that proposals leave free. Predictions are more often too low than too high: where 90 to 97 % of a GPU was
+predicted, most of the measured runs ran out of memory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanOptions:
     """Keys `plan`.
 
@@ -22,5 +22,5 @@ class PlanOptions:
     memory_reserve: float = MEMORY_RESERVE
 
     def check(self) -> None:
-        """Refuse a share that leaves no room. Raises ConfigError."""
+        """Raise ConfigError for a share outside 0 to 0.9."""
         check_number("plan.memory_reserve", self.memory_reserve, most=0.9)

@@ -8,10 +8,10 @@ MODES = ("auto", "always", "never")
 
 
 def check_mode(mode: str) -> str:
-    """Return `mode`.
+    """Return `mode` if it is one of `MODES`.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: an unknown mode.
     """
     if mode not in MODES:
         raise ConfigError(f'self_check must be {listed(MODES, last="or")}; got "{mode}".{did_you_mean(str(mode), MODES)}')

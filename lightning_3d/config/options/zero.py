@@ -1,4 +1,4 @@
-"""What ZeRO shards over the data-parallel ranks and when it communicates. Pure: no torch.
+"""Options of ZeRO: the shards of data-parallel ranks, and the times of communication. Pure: no torch.
 
 ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
 """
@@ -21,17 +21,17 @@ class ZeroOptions:
     """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with `zero_` in front.
 
     Attributes:
-        stage: 0: every data-parallel rank has everything. 1: the optimizer's state is sharded. 2: gradients too. 3: parameters too.
-        reduce: "step": a rank keeps whole local gradients and they are reduced once for each optimizer step. "micro_batch": they are
-            reduced during every backward and a rank keeps 1 / dp of them, for as many times the traffic as there are micro-batches.
-            None: "micro_batch" at stages 2 and 3 without pipeline, else "step".
-        gather: stage 3. "step": all parameters of a rank are gathered before a batch and freed after it. "micro_batch": each block
-            before its forward and before its backward, in every micro-batch. None: "step" where a schedule splits the backward,
-            which then needs it, else "micro_batch".
-        reduce_scatter: gradients go only to the rank that steps with them, by reduce-scatter, for half the bytes of an all-reduce.
-            None: on CUDA. (Between processes on one machine gloo's all-reduce is faster.)
-        offload: what lies in host memory. "none". "optimizer": the optimizer's state and fp32 master weights, and its step runs there;
-            stages 1 to 3. "parameters": the parts of the parameters too; stage 3. (ZeRO-Offload, arXiv:2101.06840.)
+        stage: sharded over data-parallel ranks are 0: nothing, 1: the optimizer's state, 2: gradients too, 3: parameters too.
+        reduce: time of the gradient reduction. "step": once for each optimizer step; a rank keeps whole local gradients until then.
+            "micro_batch": during every backward pass; a rank keeps 1 / dp of them, and the traffic grows with the number of micro-batches.
+            None: "micro_batch" at stages 2 and 3 without a pipeline, else "step".
+        gather: time of the parameter gathering at stage 3. "step": all parameters of a rank are gathered before a batch and freed after
+            it. "micro_batch": each block before its forward and its backward pass, in every micro-batch. None: "step" where the schedule
+            splits the backward pass, which needs it, else "micro_batch".
+        reduce_scatter: send gradients only to the rank that steps with them, which takes half the bytes of an all-reduce. None: only on
+            CUDA. (Between processes on one machine gloo's all-reduce is faster.)
+        offload: state in host memory. "none". "optimizer": the optimizer's state and fp32 master weights, and its step runs there;
+            stages 1 to 3. "parameters": the shards of the parameters too; stage 3. (ZeRO-Offload, arXiv:2101.06840.)
     """
 
     stage: int = 0
@@ -41,19 +41,19 @@ class ZeroOptions:
     offload: str = NONE
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
-        """The options with what was left open filled in; `reduce_scatter` stays open, it depends on the device.
+        """Fill in the options that are None, except `reduce_scatter`, which depends on the device.
 
         Raises:
-            LayoutError: a stage or word that does not exist, or options that the stage does not have.
+            LayoutError: an unknown stage or value, or options that the stage does not have.
         """
         if self.stage not in STAGES:
-            raise LayoutError(f"zero_stage={self.stage!r} does not exist; use 0, 1, 2 or 3.")
+            raise LayoutError(f"zero_stage must be 0, 1, 2 or 3; got {self.stage!r}.")
         self._check_words()
         splits = find_schedule(schedule).split_backward and pp > 1
         if self.gather == MICRO_BATCH and splits:
             raise LayoutError(
-                f"zero_gather=micro_batch frees the parameters of a block after its backward, but {schedule} computes gradients of inputs"
-                " and of weights at different times. Use zero_gather=step, or 1F1B."
+                f"zero_gather=micro_batch frees the parameters of a block after its backward pass, but {schedule} computes the gradients of"
+                " inputs and of weights separately. Use zero_gather=step, or the schedule 1F1B."
             )
         reduce = self.reduce or (MICRO_BATCH if self.stage >= 2 and pp == 1 else STEP)
         gather = self.gather or ((STEP if splits else MICRO_BATCH) if self.stage == 3 else None)
@@ -63,35 +63,35 @@ class ZeroOptions:
         for key, value in (("zero_reduce", self.reduce), ("zero_gather", self.gather)):
             if value not in (None, STEP, MICRO_BATCH):
                 hint = did_you_mean(str(value), (STEP, MICRO_BATCH))
-                raise LayoutError(f'{key} is "{value}";{hint} it must be step or micro_batch.')
+                raise LayoutError(f'{key} must be step or micro_batch; got "{value}".{hint}')
         if self.reduce == MICRO_BATCH and self.stage < 2:
             raise LayoutError(
-                f"zero_reduce=micro_batch keeps a share of the gradients, but zero_stage={self.stage} needs all of them on every rank. Use"
+                f"zero_reduce=micro_batch shards the gradients, but zero_stage={self.stage} needs all of them on every rank. Use"
                 " zero_stage=2, or zero_reduce=step."
             )
         if self.gather is not None and self.stage != 3:
-            raise LayoutError(f"zero_gather={self.gather} is for zero_stage=3; at stage {self.stage} no parameters are gathered.")
+            raise LayoutError(f"zero_gather={self.gather} needs zero_stage=3; at stage {self.stage} no parameters are gathered.")
         if self.offload not in OFFLOAD:
             hint = did_you_mean(str(self.offload), OFFLOAD)
-            raise LayoutError(f'zero_offload is "{self.offload}";{hint} it must be none, optimizer or parameters.')
+            raise LayoutError(f'zero_offload must be none, optimizer or parameters; got "{self.offload}".{hint}')
         needed = {OPTIMIZER: 1, PARAMETERS: 3}.get(self.offload, 0)
         if self.stage < needed:
-            raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}, not {self.stage}.")
+            raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}; got {self.stage}.")
         if self.reduce_scatter and self.stage == 0:
             raise LayoutError("zero_reduce_scatter=true needs a zero_stage above 0: at stage 0 every rank needs the whole gradient.")
 
     @property
     def gathers_every_micro_batch(self) -> bool:
-        """Whether data-parallel ranks communicate in every forward, so that they must run as many micro-batches."""
+        """True if data-parallel ranks communicate in every forward pass, so that they must run the same number of micro-batches."""
         return self.gather == MICRO_BATCH
 
     @property
     def reduces_every_micro_batch(self) -> bool:
-        """Whether they communicate in every backward."""
+        """True if data-parallel ranks communicate in every backward pass."""
         return self.reduce == MICRO_BATCH
 
     def describe(self) -> str:
-        """In a few words."""
+        """Describe the options in a few words."""
         when = {"gather": self.gathers_every_micro_batch, "reduce": self.reduces_every_micro_batch}
         eager = [word for word, each in when.items() if each]
         offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"

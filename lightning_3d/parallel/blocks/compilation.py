@@ -1,4 +1,4 @@
-"""`torch.compile` of blocks: whether the machine can, and what came of it."""
+"""`torch.compile` of blocks: check of the machine, and warnings about graph breaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class Compilation:
     """The compilation of the blocks of one model.
 
     Args:
-        device: what they run on. schedule: of the pipeline. blocks: number of them in the model.
+        device: device that the blocks run on.
+        schedule: pipeline schedule.
+        blocks: number of blocks in the model.
 
     Raises:
         ConfigError: no C++ compiler (on the CPU) or no Triton (on CUDA).
@@ -27,9 +29,9 @@ class Compilation:
     def __init__(self, device: torch.device, schedule: str, blocks: int) -> None:
         names = (os.environ.get("CXX"), "g++", "clang++", "c++")
         if device.type == "cpu" and not any(shutil.which(name) for name in names if name):
-            raise ConfigError("compile=true needs a C++ compiler on the CPU, and there is none. Install g++ or clang++, or leave it out.")
+            raise ConfigError("compile=true needs a C++ compiler on the CPU. Install g++ or clang++, or use compile=false.")
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-            raise ConfigError("compile=true needs Triton on CUDA, which is not installed. pip install triton, or leave compile out.")
+            raise ConfigError("compile=true needs Triton on CUDA, which is not installed. Run pip install triton, or use compile=false.")
         if find_schedule(schedule).split_backward:
             allow_second_backward()
         allow_graphs(2 * blocks)  # each may be of a kind of its own; the last batch may have another shape
@@ -38,15 +40,16 @@ class Compilation:
 
     @property
     def graph_breaks(self) -> dict[str, int]:
-        """Since this was made: how often a graph ended inside a block, by reason; counted in every function around it too."""
+        """Number of graph breaks inside blocks since this object was made, by reason; counted in every function around them too."""
         return dict(graph_breaks() - self._before)
 
     def warn(self) -> None:
-        """Tell about graph breaks, which cost speed."""
+        """Warn about graph breaks, which cost speed."""
         found = self.graph_breaks
         if found:
             reasons = "; ".join(f"{reason.strip().splitlines()[0]} ({count} times)" for reason, count in found.items())
-            rank_zero_warn(f"compile=true: graphs end inside the compiled blocks, which costs speed: {reasons}.")
+            rank_zero_warn(f"compile=true: the compiled blocks have graph breaks, which cost speed: {reasons}.")
         uncompiled = uncompiled_frames() - self._uncompiled
         if uncompiled > 0 and not found:
-            rank_zero_warn(f"compile=true: {uncompiled} blocks could not be compiled and run as they are; torch says why in its log.")
+            blocks = "block" if uncompiled == 1 else "blocks"
+            rank_zero_warn(f"compile=true: {uncompiled} {blocks} could not be compiled; torch's log has the reason.")

@@ -1,4 +1,4 @@
-"""What the backward of a block needs waits in host memory."""
+"""Offload of the tensors that a block's backward needs to host memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MINIMUM_BYTES = 64 * 2**10
 
 
 class SavedOnHost(saved_tensors_hooks):
-    """Within it, autograd saves tensors as copies in host memory, pinned on CUDA; the backward brings them back.
+    """Context in which autograd saves tensors as copies in host memory, pinned on CUDA; the backward copies them back.
 
-    Copies to the host run beside the computation on a stream of their own; the device memory is free for others once the copy is
+    Copies to the host overlap with computation, on a stream of their own; the device memory is free for others once the copy is
     done. Parameters and views of them stay: they are there anyway.
 
     Args:

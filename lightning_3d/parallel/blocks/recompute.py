@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a forward computes is not kept, but computed again when the backward needs it.
+"""Activation checkpointing: the results of a forward are not kept, but recomputed when the backward needs them.
 
 torch's non-reentrant checkpoint, which stops as soon as it has what the backward needs, so that the all-reduce that ends a
 tensor-parallel block is not repeated.
@@ -22,7 +22,7 @@ ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
 
 
 class Recompute:
-    """Runs a forward that the backward will run again.
+    """Runner of a forward that the backward will run again.
 
     Args:
         keep: overloads of operators whose results are kept all the same; None: none at all.
@@ -33,7 +33,7 @@ class Recompute:
 
     @property
     def keeps(self) -> bool:
-        """Whether it is selective."""
+        """True if recomputation is selective."""
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _policy(keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Random numbers are all drawn again, in their order: otherwise those that follow a kept one would differ."""
+    """Keep the chosen operators. All random numbers are drawn again, in order: otherwise those after a kept one would differ."""
     kept = operator in keep and torch.Tag.nondeterministic_seeded not in operator.tags
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,4 +1,4 @@
-"""Puts recomputation, offload and compilation around the forward of blocks."""
+"""Recomputation, offload and compilation around the forward of blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
 
 
 def _called(modules: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters in a list of modules that have a forward of their own; lists in it are looked into."""
+    """The modules with parameters in a list of modules that have a forward of their own; nested lists are searched."""
     for module in modules.children():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(module)
@@ -38,7 +38,7 @@ def _called(modules: nn.Module) -> Iterator[nn.Module]:
 
 
 def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
-    """Make the forward of each block what the options ask for, in place. Names, hooks and parameters stay.
+    """Apply the options to the forward of each block, in place. Names, hooks and parameters stay.
 
     Args:
         blocks: of the whole model.
@@ -51,7 +51,7 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
     if not blocks:
         raise ConfigError(
             "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute, offload_activations and compile have"
-            " nothing to work on. Leave them out, or put its layers into an nn.ModuleList."
+            " nothing to apply to. Remove these options, or put the model's layers into an nn.ModuleList."
         )
     of_attention = options.recompute == "selective" and options.recompute_keep is None
     keeps = operators(options.recompute_keep) if options.recompute_keep is not None else frozenset()
@@ -71,7 +71,7 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
     if of_attention and not found:
         raise ConfigError(
             "recompute=selective found no attention in the blocks of the model (no submodule with attn or attention in its name). Use"
-            " recompute=full, or name in recompute_keep the operators whose results are to be kept."
+            " recompute=full, or list in recompute_keep the operators whose results are kept."
         )
 
 
@@ -80,13 +80,13 @@ def _require_no_statistics(block: nn.Module) -> None:
     for name, module in block.named_modules():
         if getattr(module, "track_running_stats", False):
             raise ConfigError(
-                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block has"
-                " two. Leave recompute out, or use a norm without running statistics."
+                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block"
+                " runs its forward twice. Remove recompute, or use a norm without running statistics."
             )
 
 
 class ProcessedBlock:
-    """Mixin between a block's own forward and the gate of the pipeline: runs the forward as `block_process` says."""
+    """Mixin between a block's own forward and the gate of the pipeline: runs the forward through `block_process`."""
 
     block_process: _Process
 
@@ -98,7 +98,7 @@ class ProcessedBlock:
 
 
 class _Process:
-    """Runs a forward compiled, recomputed, and with what it saves on the host."""
+    """Runner of a forward that is compiled, recomputed, and offloads its saved tensors, as the options ask."""
 
     def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False) -> None:
         self._recompute = recompute
@@ -113,7 +113,7 @@ class _Process:
                 return self._run(forward, args, kwargs)
         within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
         if self._compiled is None:
-            self._compiled = torch.compile((lambda *given, **named: self._run(forward, given, named)) if within else forward)
+            self._compiled = torch.compile((lambda *args, **kwargs: self._run(forward, args, kwargs)) if within else forward)
         with saved:
             if self._recompute is None or within:
                 return self._compiled(*args, **kwargs)
@@ -130,7 +130,7 @@ class _Process:
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Training needs no key-value cache of Transformers, which a second forward would fill twice.
+    """Remove the key-value cache of Transformers, which training does not need and a second forward would fill twice.
 
     Raises:
         ConfigError: it holds something.
@@ -146,7 +146,7 @@ def _is_cache(value: Any) -> bool:
         return False
     if value.get_seq_length() > 0:
         raise ConfigError(
-            "The model was called with a key-value cache that holds something (a prefix?), which recomputed or compiled blocks cannot"
-            " train with. Leave recompute, offload_activations and compile out."
+            "The model was called with a key-value cache that is not empty (a prefix?), with which recomputed or compiled blocks cannot"
+            " train. Remove recompute, offload_activations and compile."
         )
     return True

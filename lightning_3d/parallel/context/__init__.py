@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of a sequence dealt to ranks, and attention between them."""
+"""Context parallelism: the tokens of a sequence split over ranks, and attention between them."""
 
 from lightning_3d.parallel.context.collectives import sum_over_ranks
 from lightning_3d.parallel.context.group import ContextParallel

@@ -1,4 +1,4 @@
-"""The attention and the mask that Transformers models call by the name `NAME`."""
+"""The attention and the mask function that Transformers models find under the name `NAME`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ class Running:
     """The call of a model that is running.
 
     Attributes:
-        mask: of the whole sequence. positions: ids of this rank's tokens, (batch or 1, seq / cp).
-        rows: of the batch. layers: kinds of layers met so far, see `make_mask`. attentions: how often an attention was computed.
+        mask: mask of the whole sequence.
+        positions: ids of this rank's tokens, (batch or 1, seq / cp).
+        rows: rows of the batch.
+        layers: kinds of layers seen so far, see `make_mask`.
+        attentions: number of attentions that were computed.
     """
 
     mask: Mask
@@ -42,7 +45,7 @@ _running: ContextVar[Running | None] = ContextVar("running", default=None)
 
 @contextmanager
 def running(call: Running) -> Iterator[Running]:
-    """Make masks, which are made once a forward, those of this call. Blocks get them as arguments, in a recomputation too."""
+    """Context of one call of a model: masks that are made in it belong to it. Blocks get them as arguments, in a recomputation too."""
     token = _running.set(call)
     try:
         yield call
@@ -51,7 +54,7 @@ def running(call: Running) -> Iterator[Running]:
 
 
 def register() -> None:
-    """Tell Transformers."""
+    """Register the attention and the mask function with Transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -74,19 +77,19 @@ def attention(
     """Attention of Transformers' interface: (batch, heads, seq / cp, width) -> (batch, seq / cp, heads, width).
 
     Raises:
-        PlanError: the model makes masks of its own, adds biases, or was called past the module that cuts the sequence.
+        PlanError: the model makes masks of its own, adds biases, or was called without the module that shards the sequence.
         ConfigError: dropout.
     """
     name = type(module).__name__
     if not isinstance(attention_mask, Mask) or query.shape[2] * attention_mask.context.size != attention_mask.length:
         raise PlanError(
-            f"{name} was called with a mask that is not the one of the shared sequence. Context parallelism (cp) needs a model that makes"
+            f"{name} was called with a mask other than that of the shared sequence. Context parallelism (cp) needs a model that makes"
             " its masks with Transformers' create_causal_mask, and a step that calls the model itself, not a part of it."
         )
     if position_bias is not None:
-        raise PlanError(f"{name} adds biases to its scores, which context parallelism (cp) does not know. Use cp 1.")
+        raise PlanError(f"{name} adds biases to its attention scores, which context parallelism does not support. Use cp=1.")
     if dropout > 0:
-        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not have. Set it to 0.")
+        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not support. Set it to 0.")
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
@@ -108,11 +111,12 @@ def make_mask(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Mask:
-    """The mask of one kind of layers, in the place of a tensor.
+    """Make the mask of one kind of layers, which replaces a tensor.
 
     Args:
-        mask_function: (batch, head, query, key) -> whether the score counts, as the model would have it for this rank's tokens alone.
-        q_length: tokens of this rank. cache_position: their places, in versions of Transformers that give these (5.2).
+        mask_function: (batch, head, query, key) -> True if the score counts, as the model sees it for only this rank's tokens.
+        q_length: number of this rank's tokens.
+        cache_position: their places, in versions of Transformers that pass them (5.2).
         local_size: the window of these layers.
 
     Raises:
@@ -121,8 +125,8 @@ def make_mask(
     call = _running.get()
     if call is None:
         raise PlanError(
-            "A part of the model was called without the rest. With context parallelism (cp) a step calls the model itself, which cuts the"
-            " sequence."
+            "A part of the model was called without the rest. With context parallelism (cp) a step must call the model itself, which"
+            " shards the sequence."
         )
     if q_length is None:
         assert cache_position is not None
@@ -137,7 +141,7 @@ def make_mask(
 
 
 def _separates_documents(call: Running, length: int, mask_function: Callable[..., Tensor], window: int | None, device: Any) -> bool | None:
-    """Whether layers keep packed documents apart, found by asking their mask about some pairs of this rank's tokens.
+    """True if layers keep packed documents apart: evaluates their mask on some pairs of this rank's tokens.
 
     This rank's tokens are two chunks of the sequence, the late one first, so that a mask that looks at positions takes them for two
     documents, and one that does not takes them for one. None: by chance that is the same here.
@@ -160,6 +164,6 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
     if torch.equal(found, apart) or torch.equal(found, causal(queries, keys)):
         return torch.equal(found, apart)
     raise PlanError(
-        "A layer of the model has a mask that is neither causal nor causal with a window, which is all that context parallelism (cp) has."
+        "A layer of the model has a mask other than causal or causal with a window, the only ones that context parallelism (cp) supports."
         " Use cp 1."
     )

@@ -1,4 +1,4 @@
-"""What context-parallel ranks send each other.
+"""Communication between context-parallel ranks.
 
                         forward                       backward
     gather_sequence       all-gather                    reduce-scatter   parts of a sequence -> the whole one, in order
@@ -7,7 +7,7 @@
     heads_to_sequence     all-to-all                    all-to-all       and back
     Ring.pass_on          to the next rank, from the previous one
 
-The first two lead out of what is cut: all ranks go on with the same values, and each with a share of the loss, so that their gradients
+The first two leave the sharded region: all ranks continue with the same values, and each with a share of the loss, so that their gradients
 add up. All ranks call the same functions in the same order, with the same shapes.
 """
 
@@ -55,7 +55,7 @@ class Ring:
         self._previous = ranks[(context.rank - 1) % context.size]
 
     def pass_on(self, tensor: Tensor, tag: int = 0) -> Passing:
-        """Start to send a contiguous tensor, which must not change until it has gone, and to receive one of the same shape."""
+        """Start to send a contiguous tensor, which must not change until it is sent, and to receive one of the same shape."""
         received = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [
@@ -67,13 +67,13 @@ class Ring:
 
 
 class Passing:
-    """A message on its way."""
+    """A message in flight."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """What came, once all has gone."""
+        """Wait for all messages; return what was received."""
         for work in self._works:
             work.wait()
         return self._received

@@ -1,4 +1,4 @@
-"""Outputs that are cut along the sequence, but look whole."""
+"""Outputs that are sharded along the sequence but report the full shape."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, who
 
 
 class WholeSequence(Tensor):
-    """This rank's tokens of a tensor (batch, seq, ...), in the shape of all of them.
+    """This rank's tokens of a tensor that reports the full shape (batch, seq, ...).
 
     Reading sizes and types communicates nothing. Everything else sees all tokens in their order: they are gathered over the
     context-parallel group by one all-gather, with gradients, at the first such use and kept. It must happen on all of its ranks alike.
 
     Attributes:
-        local: (batch, seq / cp, ...); logits may be cut by vocabulary too.
+        local: (batch, seq / cp, ...); logits may be sharded by vocabulary too.
         context: the context-parallel group.
     """
 
@@ -38,7 +38,7 @@ class WholeSequence(Tensor):
         self.local, self.context, self._full = local, context, None
 
     def full(self) -> Tensor:
-        """All tokens, cut by vocabulary as before; one all-gather at the first call."""
+        """All tokens, still sharded by vocabulary; one all-gather at the first call."""
         outdated = self._full is not None and self.local.requires_grad and not self._full.requires_grad and torch.is_grad_enabled()
         if self._full is None or outdated:
             of_vocabulary: Any = self.local
@@ -63,7 +63,7 @@ class WholeSequence(Tensor):
 
 
 def whole_outputs(value: Any, shape: tuple[int, int], context: ContextParallel) -> Any:
-    """What a model returned, with `WholeSequence` in the place of every tensor that begins with `shape`: (batch, seq / cp)."""
+    """Replace every tensor in a model's output whose shape begins with `shape`, (batch, seq / cp), by a `WholeSequence`."""
     if isinstance(value, Tensor):
         return WholeSequence(value, context) if tuple(value.shape[:2]) == shape else value
     if isinstance(value, Mapping):

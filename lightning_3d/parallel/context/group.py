@@ -1,4 +1,4 @@
-"""What the attention of a model knows about the ranks that share its sequences."""
+"""The context-parallel group, as the attention of a model needs it."""
 
 from __future__ import annotations
 

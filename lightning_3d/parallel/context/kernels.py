@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, as a part of the attention to many: with the log of the sum of exponentials.
+"""Attention of some queries to some keys, with the log-sum-exp needed to combine it with attention to other keys.
 
 Two parts of the keys give (out, lse) each; together they are the mean of the outs, weighted by exp(lse) (online softmax; Milakov and
 Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135). With the lse of all keys, the backward of a part needs
@@ -30,10 +30,11 @@ LARGEST_TILE = 1024
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of products.
+    """Computation of attention scores from products of queries and keys.
 
     Attributes:
-        scale: they are multiplied by it. softcap: c in c * tanh(score / c), None for none.
+        scale: factor of the scores.
+        softcap: c in c * tanh(score / c); None for none.
     """
 
     scale: float
@@ -42,7 +43,7 @@ class Scores:
 
 @dataclass
 class Result:
-    """What queries have got so far, (batch, heads, queries, width) and (batch, heads, queries); in the type of accumulation."""
+    """Result of the queries so far, (batch, heads, queries, width) and (batch, heads, queries); in the type of accumulation."""
 
     out: Tensor
     lse: Tensor
@@ -57,7 +58,7 @@ class Result:
         return Result(self.out.narrow(2, start, length), self.lse.narrow(2, start, length))
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Take in the result of other keys."""
+        """Add the result of other keys."""
         total = torch.logaddexp(self.lse, lse)
         level = finite(total)
         self.out.mul_((self.lse - level).exp_().unsqueeze(-1)).add_(out * (lse - level).exp_().unsqueeze(-1))
@@ -66,7 +67,7 @@ class Result:
 
 @dataclass
 class Gradients:
-    """Of queries, keys and values; in the type of accumulation."""
+    """Gradients of queries, keys and values; in the type of accumulation."""
 
     query: Tensor
     key: Tensor
@@ -74,19 +75,19 @@ class Gradients:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which blocks are added up."""
+    """The type in which blocks are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The log of a sum of nothing as 0, so that differences are no NaN."""
+    """Replace the log of an empty sum by 0, so that differences are not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def attend(
     result: Result, query: Tensor, key: Tensor, value: Tensor, queries: Span, keys: Span, mask: Mask, scores: Scores
 ) -> None:
-    """Add to `result` what `query`, at the positions `queries`, gets from `key` and `value`, at `keys`.
+    """Add the attention of `query`, at positions `queries`, to `key` and `value`, at positions `keys`, to `result`.
 
     Args:
         query: (batch, heads, queries, width). key, value: (batch, key heads, keys, width), which divide the heads.
@@ -115,11 +116,12 @@ def attend_backward(
     mask: Mask,
     scores: Scores,
 ) -> None:
-    """Add to `gradients` what a block contributes.
+    """Add the contribution of a block to `gradients`.
 
     Args:
-        grad_out: of `result.out`, (batch, heads, queries, value width). delta: its product with that, (batch, heads, queries).
-        result: of the queries with all keys there are.
+        grad_out: gradient of `result.out`, (batch, heads, queries, value width).
+        delta: row-wise product of both, (batch, heads, queries).
+        result: result of the queries with all keys.
     """
     for rows, columns, cover in _parts(queries, keys, mask, query, value, scores):
         own, there = (2, rows.start - queries.start, rows.length), (2, columns.start - keys.start, columns.length)
@@ -127,7 +129,7 @@ def attend_backward(
         grad, seen_by = grad_out.narrow(*own), result.narrow(*own[1:])
         if _fused(query, value, cover, scores):
             wide_v, *made = (_as_wide(x, q) for x in (v, grad.to(query.dtype), seen_by.out))
-            grad, out, lse = (x.contiguous() for x in (*made, seen_by.lse))  # the kernel takes lse as it lies
+            grad, out, lse = (x.contiguous() for x in (*made, seen_by.lse))  # the kernel ignores strides
             found = flash_attention_backward(grad, q, k, wide_v, out, lse, causal=cover is Cover.CAUSAL, scale=scores.scale)
             found = (*found[:2], found[2][..., : v.shape[-1]])
         else:
@@ -140,7 +142,7 @@ def attend_backward(
 def _parts(
     queries: Span, keys: Span, mask: Mask, query: Tensor, value: Tensor, scores: Scores
 ) -> Iterator[tuple[Span, Span, Cover]]:
-    """What of a block counts, in parts that are computed at once: tiles, and all that flash attention can compute."""
+    """The part of a block that counts, in parts that are computed at once: tiles, and all that flash attention can compute."""
     cover, size = mask.cover(queries, keys), _tile(query)
     if cover is Cover.NOTHING:
         return
@@ -153,14 +155,14 @@ def _parts(
 
 
 def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
-    """Whether flash attention can compute a part."""
+    """True if flash attention can compute a part."""
     fits = value.shape[-1] <= query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     whole = cover in (Cover.EVERYTHING, Cover.CAUSAL)
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None
 
 
 def _as_wide(x: Tensor, query: Tensor) -> Tensor:
-    """Values, or results, filled up with zeros where keys are wider (multi-head latent attention): flash attention has one width."""
+    """Pad values, or results, with zeros if keys are wider (multi-head latent attention): flash attention has one width."""
     missing = query.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 

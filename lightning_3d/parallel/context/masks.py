@@ -1,4 +1,4 @@
-"""Who may attend to whom in a sequence that several ranks share.
+"""Masks of attention in a sequence that several ranks share.
 
 Every rank knows the whole batch, so masks need no communication: what is asked is about positions in the whole sequence.
 """
@@ -17,7 +17,7 @@ from lightning_3d.parallel.context.group import ContextParallel
 
 
 class Cover(Enum):
-    """What of a block of scores counts."""
+    """The part of a block of scores that counts."""
 
     NOTHING = "nothing"
     CAUSAL = "the diagonal and below"
@@ -41,7 +41,7 @@ class Span:
         return self.stop - 1
 
     def halves(self, size: int) -> tuple[Span, ...]:
-        """The span in two pieces, or whole where it is not longer than `size`."""
+        """Split the span in two, unless it is at most `size` long."""
         if self.length <= size:
             return (self,)
         half = self.length // 2
@@ -49,18 +49,18 @@ class Span:
 
 
 class NotATensor(PlanError, AttributeError):
-    """An attribute of tensors that a mask is asked for; whoever only looks whether it is there (`hasattr`) finds that it is not."""
+    """Access to an attribute of tensors that a mask does not have; an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal attention in the whole sequence, as one kind of layer of a model has it. What blocks get as `attention_mask`.
+    """Causal attention in the whole sequence, for one kind of layers of a model. Blocks get it as `attention_mask`.
 
     Attributes:
         context: the ranks that share the sequence.
         length: tokens in it.
         documents: (batch, seq), on the host, rising in each row: tokens see those of their own number only. None: one document.
-        padding: (batch, seq), on the host: False for tokens that nobody sees. None: there are none.
+        padding: (batch, seq), on the host: False for tokens that no other token attends to. None: there are none.
         window: a token sees so many tokens at most, itself included. None: all before it.
     """
 
@@ -73,10 +73,10 @@ class Mask:
     _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        """What an attention of a model's own looks for in a mask that is a tensor (Doge's dynamic mask)."""
+        """Refuse access to attributes of a tensor, by an attention of a model's own (Doge's dynamic mask)."""
         raise NotATensor(
-            f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank has the"
-            " mask of a whole sequence. Use cp 1."
+            f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank holds the"
+            " mask of a whole sequence. Use cp=1."
         )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
@@ -84,7 +84,7 @@ class Mask:
         return replace(self, window=window, documents=self.documents if separate else None, _covers={})
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        """What of a block counts. Where that takes a look at the batch, it is found once for all layers of a kind."""
+        """The part of a block that counts. If it depends on the batch, it is computed once for all layers of a kind."""
         if self.documents is None and self.padding is None:
             return self._find_cover(queries, keys)
         if (queries, keys) not in self._covers:
@@ -92,7 +92,7 @@ class Mask:
         return self._covers[queries, keys]
 
     def _find_cover(self, queries: Span, keys: Span) -> Cover:
-        """Told from the corners of the block."""
+        """Compute the cover from the corners of the block."""
         if keys.start > queries.last or (self.window is not None and queries.start - keys.last >= self.window):
             return Cover.NOTHING
         if self._documents_between(queries, keys) == 0 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].any()):

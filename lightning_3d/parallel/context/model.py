@@ -1,4 +1,4 @@
-"""A model whose forward sees a part of each sequence, and whose caller sees all of it."""
+"""Wrapper of a model whose forward sees a part of each sequence and whose caller sees all of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_3d.parallel.context.zigzag import positions as zigzag
 from lightning_3d.parallel.specialize import specialize
 
 IGNORED = -100
-"""The label of tokens that are no targets, in Transformers."""
+"""The label of tokens that are not targets, in Transformers."""
 
 
 def share_sequences(module: nn.Module, blocks: list[nn.Module], context: ContextParallel) -> None:
@@ -34,11 +34,11 @@ def share_sequences(module: nn.Module, blocks: list[nn.Module], context: Context
 
 
 class SharedSequences:
-    """Mixin for the model: cuts what it is called with along the sequence, and returns outputs that look whole."""
+    """Mixin for the model: shards its inputs along the sequence, and returns outputs that report the full shape."""
 
     context_parallel: ContextParallel
     context_layers: dict[Any, bool]
-    context_positions: Any  # the module that counts tokens otherwise than from 0, or None
+    context_positions: Any  # the module that does not count tokens from 0, or None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context_parallel
@@ -49,14 +49,14 @@ class SharedSequences:
             output = own(**arguments)
         if call.attentions == 0:
             raise PlanError(
-                f"No attention of {type(self).__name__} went through Transformers' attention interface, so its tokens did not see those of"
-                " other context-parallel ranks. Use cp 1."
+                f"No attention of {type(self).__name__} used Transformers' attention interface, so its tokens did not attend to those of"
+                " other context-parallel ranks. Use cp=1."
             )
         return whole_outputs(output, (call.rows, call.positions.shape[1]), context)
 
 
 class WholeSequenceLoss:
-    """In the place of a loss function of the user's own, which sees the logits and labels of the whole sequence."""
+    """Wrapper of a loss function of the user's own, which sees the logits and labels of the whole sequence."""
 
     def __init__(self, loss: Any, context: ContextParallel) -> None:
         self._loss, self._context = loss, context
@@ -89,8 +89,8 @@ def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
     ids = arguments.get("input_ids")
     if ids is None:
         raise PlanError(
-            f"{type(owner).__name__} counts positions from the tokens. With context parallelism (cp), call the model with input_ids or with"
-            " position_ids."
+            f"{type(owner).__name__} derives positions from the tokens. With context parallelism (cp), call the model with input_ids"
+            " or with position_ids."
         )
     positions: Tensor = owner.create_position_ids_from_input_ids(ids, owner.padding_idx)
     return positions
@@ -99,7 +99,7 @@ def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
 def _cut(
     arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, bool], own_positions: Tensor | None
 ) -> tuple[Running, dict[str, Any]]:
-    """This rank's part of the arguments, and what its attention must know of the rest.
+    """This rank's part of the arguments, and the information about the others that its attention needs.
 
     Args:
         own_positions: (batch, seq), where the model does not count tokens from 0.
@@ -107,7 +107,7 @@ def _cut(
     _refuse(arguments)
     tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
     if tokens is None:
-        raise PlanError("With context parallelism (cp) the model is called with input_ids or inputs_embeds.")
+        raise PlanError("With context parallelism (cp) the model must be called with input_ids or inputs_embeds.")
     batch, length = tokens.shape[:2]
     labels = arguments.get("labels")
     if labels is not None and arguments.get("shift_labels") is None:
@@ -131,13 +131,13 @@ def _cut(
 
 
 def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not go on. None: one in each row."""
+    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not continue. None: one in each row."""
     if position_ids is None:
         return None
     if position_ids.ndim != 2 or position_ids.shape[1] != length:
         raise PlanError(
-            f"position_ids have the shape {tuple(position_ids.shape)}; with context parallelism (cp) they are (batch, {length}), one number"
-            " a token."
+            f"position_ids have the shape {tuple(position_ids.shape)}; with context parallelism (cp) it must be (batch, {length}), one"
+            " number per token."
         )
     host = position_ids.detach().cpu()
     documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
@@ -150,18 +150,18 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
         found = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
         raise PlanError(
-            f"attention_mask is {found}; context parallelism (cp) takes a mask of padding, {shape}. Give packed documents as position_ids"
-            " that begin anew with each."
+            f"attention_mask is {found}; context parallelism (cp) accepts only a padding mask, {shape}. Give packed documents as"
+            " position_ids that start again with each document."
         )
     host = attention_mask.detach().cpu().bool()
     return None if bool(host.all()) else host
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
-    """Arguments that are about tokens of other ranks."""
+    """Refuse arguments that concern tokens of other ranks."""
     for name in ("past_key_values", "use_cache", "output_attentions"):
         if arguments.get(name):
-            raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not have. Leave it out.")
+            raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not support. Leave it out.")
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise ConfigError("logits_to_keep would keep the last tokens of every rank; with context parallelism (cp) cut the logits instead.")
+        raise ConfigError("logits_to_keep would keep the last tokens of every rank; with cp > 1 slice the logits instead.")

@@ -1,4 +1,4 @@
-"""Ring attention: every rank keeps its queries, keys and values go round (Liu, Zaharia and Abbeel, arXiv:2310.01889).
+"""Ring attention: every rank keeps its queries, keys and values travel around the ring (Liu, Zaharia and Abbeel, arXiv:2310.01889).
 
 While a rank attends to the keys and values that it has, they are on their way to the next rank and others come from the previous one. In
 the backward they go round once more, and with them, one step behind, their gradients, which arrive where they belong after the last.
@@ -42,12 +42,12 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores
 
 
 def local_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, sinks: Tensor | None = None) -> Tensor:
-    """The same attention with all tokens, in the order of the sequence, on one rank."""
+    """Attention with all tokens, in the order of the sequence, on one rank."""
     return _Attention.apply(query, key, value, sinks, _Course(None, [(Span(0, mask.length),)], 0, mask, scores))
 
 
 class _Course:
-    """What goes round where.
+    """Order in which blocks travel around the ring.
 
     Args:
         spans: of every rank, the positions of its tokens in its order.
@@ -67,7 +67,7 @@ class _Course:
         return [(span, sum(other.length for other in spans[:index])) for index, span in enumerate(spans)]
 
     def pass_on(self, tensor: Tensor, step: int, tag: int) -> Passing | None:
-        """Send on, where there is somebody who has not seen it."""
+        """Pass the block on, if a rank has not seen it yet."""
         return self.ring.pass_on(tensor, tag) if self.ring is not None and step + 1 < self.steps else None
 
 

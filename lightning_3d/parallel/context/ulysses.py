@@ -15,7 +15,7 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
     """Attention of this rank's queries to the keys of all ranks: an all-to-all of each of queries, keys and values, and one of the result;
     as many backward.
 
-    Key heads that cannot be dealt evenly are repeated first. Arguments and result: see `ring_attention`.
+    Key heads that cannot be split evenly are repeated first. Arguments and result: see `ring_attention`.
 
     Raises:
         LayoutError: cp does not divide the heads.
@@ -24,7 +24,7 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
     heads = query.shape[1]
     if heads % context.size:
         raise LayoutError(
-            f"cp_kind=ulysses deals the {heads} attention heads of a rank to cp={context.size} ranks, which do not divide them. Use"
+            f"cp_kind=ulysses splits the {heads} attention heads of a rank over cp={context.size} ranks, which does not divide them. Use"
             " cp_kind=ring."
         )
     copies = key_copies(heads, key.shape[1], context.size)
@@ -36,6 +36,6 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is there before they are dealt: the least that gives every rank whole groups of query heads."""
+    """Number of copies of each key head before they are split: the fewest that give every rank whole groups of query heads."""
     group = heads // key_heads
     return next(copies for copies in range(1, group + 1) if group % copies == 0 and key_heads * copies % ranks == 0)

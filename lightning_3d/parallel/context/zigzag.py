@@ -1,6 +1,6 @@
-"""Which tokens of a sequence a rank has, so that causal attention is the same work for all.
+"""Assignment of tokens to ranks that gives every rank the same work in causal attention.
 
-A sequence is cut into 2 * cp chunks, and rank r has the chunks 2 * cp - 1 - r and r, in this order: a late one with much before it and
+A sequence is split into 2 * cp chunks, and rank r has the chunks 2 * cp - 1 - r and r, in this order: a late one with much before it and
 an early one with little.
 """
 
@@ -13,16 +13,16 @@ from lightning_3d.errors import DataError
 
 
 def chunk_length(length: int, size: int) -> int:
-    """Tokens of one of the 2 * size chunks of a sequence.
+    """Number of tokens in each of the 2 * size chunks of a sequence.
 
     Raises:
-        DataError: the sequence cannot be cut into as many equal ones.
+        DataError: the sequence cannot be split into as many equal ones.
     """
     chunks = 2 * size
     if length % chunks or length == 0:
         raise DataError(
-            f"Context parallelism cuts a sequence into 2 * cp = {chunks} equal chunks, but this batch has sequences of {length} tokens. Pad"
-            f" them to a multiple of {chunks}, for example {(length // chunks + 1) * chunks}."
+            f"Context parallelism splits a sequence into 2 * cp = {chunks} equal chunks, but this batch has sequences of {length} tokens."
+            f" Pad them to a multiple of {chunks}, for example {(length // chunks + 1) * chunks}."
         )
     return length // chunks
 
@@ -39,7 +39,7 @@ def positions(length: int, size: int, rank: int, device: torch.device | None = N
 
 
 def natural_order(length: int, size: int, device: torch.device | None = None) -> Tensor:
-    """Where the tokens of the sequence lie, one after the other, when the parts of all ranks are put side by side."""
+    """Index of each token of the sequence in the concatenated parts of all ranks."""
     chunk = chunk_length(length, size)
     starts = [start for rank in range(size) for start in chunk_starts(chunk, size, rank)]
     return _ranges([starts.index(start) * chunk for start in range(0, length, chunk)], chunk, device)

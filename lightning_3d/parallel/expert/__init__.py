@@ -1,7 +1,7 @@
-"""Mixtures of experts: experts dealt over the ranks of a stage, tokens sent to them, and what keeps their load balanced."""
+"""Mixtures of experts: experts sharded over the ranks of a stage, tokens sent to them, and losses that balance their load."""
 
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel, TokenCut
-from lightning_3d.parallel.expert.experts import choose_products, deal_experts, expert_specs
+from lightning_3d.parallel.expert.experts import choose_products, expert_specs, shard_experts
 from lightning_3d.parallel.expert.routers import Routers, RouterStatistics, attend_calls, make_routers
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "TokenCut",
     "attend_calls",
     "choose_products",
-    "deal_experts",
+    "shard_experts",
     "expert_specs",
     "make_routers",
 ]

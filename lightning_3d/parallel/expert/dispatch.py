@@ -1,7 +1,7 @@
-"""Tokens to the ranks that have their experts, and back.
+"""Dispatch of tokens to the ranks that have their experts, and back.
 
 Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of the hidden states in each direction
-of a layer. Before the first one the ranks tell each other how many tokens they send, in an all-to-all of as many numbers as there are
+of a layer. Before the first one the ranks exchange how many tokens they send, in an all-to-all of as many numbers as there are
 experts; to read the answer is the only time that a device is waited for. No pair is dropped for want of room, so the output is that of
 one process. (GShard, arXiv:2006.16668; without its capacity, as in MegaBlocks, arXiv:2211.15841.)
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class TokenCut(Protocol):
-    """How tokens that several ranks hold alike are dealt to them, and put together again."""
+    """Split of tokens that several ranks hold alike over these ranks, and the gather afterwards."""
 
     def cut(self, x: Tensor) -> Tensor:
         """This rank's rows."""
@@ -31,12 +31,13 @@ class TokenCut(Protocol):
 
 @dataclass
 class ExpertParallel:
-    """The ranks that deal the experts of one stage among them.
+    """The ranks that share the experts of one stage.
 
     Attributes:
-        group: their process group. size: number of them. index: this rank's place in the group; it has the experts
-            index * experts / size and following.
-        tokens: how the tokens, which tensor-parallel ranks hold alike, are dealt to these first; None without tensor parallelism.
+        group: their process group.
+        size: number of ranks.
+        index: this rank's place in the group; it has the experts index * experts / size and following.
+        tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
         balanced: each rank is taken to send and to get as many tokens as any other, whatever routers say (dry runs, which do not know).
     """
 
@@ -52,7 +53,7 @@ class ExpertParallel:
 
 
 class DispatchedExperts:
-    """Mixin for a module of experts of which each rank holds some: it runs them, by the module's own forward, on the tokens of all ranks.
+    """Mixin for a module of experts, some on each rank: runs them, by the module's own forward, on the tokens of all ranks.
 
     Called with tokens (n, hidden), the experts of each (n, k), counted over all ranks, and their weights (n, k); n may differ between
     ranks and may be 0. All ranks of the group call it equally often.
@@ -94,7 +95,7 @@ class DispatchedExperts:
         """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank).
 
         Args:
-            chosen: experts of the pairs, rising; dropped pairs stand behind them.
+            chosen: experts of the pairs, rising; dropped pairs come last.
         """
         size, local = self.expert_parallel.size, self.experts_of_all // self.expert_parallel.size
         bounds = torch.searchsorted(chosen, torch.arange(self.experts_of_all + 1, device=chosen.device))
@@ -109,7 +110,7 @@ class DispatchedExperts:
         return sent, received, experts.repeat_interleave(others, output_size=sum(received))
 
     def _experts(self, tokens: Tensor, experts: Tensor) -> Tensor:
-        """What the experts of this rank make of tokens (n, hidden)."""
+        """Output of this rank's experts for tokens (n, hidden)."""
         if len(tokens) == 0:
             assert isinstance(self, nn.Module)
             return _Unused.apply(tokens, *self.parameters())
@@ -118,7 +119,7 @@ class DispatchedExperts:
 
 
 def even_parts(total: int, parts: int) -> list[int]:
-    """A number in equal parts, of which the first are larger by one where it must be."""
+    """Split a number into equal parts; the first ones are larger by one if it is not divisible."""
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
@@ -148,7 +149,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Unused(torch.autograd.Function):
-    """No tokens through experts: the backward passes by here on every rank, and the experts' gradients are zeros, as in one process,
+    """Stands for experts without tokens: the backward reaches it on every rank, and the experts' gradients are zeros, as in one process,
     where all experts are one tensor."""
 
     @staticmethod

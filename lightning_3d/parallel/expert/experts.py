@@ -1,4 +1,4 @@
-"""Which experts a rank has: the table of its parts, and the change of the modules, in place."""
+"""Assignment of experts to ranks: the table of their shards, and the rewrite of the modules, in place."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _ROW_BYTES = 16
 
 
 def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: int, tp_index: int) -> dict[str, ShardSpec]:
-    """What the rank with index `ep_index` holds of every parameter that is dealt to expert-parallel ranks, by name in `module`.
+    """Shards of the rank with index `ep_index` of all parameters that are sharded over expert-parallel ranks, by name in `module`.
 
     Args:
         module: the whole module, on meta or not.
         plan: `ParallelPlan.for_experts`.
 
     Raises:
-        LayoutError: the experts cannot be dealt evenly. PlanError: they have adapters.
+        LayoutError: ep does not divide the number of experts.
+        PlanError: the experts have adapters.
     """
     specs: dict[str, ShardSpec] = {}
     if ep_size == 1:
@@ -37,8 +38,8 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
     for name, _ in module.named_modules():
         cut = plan.cut_of(name)
         if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
-            raise PlanError(f"'{name}' is an expert without weights, which no rank can be sent tokens for (ep). Use ep=1.")
-    for name, parameter in _dealt(module, plan):
+            raise PlanError(f"'{name}' is an expert without weights, which expert parallelism (ep) cannot assign to a rank. Use ep=1.")
+    for name, parameter in _expert_parameters(module, plan):
         experts = parameter.shape[0]
         if experts % ep_size:
             raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'.")
@@ -48,13 +49,13 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
     return specs
 
 
-def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, ShardSpec], context: ExpertParallel) -> None:
-    """Leave this rank's experts in `module` and let the modules that hold them send tokens to each other. No communication.
+def shard_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, ShardSpec], context: ExpertParallel) -> None:
+    """Keep only this rank's experts in `module`, in modules that exchange tokens between ranks. No communication.
 
     Args:
         specs: of the parameters that are here.
     """
-    for name, parameter in list(_dealt(module, plan)):
+    for name, parameter in list(_expert_parameters(module, plan)):
         owner, _, last = name.rpartition(".")
         part = nn.Parameter(specs[name].cut(parameter.detach()), requires_grad=parameter.requires_grad)
         vars(part).update(vars(parameter))
@@ -65,14 +66,14 @@ def deal_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Shar
             continue
         experts = getattr(child, "num_experts", None)
         if not isinstance(experts, int):
-            raise PlanError(f"'{name}' does not say how many experts it has (num_experts), so they cannot be dealt over ranks.")
+            raise PlanError(f"'{name}' has no attribute num_experts, so its experts cannot be split over ranks.")
         specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
         child.num_experts = experts // context.size
 
 
 def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
     """Let experts multiply in a loop where grouped matrix products, the default of Transformers, cannot: in float64, and where a row of
-    this rank's weights is no multiple of 16 bytes. In place; after layers were cut.
+    this rank's weights is not a multiple of 16 bytes. In place; call it after sharding the layers.
     """
     found = dict(module.named_modules())
     for name in plan.experts:
@@ -84,14 +85,14 @@ def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
         narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % _ROW_BYTES for size in matrix.shape[1:])]
         if narrow and narrow[0].dtype != torch.float64:
             rank_zero_warn(
-                f"Experts with weights {list(narrow[0].shape)} on a rank multiply in a loop: grouped matrix products need rows of a"
-                f" multiple of {_ROW_BYTES} bytes. A smaller tp, or ep, leaves wider ones."
+                f"Experts with weights {list(narrow[0].shape)} on a rank run one by one: grouped matrix products need rows of a"
+                f" multiple of {_ROW_BYTES} bytes. Use a smaller tp, or ep, for wider rows."
             )
         if narrow or any(matrix.dtype == torch.float64 for matrix in matrices):
             config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
-def _dealt(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
+def _expert_parameters(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters whose first dimension is the experts."""
     for name, parameter in module.named_parameters():
         cut = plan.cut_of(name)

@@ -1,4 +1,4 @@
-"""What a router's decisions cost, and which of them fit. Pure functions of tensors; n tokens, k experts for each, E experts in all."""
+"""Losses of a router's decisions and capacity of experts. Functions of tensors; n tokens, k experts for each, E experts in all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
-    """How many of the pairs in `chosen` (n, k) belong to each expert: (E,), float64."""
+    """Number of pairs in `chosen` (n, k) that belong to each expert: (E,), float64."""
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     flat = chosen.reshape(-1)
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int64)).to(torch.float64)
@@ -22,8 +22,9 @@ def balancing_loss(scores: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
     for an even load. Of a layer and a micro-batch.
 
     Args:
-        scores: (n, E), each row of sum 1. Where the tokens lie on several ranks, those here: the sum over the ranks is the loss.
-        counts: `tokens_per_expert` of all tokens of the micro-batch. rows: number of these, at least 1.
+        scores: (n, E), each row of sum 1. If the tokens are on several ranks, only those of this rank: the sum over the ranks is the loss.
+        counts: `tokens_per_expert` of all tokens of the micro-batch.
+        rows: number of these tokens, at least 1.
     """
     shares = (counts / rows).to(scores.dtype)
     return len(counts) * (shares * scores.sum(0) / rows.to(scores.dtype)).sum()
@@ -35,7 +36,7 @@ def z_loss(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
-    """What the router thinks of each expert, a distribution over them: softmax, or sigmoids divided by their sum (DeepSeek-V3)."""
+    """Scores of the experts, a distribution over them: softmax, or sigmoids divided by their sum (DeepSeek-V3)."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if not sigmoid:
         return wide.softmax(-1)
@@ -44,7 +45,7 @@ def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
 
 
 def fits(chosen: Tensor, experts: int, factor: float) -> Tensor:
-    """Which of the pairs in `chosen` (n, k) an expert has room for: (n, k), bool.
+    """Mask of the pairs in `chosen` (n, k) that an expert has room for: (n, k), bool.
 
     It takes ceil(factor * n * k / E): first choices of all tokens in their order, then second ones (GShard, arXiv:2006.16668,
     algorithm 1).
@@ -75,6 +76,7 @@ def attach(carrier: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
     """`carrier`; when its gradient is computed, `weight * loss` is differentiated too, wherever the rest of the loss is computed.
 
     Args:
-        loss, weight: of shape ().
+        loss: value of shape ().
+        weight: factor of shape ().
     """
     return _Attached.apply(carrier, loss, weight.detach().to(loss.dtype))

@@ -1,4 +1,4 @@
-"""The routers of a model: their losses where they are, their bias, and what they did in a step."""
+"""The routers of a model: their losses, their bias, and their statistics of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_3d.parallel.sequence_shards import SequenceShards
 from lightning_3d.parallel.specialize import specialize
 
 ROUTER_NAMES = ("gate", "router")
-"""What a router is called, beside the experts in their module. It returns (logits, weights, experts) of its tokens."""
+"""Names of a router, next to the experts in their module. It returns (logits, weights, experts) of its tokens."""
 
 BIAS = "e_score_correction_bias"
 """Buffer of a router with sigmoid scores, added to them for the choice alone."""
@@ -30,12 +30,13 @@ BIAS = "e_score_correction_bias"
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What the routers of the whole model did in one batch, the same on every rank.
+    """Statistics of the routers of the whole model in one batch, the same on every rank.
 
     Attributes:
         layers: names of the routers. aux_loss, z_loss: before their coefficients, the mean over layers and, by the weight of their
             loss, over micro-batches.
-        tokens: of each layer the pairs (token, choice) of each expert. dropped: of each layer the fraction of them without room.
+        tokens: for each layer, the number of pairs (token, choice) of each expert.
+        dropped: for each layer, the fraction of pairs that experts had no room for.
     """
 
     layers: tuple[str, ...]
@@ -46,7 +47,7 @@ class RouterStatistics:
 
     @property
     def max_over_mean(self) -> tuple[float, ...]:
-        """Of each layer the tokens of the fullest expert, divided by the mean."""
+        """For each layer, the tokens of the fullest expert divided by the mean."""
         return tuple(max(counts) * len(counts) / max(sum(counts), 1) for counts in self.tokens)
 
 
@@ -58,10 +59,11 @@ class Routers:
 
     Args:
         options: coefficients.
-        names: of all routers of the whole model, in order. experts: of each.
+        names: names of all routers of the whole model, in order.
+        experts: number of experts of each.
         mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
         device: of the tensors.
-        shards: how the tokens that routers see are dealt to tensor-parallel ranks; None where each of these sees all of them.
+        shards: split over tensor-parallel ranks of the tokens that routers see; None if each of these ranks sees all of them.
     """
 
     def __init__(
@@ -90,20 +92,20 @@ class Routers:
         return self
 
     def _zeros(self) -> Tensor:
-        """Of each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
+        """For each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
         return torch.zeros(len(self.names), max(self.experts, default=0) + 4, dtype=torch.float64, device=self._device)
 
     def _may_drop(self) -> bool:
         return self.options.capacity_factor is not None
 
     @property
-    def tokens_lie_on(self) -> dist.ProcessGroup | None:
-        """The ranks over which the tokens of one micro-batch lie; None for one rank."""
+    def token_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that share the tokens of one micro-batch; None for one rank."""
         axes = [axis for axis in ("cp", "tp") if self._mesh.size(axis) > 1 and (axis == "cp" or self._shards is not None)]
         return self._mesh.group(*axes) if axes else None
 
     def use(self, options: ExpertOptions) -> None:
-        """Go on with other coefficients. What the model's own configuration asked for stays where `options` leave it open."""
+        """Use other coefficients from now on. Those that `options` leave open stay as in the model's own configuration."""
         self.options = options
         self.aux_loss = self.aux_loss if options.aux_loss is None else options.aux_loss
 
@@ -116,8 +118,8 @@ class Routers:
         if self.aux_loss:
             rank_zero_warn(
                 f"output_router_logits=True: the load-balancing loss is computed in each layer and averaged over them (moe_aux_loss="
-                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers multiplies sums over all layers, which is another"
-                " function. The loss that the model returns is the cross-entropy alone."
+                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers multiplies sums over all layers, which is a different"
+                " function. The loss that the model returns is only the cross-entropy."
             )
 
     def watch(self, module: nn.Module) -> None:
@@ -131,7 +133,7 @@ class Routers:
             specialize(router, WatchedRouter, routers=self, router_layer=layer)
             bias = getattr(router, BIAS, None)
             if isinstance(bias, Tensor) and bias.dtype in (torch.bfloat16, torch.float16):
-                setattr(router, BIAS, bias.float())  # its steps are smaller than what bf16 tells apart
+                setattr(router, BIAS, bias.float())  # its steps are too small for bf16
         for child in found.values():
             if isinstance(child, DispatchedExperts):
                 child.drops = self._may_drop
@@ -144,22 +146,22 @@ class Routers:
         self._sums.zero_()
 
     def enter(self, micro_batch: int) -> None:
-        """What runs next belongs to this micro-batch."""
+        """Called before the forward or backward of a micro-batch."""
         self._micro_batch = micro_batch
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
-        """The running micro-batch has so many rows, which are the weight of its loss until `weigh` knows better. A filler has none."""
+        """Set the number of rows of the running micro-batch, the weight of its loss unless `weigh` sets it. A filler has none."""
         self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
         if filler:
             self._fillers.add(self._micro_batch)
 
     def weigh(self, weight: Tensor) -> None:
-        """The weight of the running micro-batch's loss."""
+        """Set the weight of the running micro-batch's loss."""
         if self._micro_batch not in self._fillers:
             self._weights[self._micro_batch] = weight.to(self._device, torch.float64)
 
     def finish(self, weight: float) -> RouterStatistics:
-        """Sum up over all ranks what happened since `begin`.
+        """Sum the statistics since `begin` over all ranks.
 
         Args:
             weight: of the loss, over all micro-batches and data-parallel ranks.
@@ -187,17 +189,17 @@ class Routers:
             getattr(router, BIAS).add_(step.to(getattr(router, BIAS).dtype))
 
     def forget_loads(self) -> None:
-        """After an optimizer step that was skipped: its tokens move no bias."""
+        """Forget the loads of an optimizer step that was skipped: its tokens do not change any bias."""
         self._loads = torch.zeros_like(self._loads)
 
     def routed(self, layer: int, output: Any, *, training: bool) -> Any:
-        """What a router returned, with its losses attached and without the pairs for which there is no room."""
+        """Attach the losses to a router's result and drop the pairs that experts have no room for."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
             if not self.options.asked_for and not self.aux_loss:
-                return output  # nothing is known of it, and nothing is wanted
+                return output  # its output is unknown, and no option needs it
             raise PlanError(
-                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it can have neither losses"
-                f" nor a capacity. Leave {listed([*self.options.asked_for] or ['output_router_logits'])} out."
+                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it supports neither losses"
+                f" nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
             )
         logits, weights, chosen = output
         experts = self.experts[layer]
@@ -224,14 +226,14 @@ class Routers:
         return logits, weights, chosen
 
     def _real(self, rows: Tensor) -> Tensor:
-        """The rows of tokens, without those that fill up a part of a sequence that tensor-parallel ranks do not divide."""
+        """The rows of tokens, without the padding of a sequence that tensor-parallel ranks do not divide."""
         shards = self._shards
         if shards is None or shards.length % shards.ranks == 0:
             return rows
         return rows.unflatten(0, (-1, shards.part))[:, : shards.real(self._mesh.index("tp"))].flatten(0, 1)
 
     def _with_padding(self, lost: Tensor, rows: int) -> Tensor:
-        """Which of all rows are `lost` (n, k): what fills up a part is."""
+        """Mark padding rows as `lost` (n, k), too."""
         if len(lost) == rows:
             return lost
         assert self._shards is not None
@@ -242,9 +244,9 @@ class Routers:
     def _losses(self, layer: int, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the two losses of a micro-batch: one all-reduce of experts + 1 numbers where others have tokens of it."""
         if not (self.aux_loss or self.options.z_loss):
-            logits = logits.detach()  # they are only shown
+            logits = logits.detach()  # they are only returned to the user
         totals = torch.cat([counts, counts.new_full((1,), len(logits))])
-        if (group := self.tokens_lie_on) is not None:
+        if (group := self.token_group) is not None:
             dist.all_reduce(totals, group=group)
         rows = totals[-1].clamp(min=1)
         scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))
@@ -303,12 +305,12 @@ def make_routers(
     found = find_routers(module, experts)
     if not found:
         if options.asked_for:
-            raise ConfigError(f"{options.asked_for[0]} is for a mixture of experts, but the model has no router. Leave it out.")
+            raise ConfigError(f"{options.asked_for[0]} needs a mixture of experts, but the model has no router. Remove it.")
         return None
     modules = dict(module.named_modules())
     if options.bias_update and not all(hasattr(modules[name], BIAS) for name in found):
         raise ConfigError(
-            f"moe_bias_update is for routers with a bias for the choice of experts ({BIAS}), as in DeepSeek-V3; {type(module).__name__}"
+            f"moe_bias_update needs routers with a bias for the choice of experts ({BIAS}), as in DeepSeek-V3; {type(module).__name__}"
             " has none. Use moe_aux_loss."
         )
     for name in found:
@@ -327,23 +329,23 @@ def _number(value: Tensor | None, like: Tensor) -> Tensor:
 
 
 def attend_calls(module: Any, routers: Routers) -> None:
-    """Let every call of the pipelined `module` tell `routers` the weight of its loss, and compute no loss of routers by itself.
+    """Make every call of the pipelined `module` pass the weight of its loss to `routers`, and compute no router loss by itself.
 
     The weight is that of `step.weighting`: the target tokens, where the model computes the loss. It is known before the first layer, on
     every stage.
     """
     names = list(inspect.signature(module.forward).parameters)
 
-    def tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    def set_weight(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if kwargs.get("output_router_logits"):
             routers.translate(module.config)
             kwargs = {**kwargs, "output_router_logits": False}
         count = getattr(getattr(module, "loss_function", None), "count_targets", None)
-        if count is not None and (given.get("labels") is not None or given.get("shift_labels") is not None):
-            routers.weigh(count(given.get("labels"), given.get("shift_labels")))
+        if count is not None and (arguments.get("labels") is not None or arguments.get("shift_labels") is not None):
+            routers.weigh(count(arguments.get("labels"), arguments.get("shift_labels")))
         return args, kwargs
 
-    module.register_forward_pre_hook(tell, with_kwargs=True)
+    module.register_forward_pre_hook(set_weight, with_kwargs=True)
     if getattr(getattr(module, "config", None), "output_router_logits", False):
         routers.translate(module.config)

@@ -1,6 +1,6 @@
-"""The pipeline engine: carve a model into stages and drive a schedule over micro-batches.
+"""The pipeline engine: split a model into stages and run a schedule over micro-batches.
 
-`partition` decides which layers a rank keeps, `stubs` stand in for the others, `schedule` gives the order of actions,
+`partition` decides which layers a rank keeps, `gates` replace the others, `schedule` gives the order of actions,
 `transport` moves activations and gradients between neighbours and `engine` executes.
 """
 

@@ -1,4 +1,4 @@
-"""Follows the calls of a plan's modules within one forward of a stage, and refuses what a pipeline would compute wrongly.
+"""Check of the order in which a stage's forward calls the modules of a plan, which refuses what a pipeline would compute wrongly.
 
 What runs before the blocks is on the first stage only, what runs after them on the last, and every block on one. A module that is called at
 another place than the plan's "pp" part gives it would find nothing there.
@@ -25,8 +25,10 @@ class PlanOrder:
 
     Attributes:
         model: class of the pipelined module.
-        before, after: names of the modules around the blocks.
-        layers: name of their list. blocks: their number.
+        before: names of the modules before the blocks.
+        after: names of the modules after the blocks.
+        layers: name of the list of blocks.
+        blocks: number of blocks.
     """
 
     model: str
@@ -41,7 +43,7 @@ class CallOrder:
 
     Args:
         plan: what the order should be.
-        look: also look for NaN, which absent values are, in what blocks are given beside the received hidden states. That synchronizes
+        look: also look for NaN, which absent values are, in the inputs of blocks other than the received hidden states. That synchronizes
             with the device, so it is done in first forwards only.
     """
 
@@ -57,7 +59,7 @@ class CallOrder:
     # The order of calls
 
     def enter_block(self, index: int) -> None:
-        """Block `index` is called, on whatever stage it is."""
+        """Called before block `index`, on any stage."""
         if index == self._next:
             self._next += 1
             return
@@ -73,7 +75,7 @@ class CallOrder:
 
     @contextmanager
     def in_block(self, index: int) -> Iterator[None]:
-        """While block `index` runs."""
+        """Context in which block `index` runs."""
         self._inside = index
         try:
             yield
@@ -81,7 +83,7 @@ class CallOrder:
             self._inside = None
 
     def call_before(self, name: str) -> None:
-        """A module is called that the plan names before the blocks."""
+        """Called before a module that the plan names before the blocks."""
         if self._next == 0:
             self._preceded.append(name)
             return
@@ -92,7 +94,7 @@ class CallOrder:
         self._refuse_order(f"'{name}' runs after the blocks, but the plan names it before them. Name it after '{plan.layers}'", rest, after)
 
     def call_after(self, name: str) -> None:
-        """A module is called that the plan names after the blocks."""
+        """Called before a module that the plan names after the blocks."""
         plan = self._plan
         if self._next == plan.blocks and self._inside is None:
             self._followed.append(name)
@@ -106,7 +108,7 @@ class CallOrder:
         )
 
     def finish(self) -> None:
-        """The model has returned, on the last stage."""
+        """Called when the model has returned, on the last stage."""
         plan = self._plan
         if self._next < plan.blocks:
             raise PlanError(
@@ -124,7 +126,7 @@ class CallOrder:
             return
         raise PlanError(
             f"'{name}' of {plan.model} runs {where}, but its parameters are on one pipeline stage. The plan's 'pp' part can name what runs"
-            f" before all blocks or after all blocks. {_ADVICE}"
+            f" before or after all blocks. {_ADVICE}"
         )
 
     def _refuse_order(self, what: str, before: Iterable[str], after: Iterable[str]) -> None:
@@ -134,12 +136,12 @@ class CallOrder:
     # Absent values
 
     def receive(self, received: Tensor | None) -> None:
-        """The hidden states from the stage before; NaN that is in them already comes from training."""
+        """Called with the hidden states from the stage before; NaN that is already in them comes from training."""
         if self.looks:
             self._clean = not has_nan(received)
 
     def look_at_inputs(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse absent values in what a block of this stage is given."""
+        """Refuse absent values in the inputs of a block of this stage."""
         self.look_at_hidden(hidden, f"'{self._plan.layers}.{index}'")
         if not self.looks or not self._clean:
             return
@@ -157,17 +159,17 @@ class CallOrder:
         if self.looks and self._clean and has_nan(hidden):
             raise PlanError(
                 f"{self._plan.model} mixes a value of an earlier pipeline stage into the hidden states before {reader} reads them, outside"
-                f" the blocks, and that value is not on this stage: only the hidden states are sent. {_ADVICE}"
+                f" the blocks. That value is not on this stage: only the hidden states are sent. {_ADVICE}"
             )
 
     def leave_block(self, hidden: Any) -> None:
-        """What a block of this stage returned."""
+        """Note whether a block of this stage returned NaN."""
         if self.looks and self._clean:
             self._clean = not has_nan(hidden)
 
 
 def has_nan(value: Any) -> bool:
-    """Whether plain tensors in nested tuples, lists and dicts hold NaN. Others (fake ones, stand-ins) are not looked at."""
+    """True if plain tensors in nested tuples, lists and dicts hold NaN. Others (fake ones, subclasses) are not checked."""
     if isinstance(value, (tuple, list)):
         return any(has_nan(item) for item in value)
     if isinstance(value, dict):

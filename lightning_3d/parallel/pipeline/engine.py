@@ -1,4 +1,4 @@
-"""Runs the actions of a schedule on this rank's chunks of the model."""
+"""Engine that runs the actions of a schedule on this rank's chunks of the model."""
 
 from __future__ import annotations
 
@@ -62,19 +62,20 @@ class _InFlight:
 
 
 class PipelineEngine:
-    """Drives one rank's part of the pipeline.
+    """Runs one rank's part of the pipeline.
 
     Args:
         mesh: process groups; point-to-point messages go to pipeline neighbours, one small broadcast over the pipeline ranks comes
             with each new shape of micro-batch.
         assignment: which layers are in which stage, and who owns it.
         parameters: for each of this rank's stages, its parameters.
-        schedule, vp: name as in `lightning_3d.layout.schedules` and stages per rank.
+        schedule: name as in `lightning_3d.layout.schedules`.
+        vp: stages per rank.
         state: shared with the gates in the model.
         device: where hidden states live.
         after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
             this rank's, counted from 0) and `last` (there are no more such actions).
-        recorder: is told of actions and messages.
+        recorder: records actions and messages.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class PipelineEngine:
 
     @property
     def owns_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank computes the loss."""
         return any(chunk.is_last for chunk in self._chunks.values())
 
     @property
@@ -166,22 +167,22 @@ class PipelineEngine:
         return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device)
 
     def _boundary(self, key: Hashable, step: Step) -> Boundary:
-        """Look up the boundary's shape; for a new shape of micro-batch the first stage runs its first micro-batch ahead and tells.
+        """Look up the boundary's shape; for a new shape of micro-batch the first stage runs its first micro-batch early and broadcasts it.
 
         What it computed is kept for its turn in the schedule, so the user's step is called exactly once per micro-batch and stage.
         """
         if key not in self._boundaries:
-            told: list[Boundary | None] = [None]
+            shared: list[Boundary | None] = [None]
             first = self._assignment.rank_of_stage[0]
             if self._mesh.index("pp") == first:
                 self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
                 output = self._early.output
                 assert output is not None
                 state = self._state
-                told = [Boundary(tuple(output.shape), output.dtype, state.sides, state.sequence.length)]
-            dist.broadcast_object_list(told, self._mesh.ranks("pp")[first], group=self._mesh.control)
-            assert told[0] is not None
-            self._boundaries[key] = told[0]
+                shared = [Boundary(tuple(output.shape), output.dtype, state.sides, state.sequence.length)]
+            dist.broadcast_object_list(shared, self._mesh.ranks("pp")[first], group=self._mesh.control)
+            assert shared[0] is not None
+            self._boundaries[key] = shared[0]
         return self._boundaries[key]
 
     def _forward(self, chunk: Chunk, micro_batch: int, transport: Transport | None, step: Step) -> None:
@@ -221,7 +222,7 @@ class PipelineEngine:
                 f"Stage {chunk.stage} received hidden states of shape {tuple(expected.shape)} and type {expected.dtype}, but"
                 f" produced {tuple(hidden.shape)} and {hidden.dtype}. All stage boundaries must carry the same shape and type."
             )
-        # stage_backward_input detaches outputs in place, which a view does not allow.
+        # stage_backward_input detaches outputs in place, which fails on a view.
         return hidden.clone() if hidden._is_view() else hidden
 
     def _backward(self, chunk: Chunk, micro_batch: int, transport: Transport | None, *, split: bool) -> None:
@@ -247,7 +248,7 @@ class PipelineEngine:
             self._finish(chunk, micro_batch)
 
     def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
-        """The part of the backward that only fills weight gradients. The first stage, which nobody waits for, does all of it here."""
+        """Compute the weight gradients of a split backward. The first stage, which no other waits for, runs the whole backward here."""
         flight = self._in_flight[chunk.stage, micro_batch]
         with self._state.running(chunk, flight.received), self.recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch):
             if chunk.is_first:
@@ -257,7 +258,7 @@ class PipelineEngine:
         self._finish(chunk, micro_batch)
 
     def _finish(self, chunk: Chunk, micro_batch: int) -> None:
-        """The weight gradients of a micro-batch on a stage are there."""
+        """Clean up when the weight gradients of a micro-batch on a stage are complete."""
         del self._in_flight[chunk.stage, micro_batch]
         self._to_come[chunk.stage] -= 1
         place = sorted(self._chunks).index(chunk.stage)
@@ -265,7 +266,7 @@ class PipelineEngine:
             self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
 
     def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:
-        """Hidden states from the stage before (forward) or their gradient from the stage behind; None at the ends."""
+        """Hidden states from the stage before (forward) or their gradient from the stage after; None at the ends."""
         if chunk.is_first if forward else chunk.is_last:
             return None
         message = Message(forward, chunk.stage, micro_batch)

@@ -1,4 +1,4 @@
-"""What stands in a partitioned model where another stage's modules were, and the gates around this rank's own.
+"""Stubs in place of the modules of other pipeline stages, and gates around this rank's own.
 
 Module lists keep their full length and every name stays the user's, so a model that looks at `layer_idx`, at per-layer attention
 kinds or at `config` sees what it would see on one process.
@@ -16,7 +16,7 @@ from lightning_3d.parallel.pipeline.state import PipelineState, Sides, StageBoun
 
 
 class Absent(nn.Module):
-    """A module without parameters in the place of `original`, called `name`, which lives on another stage.
+    """A module without parameters that replaces `original`, called `name`, which is on another stage.
 
     It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
     """
@@ -29,8 +29,8 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(
-            f"'{self.absent_name}' lives on another pipeline stage, but the step used it before that stage was reached."
-            " Modules with parameters beside the pipelined model may be used only after it has returned."
+            f"'{self.absent_name}' is on another pipeline stage, but the step used it before that stage was reached."
+            " Modules with parameters outside the pipelined model may be used only after it has returned."
         )
 
     def extra_repr(self) -> str:
@@ -38,7 +38,7 @@ class Absent(nn.Module):
 
 
 class AbsentInput(Absent):
-    """In the place of a module that runs before the blocks (an embedding): NaN of the shape of the hidden states.
+    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states.
 
     Until the received hidden states enter nothing may be computed from it that counts.
     """
@@ -54,7 +54,7 @@ class AbsentInput(Absent):
 
 
 class AbsentOutput(Absent):
-    """In the place of a module that runs after the blocks."""
+    """Replaces a module that runs after the blocks."""
 
     def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
         super().__init__(name, original)
@@ -67,7 +67,7 @@ class AbsentOutput(Absent):
 
 
 class AbsentLayer(Absent):
-    """In the place of a block that another rank owns."""
+    """Replaces a block that another rank owns."""
 
     def __init__(self, name: str, original: nn.Module, index: int, state: PipelineState) -> None:
         super().__init__(name, original)
@@ -110,7 +110,7 @@ class GatedOutput:
 
 
 class GatedLayer:
-    """Mixin for an owned block: it runs while its own chunk is active and stands aside, like a stub, for the others."""
+    """Mixin for an owned block: it runs while its own chunk is active and acts as a stub for the others."""
 
     pipeline_state: PipelineState
     pipeline_index: int
@@ -136,7 +136,7 @@ class GatedLayer:
 
 
 def runs_now(block: nn.Module) -> bool:
-    """Whether a call of `block` at this moment runs it: gated ones stand aside while another chunk is active."""
+    """True if a call of `block` at this moment runs it: gated blocks act as stubs while another chunk is active."""
     if not isinstance(block, GatedLayer):
         return True
     state = block.pipeline_state
@@ -144,7 +144,7 @@ def runs_now(block: nn.Module) -> bool:
 
 
 class CountedModel:
-    """Mixin for the pipelined module: refuses a second call in one step, and one that leaves blocks out."""
+    """Mixin for the pipelined module: refuses a second call in one step, and a call that skips blocks."""
 
     pipeline_state: PipelineState
 
@@ -160,7 +160,7 @@ class CountedModel:
 
 
 def _nothing(state: PipelineState) -> Tensor:
-    """NaN, so that whatever is computed from a value that is not here cannot pass for a result."""
+    """NaN, so that nothing that is computed from an absent value can pass for a result."""
     state.require_chunk()
     assert state.received is not None, "only the first stage has nothing received, and it owns its inputs"
     shape = list(state.received.shape)
@@ -176,7 +176,7 @@ def _sides(output: Any) -> Sides | None:
 
 
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A block outside the active chunk: hand over what was received, pass on, or end the step."""
+    """Run a stub outside the active chunk: return the received hidden states or the input, or end the step."""
     chunk = state.require_chunk()
     hidden = hidden_states_of(args, kwargs)
     if index >= chunk.layers.stop:

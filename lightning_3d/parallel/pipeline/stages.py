@@ -1,4 +1,4 @@
-"""Which blocks belong to which stage, and the removal of everything that this rank does not own."""
+"""Assignment of blocks to stages, and removal of everything that this rank does not own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StageAssignment:
 
 
 def assign_stages(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> StageAssignment:
-    """Deal the blocks of `module` (whole, on meta or not) to pp * vp stages, balanced by FLOPs and parameters.
+    """Assign the blocks of `module` (whole, on meta or not) to pp * vp stages, balanced by FLOPs and parameters.
 
     The FLOPs of a forward pass per token are counted as two per matrix element (embeddings none, a head like any matrix); the
     attention core, equal in every block, does not change the balance.
@@ -86,7 +86,7 @@ def _cost(modules: Iterable[nn.Module]) -> tuple[float, float]:
 
 
 def _used(module: nn.Module, parameter: nn.Parameter) -> float:
-    """The part of a parameter that sees a token: of experts, one matrix each, those that it is sent to."""
+    """Fraction of a parameter that a token uses: of experts, one matrix each, those that it is sent to."""
     experts, config = getattr(module, "num_experts", None), getattr(module, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if parameter.ndim == 3 and isinstance(chosen, int) and parameter.shape[0] == experts:
@@ -97,10 +97,10 @@ def _used(module: nn.Module, parameter: nn.Parameter) -> float:
 def keep_owned(
     root: nn.Module, module_name: str, plan: ParallelPlan, assignment: StageAssignment, pp_rank: int, state: PipelineState
 ) -> tuple[Chunk, ...]:
-    """Replace what other ranks own by stubs and put gates around the rest, in place.
+    """Replace modules of other ranks by stubs and put gates around the rest, in place.
 
     Args:
-        root: the user's LightningModule. Its modules with parameters beside the pipelined one stay on the last stage only.
+        root: the user's LightningModule. Its modules with parameters outside the pipelined one stay on the last stage only.
         module_name: name of the pipelined module inside `root`.
 
     Returns:
@@ -118,7 +118,7 @@ def keep_owned(
     _gate_layers(module, plan, chunks, state)
     _gate_ends(module, plan, chunks, state)
     if not any(chunk.is_last for chunk in chunks):
-        _remove_beside(root, module_name)
+        _remove_outside(root, module_name)
     specialize(module, CountedModel, pipeline_state=state)
     return chunks
 
@@ -135,7 +135,7 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
 
 
 def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
-    """What has parameters before and after the blocks. What has none computes the same on every rank, wherever it is called."""
+    """Put gates around modules with parameters before and after the blocks. Modules without compute the same on every rank."""
     owns_first = any(chunk.is_first for chunk in chunks)
     owns_last = any(chunk.is_last for chunk in chunks)
     for names, owned, gate, absent in (
@@ -150,8 +150,8 @@ def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...],
                 module.set_submodule(name, absent(name, child, state))
 
 
-def _remove_beside(root: nn.Module, module_name: str) -> None:
-    """Parameters that the user's step uses after the pipelined model exist on the last stage only."""
+def _remove_outside(root: nn.Module, module_name: str) -> None:
+    """Remove parameters that the user's step uses after the pipelined model, except on the last stage."""
     path = module_name.split(".") if module_name else []
     parent = root
     for depth, step in enumerate(path):

@@ -1,4 +1,4 @@
-"""What is running at this moment on this rank: which chunk of the model, and what it received."""
+"""The chunk of the model that is running on this rank, and the hidden states that it received."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class Chunk:
 
 
 Sides = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-"""What blocks return behind the hidden states: shape and type of floating-point tensors, None for anything else."""
+"""Values that blocks return after the hidden states: shape and type of floating-point tensors, None for anything else."""
 
 
 class PipelineState:
-    """Shared by the engine and by the gates inside the model.
+    """State that the engine shares with the gates inside the model.
 
     Attributes:
         chunk: the chunk that is running, None outside a step.
         received: hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage.
         sides: blocks return a tuple with the hidden states first, and these behind them; None when they return the bare tensor.
-            The first stage sees it, the others are told, so that a stub returns what a block would.
+            The first stage sees it and broadcasts it, so that a stub returns what a block would.
         plan: the order of execution that the plan gives; None as long as nothing is partitioned.
         order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
         whole: this rank holds all blocks (no pipeline), so that the model works outside a step too.
-        sequence: how the hidden states between blocks are dealt to tensor-parallel ranks.
+        sequence: how the hidden states between blocks are split over tensor-parallel ranks.
     """
 
     def __init__(self, random: RandomState, sequence: SequenceShards | None = None) -> None:
@@ -94,7 +94,7 @@ class PipelineState:
             self.chunk, self.received, self._calls, self.order = before
 
     def _follow(self, chunk: Chunk) -> CallOrder | None:
-        """What follows the calls of a forward; the first training and the first evaluation of a chunk are looked at closely."""
+        """Observer of the calls of a forward; it also looks for NaN in the first training and the first evaluation of a chunk."""
         if self.plan is None or chunk.stages == 1:
             return None
         key = (chunk.stage, torch.is_grad_enabled())

@@ -5,9 +5,9 @@ all. On NCCL the operations of one communicator run one after another. Every pai
 `connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
 communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
 
-What is sent is kept until it has gone. NCCL tells when that is; gloo does not before it is waited for, and a wait for its own sake would
-hold the sender up. But every rank knows the actions of all: when a message from a neighbour has arrived, whatever the neighbour had to
-receive before it sent that one has arrived there too, and to wait for it takes no time.
+A tensor that is sent is kept until the send has completed. NCCL reports that; gloo does only to a wait, which would stall the sender. But
+every rank knows the actions of all: when a message from a neighbour has arrived, everything that the neighbour had to receive before it
+sent that one has arrived there too, and waiting for it takes no time.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class _Inbox:
     """Messages that one neighbour will send.
 
     Attributes:
-        expected: in its order. posted: with their buffers, no longer expected.
-        told: by each of them, which of this rank's messages the neighbour received after the one before.
+        expected: messages without a posted receive, in the order in which they are sent.
+        posted: messages with a posted receive, and its buffer.
+        confirms: for each message, those of this rank's that the neighbour received since it sent the one before.
     """
 
     expected: deque[Message] = field(default_factory=deque)
     posted: dict[Message, tuple[Tensor, dist.Work]] = field(default_factory=dict)
-    told: dict[Message, list[Message]] = field(default_factory=dict)
+    confirms: dict[Message, list[Message]] = field(default_factory=dict)
 
 
 class Transport:
@@ -58,7 +59,9 @@ class Transport:
         mesh: gives the two communicators and this rank's place.
         order: the actions of all pipeline ranks.
         rank_of_stage: pipeline rank that owns each stage.
-        shape, dtype: of the hidden states, the same at every boundary.
+        shape: shape of the hidden states, the same at every boundary.
+        dtype: their type.
+        device: device of the hidden states.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Transport:
         return {other for one, other in pairs if one == self._me != other}
 
     def _inbox(self, actions: tuple[Action, ...]) -> _Inbox:
-        """What a neighbour with these actions and this rank will send to each other."""
+        """Messages that a neighbour with these actions and this rank will send to each other."""
         inbox, received = _Inbox(), []
         for action in actions:
             if action.kind is Kind.BACKWARD_WEIGHT:
@@ -90,7 +93,7 @@ class Transport:
             if self._is_mine(stage + onward):
                 answer = Message(forward, stage + onward, action.micro_batch)
                 inbox.expected.append(answer)
-                inbox.told[answer], received = received, []
+                inbox.confirms[answer], received = received, []
         return inbox
 
     def _is_mine(self, stage: int) -> bool:
@@ -104,12 +107,12 @@ class Transport:
         if tuple(hidden.shape) != self._shape or hidden.dtype != self._dtype:
             raise PlanError(
                 f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}, but this step's first"
-                f" micro-batch had {self._shape} and {self._dtype}. Steps that are given batches of one shape must pass"
-                " hidden states of one shape: cut sequences in the data loader, not in the step."
+                f" micro-batch had {self._shape} and {self._dtype}. With batches of one shape every step must pass"
+                " hidden states of one shape: truncate sequences in the data loader, not in the step."
             )
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept alive until it has gone."""
+        """Start sending; the tensor is kept alive until it is sent."""
         receiver = self._rank_of_stage[message.stage]
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
@@ -127,12 +130,12 @@ class Transport:
         for _ in range(AHEAD - len(inbox.posted)):
             self._post(inbox, sender)
         work.wait()
-        for arrived in inbox.told.pop(message):
+        for arrived in inbox.confirms.pop(message):
             self._release(arrived)
         return tensor
 
     def _release(self, message: Message) -> None:
-        """Wait until a message has gone, if it was not known before, and keep it no longer."""
+        """Wait until a message is sent, if necessary, and free it."""
         work, _ = self._sent.pop(message, (None, None))
         if work is not None:
             work.wait()
@@ -146,6 +149,6 @@ class Transport:
         inbox.posted[inbox.expected.popleft()] = (buffer, work)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has gone."""
+        """Wait until all messages are sent."""
         for message in list(self._sent):
             self._release(message)

@@ -1,14 +1,14 @@
-"""Tensor parallelism: layers cut over the ranks of a stage, by a plan, as plain tensors, one collective per region."""
+"""Tensor parallelism: layers sharded over the ranks of a stage by a plan, as plain tensors, with one collective per region."""
 
 from lightning_3d.parallel.tensor.checks import check_replicated_gradients
 from lightning_3d.parallel.tensor.experts import TokenParts
-from lightning_3d.parallel.tensor.fit_styles import fit_styles
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.tensor.resolve_plan import resolve
 from lightning_3d.parallel.tensor.rewrite import rewrite, shard_specs
-from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, deal_sequence, find_regions, gather_regions
+from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, find_regions, gather_regions, shard_sequence
+from lightning_3d.parallel.tensor.style_trials import fit_styles
 
 __all__ = [
     "SequenceRegions",
@@ -16,7 +16,7 @@ __all__ = [
     "TokenParts",
     "VocabParallelLogits",
     "check_replicated_gradients",
-    "deal_sequence",
+    "shard_sequence",
     "find_regions",
     "fit_styles",
     "gather_regions",

@@ -1,4 +1,4 @@
-"""A check of what a plan says about replicated parameters, after the first backward."""
+"""Check of the parameters that a plan replicates, after the first backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.sharding import ShardSpec
 
-# Rounding differs between ranks only where kernels add in no fixed order; a forgotten sum differs by its whole size.
+# Rounding differs between ranks only where kernels add in no fixed order; a missing sum changes the whole value.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_TOLERANCE = 5e-2
 

@@ -1,4 +1,4 @@
-"""The four ways between a tensor that all tensor-parallel ranks hold alike and one of which each holds a part.
+"""The four collectives between a tensor that all tensor-parallel ranks hold alike and one of which each holds a part.
 
                      forward          backward
     copy_to_region     nothing          all-reduce      replicated -> the input of column-parallel layers
@@ -96,7 +96,7 @@ def scatter_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def part_of_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the tokens of `whole` (batch, length, ...), filled up with zeros. No communication."""
+    """This rank's part of the tokens of `whole` (batch, length, ...), padded with zeros. No communication."""
     return _padded(whole, dist.get_world_size(group)).chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut by vocabulary, without ever putting a full row together."""
+"""Cross-entropy of logits that are sharded by vocabulary, without ever gathering a full row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits and one number per token for the backward, not the softmax."""
+    """Cross-entropy that keeps the logits and one number per token for the backward, not the softmax."""
 
     @staticmethod
     def forward(
@@ -78,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _require_held(known: Tensor, targets: Tensor) -> None:
-    """Refuse targets that are in no rank's part of the vocabulary."""
+    """Refuse targets outside the vocabulary."""
     if known.is_cuda:
         assert_on_device(known.all(), "a label is outside the vocabulary")
     elif not known.all():

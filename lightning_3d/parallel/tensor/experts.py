@@ -1,4 +1,4 @@
-"""Experts of a mixture that are cut over tensor-parallel ranks, each one of them, and the cut of tokens for those that are not."""
+"""Experts that are each sharded over tensor-parallel ranks, and the split of tokens for those that are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_3d.parallel.tensor.group import TensorParallel
 
 
 class TensorParallelExperts:
-    """Mixin for a module of experts of which every rank holds a part of each (`moe_tp_experts`).
+    """Mixin for a module of experts, each sharded over the ranks (`moe_tp_experts`).
 
     Gate and up are column parallel, down is row parallel: tokens (n, hidden) and their routing weights (n, k) are replicated and the
     output (n, hidden) is summed, by one all-reduce forward. Backward, one all-reduce of the gradient of the tokens and a small one of
@@ -31,15 +31,16 @@ class TensorParallelExperts:
 
 
 class SilentIdentity:
-    """Mixin for an expert without weights that hands its tokens on (`moe_identity_expert`), on every rank but the first: the ranks' outputs
-    are summed, and what no rank holds a part of must count once."""
+    """Mixin for an expert without weights that returns its tokens unchanged (`moe_identity_expert`), on every rank but the first.
+
+    It returns zeros: the ranks' outputs are summed, and an expert that is not sharded must count once."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros_like(hidden_states)
 
 
 class TokenParts:
-    """The tokens of a replicated tensor dealt to the tensor-parallel ranks, and put together again: for experts that are held whole,
+    """Split of the tokens of a replicated tensor over the tensor-parallel ranks, and their gather: for experts that are held whole,
     so that no token is sent to them twice."""
 
     def __init__(self, context: TensorParallel) -> None:

@@ -1,4 +1,4 @@
-"""What a sharded layer knows about its tensor-parallel group."""
+"""The tensor-parallel group, as a sharded layer needs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TensorParallel:
         size: number of them.
         rank: this rank's coordinate, 0 .. size - 1; the order of the group.
         random: dropout streams, None without dropout.
-        sequence: how hidden states between layers are dealt out in this forward.
+        sequence: split of the hidden states between layers in this forward.
         gathered: the input of the region that is running, where it was gathered from parts of the sequence.
     """
 

@@ -30,7 +30,7 @@ class Heads:
 
 
 def is_key_or_value(name: str) -> bool:
-    """Whether a layer (or its parameter) is by its name about keys or values, whose heads may be fewer than ranks."""
+    """True if by its name a layer (or its parameter) computes keys or values, which may have fewer heads than ranks."""
     layer = name.removesuffix(".weight").removesuffix(".bias")
     return _KEY_OR_VALUE.fullmatch(layer.rpartition(".")[2]) is not None
 
@@ -39,7 +39,7 @@ def heads_of(module: nn.Module, parent_name: str, cuts: Mapping[str, Cut]) -> He
     """Heads of an attention module; None when it is not one.
 
     Args:
-        cuts: the layers directly in it that the plan cuts, by full name.
+        cuts: the layers directly in it that the plan shards, by full name.
     """
     parent = module.get_submodule(parent_name)
     queries = _query_heads(parent, parent_name)
@@ -60,12 +60,12 @@ def heads_of(module: nn.Module, parent_name: str, cuts: Mapping[str, Cut]) -> He
 
 
 def belongs_to_transformers(module: nn.Module) -> bool:
-    """Whether Transformers wrote the class or one that it derives from: its attributes have names that are known."""
+    """True if the class, or one that it derives from, is Transformers' own: the names of its attributes are known."""
     return any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
 
 
 def local_attributes(parent: nn.Module, heads: Heads, tp_size: int) -> dict[str, int]:
-    """Attributes of an attention module that count heads by their names -> what they are on a rank, which sees its own heads only.
+    """Attributes of an attention module that count heads, by their names -> their values on a rank, which has only its own heads.
 
     Names are known in Transformers. In other modules they are a first guess, which `self_check.local_sizes` tries.
     """
@@ -82,7 +82,7 @@ def local_attributes(parent: nn.Module, heads: Heads, tp_size: int) -> dict[str,
 
 
 def divisible_numbers(module: nn.Module, tp_size: int) -> dict[str, int]:
-    """Whole numbers among the attributes of a module of which one rank could have a part, such as heads -> what that part would be."""
+    """Integer attributes of a module that could be split over ranks, such as heads -> one rank's part."""
     found: dict[str, int] = {}
     for name, value in vars(module).items():
         is_number = name[0] != "_" and isinstance(value, int) and not isinstance(value, bool) and value > 1
@@ -105,7 +105,7 @@ def _is_about_keys(name: str) -> bool:
 
 
 def _query_heads(parent: nn.Module, parent_name: str) -> int | None:
-    """The configuration's number for a module that is called an attention, else the module's own."""
+    """Number of query heads: the configuration's for a module that is called an attention, else the module's own."""
     is_attention = "attention" in type(parent).__name__.lower() or "att" in parent_name.rpartition(".")[2].lower()
     declared = getattr(getattr(parent, "config", None), "num_attention_heads", None)
     if is_attention and isinstance(declared, int):

@@ -19,7 +19,7 @@ from lightning_3d.parallel.tensor.sequence_parallel import scatter_sum
 
 
 class Region:
-    """The way of a parent module (an attention, an MLP) into its tensor-parallel part and out again.
+    """Tensor-parallel part of a parent module (an attention, an MLP): its collectives at the start and at the end.
 
     Column-parallel siblings that are fed the same tensor share one copy of it, so their input gradients are added
     locally and reduced over the group once. The copy is forgotten when all siblings have had it, or at the way out.
@@ -27,7 +27,7 @@ class Region:
     Args:
         context: the group.
         members: number of column-parallel siblings.
-        gathered: the parent gathers its input from parts of the sequence, and its output is dealt out again (`GatheredRegion`).
+        gathered: the parent gathers its input from parts of the sequence, and its output is split again (`GatheredRegion`).
     """
 
     def __init__(self, context: TensorParallel, members: int, *, gathered: bool = False) -> None:
@@ -45,7 +45,7 @@ class Region:
         return copied
 
     def enter(self, x: Tensor, name: str | None = None) -> Tensor:
-        """`x` for column-parallel layers.
+        """Prepare `x` for column-parallel layers.
 
         `name` is that of the dropout stream of what follows, None where nothing follows in parts.
         """
@@ -63,7 +63,7 @@ class Region:
         return inside
 
     def leave(self, partial: Tensor, name: str) -> Tensor:
-        """Sum the parts of a row-parallel layer's output, and go back to the dropout stream from before."""
+        """Sum the parts of a row-parallel layer's output, and return to the earlier dropout stream."""
         self._forget()
         total = scatter_sum(partial, self.context) if self.gathered else reduce_from_region(partial, self.context.group, owned=True)
         if self.context.random is not None:
@@ -75,7 +75,7 @@ class Region:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Holds some rows of the weight: input (..., in) replicated, output (..., out / tp) sharded.
+    """Linear layer with some rows of the weight: input (..., in) replicated, output (..., out / tp) sharded.
 
     No collective forward; one all-reduce of the input's gradient backward, shared with its siblings. Where the parent gathers its
     input, that is its business.
@@ -92,7 +92,7 @@ class ColumnParallelLinear(nn.Linear):
         return super().forward(inside)
 
     def _is_plain(self, input: Tensor) -> bool:
-        """Whether the product is `F.linear` of what is given, not one in other types."""
+        """True if the product is `F.linear` of the arguments, not one in other types."""
         product = getattr(super().forward, "__func__", None)
         return product is nn.Linear.forward and input.dtype == self.weight.dtype and not torch.is_autocast_enabled(input.device.type)
 
@@ -107,7 +107,7 @@ class GatheredColumnLinear(ColumnParallelLinear):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when someone reads them."""
+    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when they are read."""
 
     tp_sizes: tuple[int, ...]
 
@@ -116,7 +116,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Linear):
-    """Holds some columns of the weight: input (..., in / tp) sharded, output (..., out) replicated, or a part of the sequence.
+    """Linear layer with some columns of the weight: input (..., in / tp) sharded, output (..., out) replicated, or a part of the sequence.
 
     One all-reduce, or one reduce-scatter, forward. The bias, held whole by every rank, is added once, after the sum.
     """
@@ -158,7 +158,7 @@ class LatentKeyValueLinear(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Holds the rows of ids `tp_start` and following: output (..., hidden) replicated by one all-reduce forward."""
+    """Embedding with the rows of ids `tp_start` and following: output (..., hidden) replicated by one all-reduce forward."""
 
     tp_context: TensorParallel
     tp_start: int
@@ -170,13 +170,13 @@ class VocabParallelEmbedding(nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - self.tp_start
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        # An id that no rank holds is looked up, and raises as it does in an embedding that is not cut.
+        # An id that no rank holds is looked up, and raises as it does in an unsharded embedding.
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         return reduce_from_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp_context.group, owned=True)
 
 
 class HiddenParallelEmbedding(nn.Embedding):
-    """Holds some columns of every vector: output (..., hidden) replicated by one all-gather forward."""
+    """Embedding with some columns of every vector: output (..., hidden) replicated by one all-gather forward."""
 
     tp_context: TensorParallel
     tp_sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Logits that are cut by vocabulary, but look whole."""
+"""Logits that are sharded by vocabulary but report the full shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_3d.parallel.tensor.group import TensorParallel
 
 
 class VocabParallelLogits(Tensor):
-    """This rank's columns of the logits, in the shape of all of them.
+    """This rank's columns of logits that report the full shape.
 
     Reading sizes and types communicates nothing. Operations that treat every entry alike (casting, scaling, a soft cap,
     detach), that leave the last dimension alone (`logits[:, :-1]`, `view(-1, vocabulary)`) and the cross-entropy of
@@ -95,7 +95,7 @@ class VocabParallelLogits(Tensor):
 
 
 def _changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Told by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
+    """Recognized by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
     name = getattr(func, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
     return is_method or name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None
@@ -108,7 +108,7 @@ _IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
 
 
 def _is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation treats all entries alike, and no trained number needs the gradient of all of them."""
+    """True if the operation treats all entries alike, and no trained number needs the gradient of all of them."""
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values):
         return False

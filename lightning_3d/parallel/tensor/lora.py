@@ -1,7 +1,7 @@
-"""PEFT's LoRA layers on cut layers: one parallel layer whose region spans the base layer and the adapters.
+"""PEFT's LoRA layers on sharded layers: one parallel layer whose region spans the base layer and the adapters.
 
-    column parallel    base (rows cut)       A whole      B (rows cut)     input entered once, for both products
-    row parallel       base (columns cut)    A (columns cut)    B whole    both products summed by the one all-reduce
+    column parallel    base (rows split)     A whole      B (rows split)   input entered once, for both products
+    row parallel       base (columns split)  A (columns split)  B whole    both products summed by the one all-reduce
 
 So a block has as many collectives as without adapters. What is whole has partial gradients, which are summed once a step
 (`rewrite.shard_specs`).
@@ -29,7 +29,7 @@ class ColumnParallelLora:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inside = self.tp_region.enter(x, self.tp_name)
         random = self.tp_region.context.random
-        if random is not None:  # the dropout of the adapters sees what all ranks have
+        if random is not None:  # the input of the adapters' dropout is the same on all ranks
             random.leave_region(f"{self.tp_layer}.lora_dropout")
         output = super().forward(inside, *args, **kwargs)  # type: ignore[misc]
         if random is not None and self.tp_name is not None:

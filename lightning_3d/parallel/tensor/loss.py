@@ -1,4 +1,4 @@
-"""Losses of tokens from logits, cut by vocabulary or whole."""
+"""Losses of tokens from logits, sharded by vocabulary or whole."""
 
 from __future__ import annotations
 

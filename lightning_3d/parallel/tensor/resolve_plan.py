@@ -1,4 +1,4 @@
-"""From patterns to numbers: how every module of a model is cut, and which rows each rank gets.
+"""From patterns to numbers: how every module of a model is sharded, and which rows each rank gets.
 
 Pure arithmetic on shapes; the modules may be on meta, and some of them may be gone to other stages.
 """
@@ -21,7 +21,7 @@ from lightning_3d.parallel.tensor.heads import Heads, heads_of, is_key_or_value
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets of a dimension.
+    """One rank's share of a dimension.
 
     Attributes:
         pieces: (start, length) ranges, in the order in which the rank stores them.
@@ -37,7 +37,7 @@ class Share:
 
 
 def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool = True) -> dict[str, Cut]:
-    """The cut of every module and parameter that the plan names and that is here, with heads filled in.
+    """Find the cut of every module and parameter that the plan names and that is on this rank, with heads filled in.
 
     Args:
         whole: no module has gone to another stage yet. A named module without parameters is then the model's own.
@@ -59,13 +59,14 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool 
 
 
 def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Refuse experts that are given tokens alone (Llama 4): of these nothing says which expert gets which. And those with adapters."""
+    """Refuse experts that get only tokens (Llama 4), where it is unknown which expert gets which, and experts with adapters."""
     experts = [name for name, cut in cuts.items() if cut.style == "moe_tp_experts"]
     refuse_adapted_experts(module, experts, "tp")
     for name in experts:
         if len(inspect.signature(module.get_submodule(name).forward).parameters) < 3:
             raise PlanError(
-                f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot cut them. Use tp 1."
+                f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot shard"
+                " them. Use tp=1."
             )
 
 
@@ -80,13 +81,13 @@ def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cu
     for name, size in rows.items():
         if len(rows) > 1 and size in (heads.queries, heads.keys):
             raise PlanError(
-                f"The plan cuts '{name}' by rows, which makes {size} numbers, one for each head, on every rank; but each rank has only a"
+                f"The plan shards '{name}' by rows, so every rank gets {size} numbers, one for each head; but each rank has only a"
                 f" part of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
             )
 
 
 def cut_dimension(style: str, ndim: int, *, is_bias: bool) -> int | None:
-    """The dimension that a style cuts; None when every rank holds the whole parameter."""
+    """The dimension that a style shards; None if every rank holds the whole parameter."""
     if style in COLUMN_STYLES:
         return max(ndim - 2, 0)
     if style in ROW_STYLES:
@@ -97,8 +98,8 @@ def cut_dimension(style: str, ndim: int, *, is_bias: bool) -> int | None:
 def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     """The part of a dimension of `total` rows that rank `tp_rank` gets.
 
-    Whole units are dealt evenly. Key and value heads that are fewer than ranks are replicated, each on tp / heads
-    neighbouring ranks. Rows without units are dealt in runs of ceil(total / tp), the last ones shorter.
+    Whole units are split evenly. Key and value heads that are fewer than ranks are replicated, each on tp / heads
+    neighbouring ranks. Rows without units are split into runs of ceil(total / tp), the last ones shorter.
 
     Raises LayoutError when heads do not fit tp, or when a rank would get nothing.
     """
@@ -112,19 +113,19 @@ def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     replicas: tuple[int, ...] = (tp_rank,)
     start = 0
     for size, groups in zip(parts, units, strict=True):
-        offset, length, replicas = _deal(name, size, groups, tp_size, tp_rank, may_replicate)
+        offset, length, replicas = _split(name, size, groups, tp_size, tp_rank, may_replicate)
         pieces.append((start + offset, length))
         start += size
     return Share(tuple(pieces), replicas)
 
 
 def width(layer: nn.Module, style: str) -> int:
-    """Size of the dimension of a layer's weight that `style` cuts."""
+    """Size of the dimension of a layer's weight that `style` shards."""
     weight: Any = layer.weight
     return int(weight.shape[-1] if style in ROW_STYLES or style == "embedding_colwise" else weight.shape[0])
 
 
-def _deal(
+def _split(
     name: str, size: int, units: int | None, tp_size: int, tp_rank: int, may_replicate: bool
 ) -> tuple[int, int, tuple[int, ...]]:
     """(start, length, ranks that hold the same) of one part."""
@@ -148,7 +149,7 @@ def _deal(
     rule = "a divisor or a multiple" if may_replicate else "a divisor"
     raise LayoutError(
         f"tp={tp_size} does not fit '{name}', which has {units} heads: tp must be {rule} of {units}."
-        f" The nearest that works is tp={nearest}."
+        f" The nearest tp that works is {nearest}."
     )
 
 
@@ -166,10 +167,10 @@ def _named(module: nn.Module, plan: ParallelPlan, whole: bool) -> Iterable[tuple
 
 
 def _is_here(module: nn.Module, name: str, child: nn.Module, style: str, plan: ParallelPlan, whole: bool) -> bool:
-    """Whether an entry of the plan is about this rank's module, which it has to suit.
+    """True if an entry of the plan applies to this rank's module.
 
-    A module without parameters is a stub of another stage's, or one of the model's own. Of these an expert that hands its tokens on
-    counts, where the experts around it are cut; where a norm is switched off there is nothing to replicate.
+    A module without parameters is a stub of another stage's, or one of the model's own. Of the latter, an expert that returns its tokens
+    unchanged counts if the experts around it are sharded; a norm that is switched off has nothing to replicate.
     """
     if style == "moe_identity_expert":
         around = plan.cut_of(name.rpartition(".")[0])
@@ -180,13 +181,13 @@ def _is_here(module: nn.Module, name: str, child: nn.Module, style: str, plan: P
 
 
 def _stays_whole(child: nn.Module, style: str) -> bool:
-    """An adapter that cannot be cut, in a place where the code around it sees whole tensors anyway: a head, an embedding."""
+    """True for an adapter that cannot be sharded, where the code around it sees whole tensors anyway: a head, an embedding."""
     closed = style in EMBEDDING_STYLES | {"colwise_gather_output", "rowwise_split_input"}
-    return closed and is_adapter(child) and _uncuttable(child) is not None
+    return closed and is_adapter(child) and _unsupported_adapter(child) is not None
 
 
-def _uncuttable(child: nn.Module) -> str | None:
-    """What an adapter is that cannot be cut; None for plain LoRA on `nn.Linear`."""
+def _unsupported_adapter(child: nn.Module) -> str | None:
+    """Kind of an adapter that cannot be sharded; None for plain LoRA on `nn.Linear`."""
     if not is_lora_linear(child):
         return f"PEFT's {type(child).__module__.removeprefix('peft.')}.{type(child).__name__}"
     variant = lora_variant(child)
@@ -195,15 +196,15 @@ def _uncuttable(child: nn.Module) -> str | None:
 
 
 def _check_adapter(name: str, child: nn.Module, style: str) -> None:
-    """Refuse what PEFT computes on a cut layer, except for plain LoRA."""
+    """Refuse adapters of PEFT on a sharded layer, except for plain LoRA."""
     if not is_adapter(child) or style not in COLUMN_STYLES | ROW_STYLES | {"mla_kv_a_proj"}:
         return
-    what = "LoRA on a projection whose output is replicated in part" if style == "mla_kv_a_proj" else _uncuttable(child)
+    what = "LoRA on a projection whose output is replicated in part" if style == "mla_kv_a_proj" else _unsupported_adapter(child)
     if what is None:
         return
     raise PlanError(
-        f"'{name}' is cut over the tensor-parallel ranks ('{style}') and is {what}. Cut layers take plain LoRA on nn.Linear: use that,"
-        " leave this layer out of target_modules and modules_to_save, or use tp=1 with pp and dp."
+        f"'{name}' is sharded over the tensor-parallel ranks ('{style}') and is {what}. Sharded layers support plain LoRA on nn.Linear:"
+        " use that, leave this layer out of target_modules and modules_to_save, or use tp=1 with pp and dp."
     )
 
 
@@ -216,7 +217,7 @@ def _by_parent(cuts: Iterable[str]) -> dict[str, list[str]]:
 
 def _with_units(module: nn.Module, name: str, cut: Cut, heads: Heads) -> Cut:
     """Fill in the heads where the plan leaves them open. Around the gathering styles the code sees whole tensors, so
-    heads may be cut through; packed ones say what they hold."""
+    heads may be split; packed layers declare their parts."""
     if cut.units is not None or cut.style not in ("colwise", "rowwise"):
         return cut
     units = heads.keys if is_key_or_value(name) else heads.queries
@@ -227,7 +228,7 @@ def _with_units(module: nn.Module, name: str, cut: Cut, heads: Heads) -> Cut:
 
 
 def _per_head_parameters(module: nn.Module, parent: str, heads: Heads, cuts: dict[str, Cut]) -> dict[str, Cut]:
-    """Norms with one row of weights per head (Cohere's) that no plan names: they are cut with the heads."""
+    """Norms with one row of weights per head (Cohere's) that no plan names: they are sharded with the heads."""
     found = {}
     for child_name, child in module.get_submodule(parent).named_children():
         weight = getattr(child, "weight", None)
@@ -254,19 +255,19 @@ def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut])
 
 
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
-    """Styles are about one kind of layer each, and a subclass must reach its forward, where the collective goes."""
+    """Refuse styles on other kinds of layers, and subclasses that do not call its forward, where the collective goes."""
     if style == "moe_identity_expert" and next(child.parameters(), None) is not None:
-        raise PlanError(f"The plan takes '{name}' for an expert without weights ({style}), but it has parameters.")
+        raise PlanError(f"The plan declares '{name}' an expert without weights ({style}), but it has parameters.")
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear
     if not isinstance(child, wanted):
         raise PlanError(
-            f"The plan cuts '{name}' by '{style}', which is for nn.{wanted.__name__}, but it is a"
+            f"The plan shards '{name}' by '{style}', which is for nn.{wanted.__name__}, but it is a"
             f" {type(child).__name__}. Name the nn.{wanted.__name__} layers inside it."
         )
     if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.sparse or child.scale_grad_by_freq):
-        raise PlanError(f"'{name}' cannot be cut: max_norm, sparse and scale_grad_by_freq need the whole embedding.")
+        raise PlanError(f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole embedding.")
     for kind in type(child).__mro__[: type(child).__mro__.index(wanted)]:
         forward = vars(kind).get("forward")
         code = getattr(forward, "__code__", None)
@@ -274,8 +275,8 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
             code is None or "__class__" not in code.co_freevars or "forward" not in code.co_names
         ):
             raise PlanError(
-                f"The plan cuts '{name}', but {kind.__name__}.forward does not call super().forward, so nothing can be"
-                f" put under it. Let it call super().forward(...), or leave '{name}' out of the plan."
+                f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward, so its layer cannot be"
+                f" replaced. Let it call super().forward(...), or leave '{name}' out of the plan."
             )
 
 

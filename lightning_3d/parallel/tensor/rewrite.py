@@ -1,5 +1,4 @@
-"""A whole model -> its tensor-parallel shard: first the table of what each rank holds, then the change of the modules,
-in place.
+"""Rewrite of a whole model into its tensor-parallel shard: first the table of shards, then the modules, in place.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions
 def shard_specs(
     module: nn.Module, plan: ParallelPlan, tp_size: int, tp_rank: int, regions: SequenceRegions | None = None
 ) -> dict[str, ShardSpec]:
-    """What rank `tp_rank` holds of every parameter, aliases of tied ones included, by name relative to `module`.
+    """Shards of rank `tp_rank` of every parameter, including aliases of tied ones, by name relative to `module`.
 
     Args:
         module: the whole module, on meta or not.
         regions: where sequence parallelism gathers; None without it.
 
     Raises:
-        PlanError: the plan does not fit the modules, or cuts tied parameters differently. LayoutError: heads, rows or
-            vocabulary do not fit tp.
+        PlanError: the plan does not fit the modules, or shards tied parameters differently.
+        LayoutError: heads, rows or vocabulary do not fit tp.
     """
     if tp_size > 1 and set(plan.tp) <= {plan.embedding, plan.head}:
         raise PlanError(
@@ -74,8 +73,8 @@ def shard_specs(
             same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
             if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
                 adapter = any(word in f"{name} {canonical}" for word in ("base_layer", "original_module"))
-                advice = " An adapter on one of the two keeps that one whole: adapt both, or use tp=1." if adapter else ""
-                raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan cuts them differently.{advice}")
+                advice = " An adapter on only one of them keeps that one unsharded: adapt both, or use tp=1." if adapter else ""
+                raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan shards them differently.{advice}")
             specs[name] = specs[canonical].renamed(name, tied_to=canonical)
     return specs
 
@@ -136,7 +135,7 @@ def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int,
 
 
 def _adapted_spec(name: str, layer: str, shape: tuple[int, ...], cut: Cut, tp_size: int, tp_rank: int) -> ShardSpec:
-    """A parameter of the LoRA layer called `layer`: its base layer is cut as the plan says, A and B where they touch what is cut.
+    """A parameter of the LoRA layer called `layer`: its base layer is sharded by the plan, A and B along the same dimension.
 
     The other one of the two is whole, and each rank sees a part of its gradient: a column-parallel layer sees the gradient of its own
     outputs, and a row-parallel one feeds B with the product of its own inputs.
@@ -158,7 +157,7 @@ def _cut_spec(
 
 
 def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
-    """Replace cut parameters by their shards; tied ones stay one object."""
+    """Replace parameters by their shards; tied ones stay one object."""
     shards: dict[int, nn.Parameter] = {}
     known: dict[int, ShardSpec] = {}
     named = list(module.named_parameters(remove_duplicate=False))
@@ -167,7 +166,7 @@ def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
             known.setdefault(id(parameter), specs[name])
     for name, parameter in named:
         spec = known[id(parameter)]
-        if not spec.is_cut or spec.expert:  # experts are dealt by expert parallelism
+        if not spec.is_cut or spec.expert:  # experts are sharded by expert parallelism
             continue
         if id(parameter) not in shards:
             shard = nn.Parameter(spec.cut(parameter.detach()), requires_grad=parameter.requires_grad)
@@ -179,7 +178,7 @@ def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
 
 
 def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:
-    """Whether the entry is about a layer that changes, not about a bare parameter or a replicated module."""
+    """True if the entry names a layer that changes, not a bare parameter or a replicated module."""
     if cut.style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return False
     owner, _, last = name.rpartition(".")
@@ -187,7 +186,7 @@ def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:
 
 
 def _regions(cuts: dict[str, Cut], context: TensorParallel, gathered: frozenset[str]) -> Callable[[str], Region]:
-    """One region for each parent of cut layers."""
+    """One region for each parent of sharded layers."""
     members: dict[str, int] = {}
     for name, cut in cuts.items():
         parent = name.rpartition(".")[0]
@@ -219,7 +218,7 @@ def _sharded_kind(
             return RowParallelLinear, {**in_region, "in_features": local.length}
         case "rowwise_split_input":
             return SplitRowLinear, {**in_region, "tp_sizes": sizes}
-    raise PlanError(f"'{name}' cannot be cut by '{cut.style}'.")
+    raise PlanError(f"'{name}' cannot be sharded by '{cut.style}'.")
 
 
 def _rotary_size(module: nn.Module, name: str) -> int:
@@ -229,7 +228,7 @@ def _rotary_size(module: nn.Module, name: str) -> int:
         if isinstance(size := getattr(source, "qk_rope_head_dim", None), int):
             return size
     raise PlanError(
-        f"The plan cuts '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
+        f"The plan shards '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
     )
 
 

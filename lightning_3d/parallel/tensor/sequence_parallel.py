@@ -1,12 +1,12 @@
 """Megatron's sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv:2205.05198, section 4.2.2): between its cut layers a block works on a part of the sequence.
+arXiv:2205.05198, section 4.2.2): between its sharded layers a block works on a part of the sequence.
 
-    before the first block    this rank's part of the hidden states is cut out       backward: all-gather
+    before the first block    this rank keeps its slice of the hidden states         backward: all-gather
     into an attention, MLP    the parts of all ranks are gathered                    backward: reduce-scatter
     out of it                 its row-parallel layer ends in a reduce-scatter        backward: all-gather
-    behind the last block     hidden states are gathered                             backward: cut
+    behind the last block     hidden states are gathered                             backward: slice
 
-Whatever stands in a block and is not cut (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
+Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
 each rank; these are summed once a step. Outside of blocks everything sees whole sequences: positions, masks, embeddings, the output head.
 """
 
@@ -30,20 +30,20 @@ from lightning_3d.parallel.tensor.collectives import gather_tokens, part_of_toke
 from lightning_3d.parallel.tensor.group import TensorParallel
 
 _BY_TOKEN = (nn.Linear, nn.Dropout, nn.Embedding)
-"""Layers beside the norms that treat every token by itself."""
+"""Layers other than norms that treat every token separately."""
 
 
 @dataclass(frozen=True)
 class SequenceRegions:
-    """Where the blocks of a model leave the parts of the sequence.
+    """Modules in which the blocks of a model work on more than this rank's part of the sequence.
 
     Attributes:
         layers: name of the list of blocks.
         parents: names of the modules that work on the whole sequence, attentions and MLPs.
         closed: those of them between whose layers tensors are whole on every rank (gather pairs).
         ends: names of the row-parallel layers.
-        wholes: names of attentions that are not cut and of mixtures whose experts are: their input is gathered, and what follows is
-            their affair. A mixture whose experts are dealt to expert-parallel ranks works on this rank's tokens.
+        wholes: names of attentions that are not sharded and of mixtures whose experts are: their input is gathered, and the rest is
+            theirs. A mixture whose experts are sharded over expert-parallel ranks works on this rank's tokens.
     """
 
     layers: str
@@ -53,7 +53,7 @@ class SequenceRegions:
     wholes: frozenset[str]
 
     def has_partial_gradient(self, name: str) -> bool:
-        """Whether each rank sees a part of the gradient of the replicated parameter called `name`."""
+        """True if each rank sees a part of the gradient of the replicated parameter called `name`."""
         inside = name.startswith(f"{self.layers}.")
         whole = _within(name, self.wholes) or (_within(name, self.closed) and not _within(name, self.ends))
         return inside and not whole
@@ -64,7 +64,7 @@ def _within(name: str, modules: Iterable[str]) -> bool:
 
 
 def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut]) -> SequenceRegions:
-    """The regions of the blocks of `module`, whole and on meta or not.
+    """Find the regions of the blocks of `module`, whole, on meta or not.
 
     Args:
         cuts: as `resolve` returns them.
@@ -73,11 +73,11 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         PlanError: it is not known that the rest of a block treats every token by itself.
     """
     if not plan.layers:
-        raise PlanError("The plan names no blocks ('pp'), so nothing says where a sequence could be dealt out.")
+        raise PlanError("The plan names no blocks ('pp'), so it is unknown where a sequence could be split.")
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
-    mixtures = {name.rpartition(".")[0]: _is_dealt(plan.cut_of(name)) for name in plan.experts if name in modules}
-    whole = [name for name, dealt in mixtures.items() if not dealt]
+    mixtures = {name.rpartition(".")[0]: _is_expert_parallel(plan.cut_of(name)) for name in plan.experts if name in modules}
+    whole = [name for name, expert_parallel in mixtures.items() if not expert_parallel]
     layers = [name for name in cuts if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, whole)]
     for name in layers:
         cut = cuts[name]
@@ -85,11 +85,12 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
             parents.setdefault(name.rpartition(".")[0], set()).add(cut.style)
     for parent, styles in parents.items():
         if parent.count(".") < plan.layers.count(".") + 2:
-            raise PlanError(f"Layers that are cut stand directly in the block '{parent}', not in an attention or an MLP of its own.")
+            raise PlanError(f"Sharded layers are directly in the block '{parent}', not in an attention or an MLP inside it.")
         if any(parent.startswith(f"{other}.") for other in parents):
-            raise PlanError(f"'{parent}' is cut, and stands inside another module that is.")
+            raise PlanError(f"'{parent}' is sharded, and so is a module around it.")
         if not styles & COLUMN_STYLES or not styles & ROW_STYLES:
-            raise PlanError(f"The cut of '{parent}' has no way in or no way out: its layers are {', '.join(sorted(styles))}.")
+            found = ", ".join(sorted(styles))
+            raise PlanError(f"The sharded '{parent}' lacks a column-parallel or a row-parallel layer: its layers are {found}.")
     blocks = module.get_submodule(plan.layers).named_children()
     wholes = {name for index, block in blocks for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)}
     closed = {parent for parent, styles in parents.items() if styles & COLUMN_STYLES <= {"colwise_gather_output"}}
@@ -97,15 +98,15 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
     return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes))
 
 
-def _is_dealt(cut: Cut | None) -> bool:
+def _is_expert_parallel(cut: Cut | None) -> bool:
     return cut is not None and cut.style == "ep_dispatch_experts"
 
 
 def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Mapping[str, bool]) -> Iterator[str]:
-    """Attentions that are no regions, and mixtures of experts that are not dealt.
+    """Attentions that are not regions, and mixtures without expert parallelism.
 
     Args:
-        mixtures: name -> whether its experts are dealt to ranks that send each other tokens.
+        mixtures: name -> True if its experts are sharded over ranks that send each other tokens.
 
     Raises:
         PlanError: another module with parameters that may mix tokens.
@@ -124,18 +125,18 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Map
         if inner in mixtures or "attention" in type(child).__name__.lower():
             yield inner
             continue
-        raise PlanError(f"'{inner}' ({type(child).__name__}) is not cut, and it is not known whether it treats every token by itself.")
+        raise PlanError(f"'{inner}' ({type(child).__name__}) is not sharded, and it is unknown whether it treats every token separately.")
 
 
 def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Let the regions of `module`, whole, gather the sequence, in place. Names, hooks and parameters stay."""
+    """Make the regions of `module`, whole, gather the sequence, in place. Names, hooks and parameters stay."""
     for names, kind in ((regions.parents, GatheredRegion), (regions.wholes, WholeRegion)):
         for name in names:
             specialize(module.get_submodule(name), kind, tp_context=context)
 
 
-def deal_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Let the first block of `module`, whole, cut the sequence and the last one gather it, in place."""
+def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
+    """Make the first block of `module`, whole, split the sequence and the last one gather it, in place."""
     specialize(module, SequenceModel)
     blocks = list(module.get_submodule(regions.layers).named_children())
     for name, block in blocks:
@@ -146,18 +147,18 @@ def deal_sequence(module: nn.Module, regions: SequenceRegions, context: TensorPa
             tp_is_first=block is blocks[0][1],
             tp_is_last=block is blocks[-1][1],
             tp_arguments=tuple(inspect.signature(block.forward).parameters),
-            tp_handed_on=_handed_on(module, regions, f"{regions.layers}.{name}."),
+            tp_names_inside=_names_inside(module, regions, f"{regions.layers}.{name}."),
         )
 
 
-def _handed_on(module: nn.Module, regions: SequenceRegions, block: str) -> frozenset[str]:
-    """Names of arguments that the modules of a block which see whole sequences take: what it is called with by these names is for them."""
+def _names_inside(module: nn.Module, regions: SequenceRegions, block: str) -> frozenset[str]:
+    """Names of arguments of the modules in a block that see whole sequences: arguments of the block with these names are for them."""
     inside = [name for name in regions.parents | regions.wholes if name.startswith(block)]
     return frozenset(name for inner in inside for name in inspect.signature(module.get_submodule(inner).forward).parameters)
 
 
 class SequenceModel:
-    """Mixin for the model: refuses to hand out the hidden states between blocks, which are parts."""
+    """Mixin for the model: refuses to return the hidden states between blocks, which are parts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
@@ -171,7 +172,7 @@ class SequenceBlock:
     is gathered. All blocks have it, so that they stay of one kind, of which a compiler makes one graph.
 
     A model may give each block more that has a row for every token, such as Gemma 4's embeddings of single layers. Where the block itself
-    reads it, beside its part of the hidden states, it gets the same part; what it hands on to its attention (positions, masks) stays
+    reads it, in addition to its part of the hidden states, it gets the same part; what it passes to its attention (positions, masks) stays
     whole.
     """
 
@@ -179,16 +180,16 @@ class SequenceBlock:
     tp_is_first: bool
     tp_is_last: bool
     tp_arguments: tuple[str, ...]
-    tp_handed_on: frozenset[str]
+    tp_names_inside: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.tp_is_first:
-            args, kwargs = self._deal(args, kwargs)
+            args, kwargs = self._slice(args, kwargs)
         args, kwargs = self._deal_others(args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._collect(output) if self.tp_is_last else output
 
-    def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _slice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, place = _hidden_states(args, kwargs)
         if hidden.ndim < 3:
             raise PlanError(
@@ -196,7 +197,7 @@ class SequenceBlock:
                 f" {tuple(hidden.shape)}. Use sequence_parallel=False."
             )
         self.tp_context.sequence.length = hidden.shape[1]
-        return _put(_Deal.apply(hidden, self.tp_context), place, args, kwargs)
+        return _put(_Slice.apply(hidden, self.tp_context), place, args, kwargs)
 
     def _deal_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, first = _hidden_states(args, kwargs)
@@ -205,8 +206,8 @@ class SequenceBlock:
         places += [(name, name, value) for name, value in kwargs.items()]
         for place, name, value in places:
             by_token = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-            if by_token and value.shape[1] == self.tp_context.sequence.length and place != first and name not in self.tp_handed_on:
-                args, kwargs = _put(_Deal.apply(value, self.tp_context), place, args, kwargs)
+            if by_token and value.shape[1] == self.tp_context.sequence.length and place != first and name not in self.tp_names_inside:
+                args, kwargs = _put(_Slice.apply(value, self.tp_context), place, args, kwargs)
         return args, kwargs
 
     def _collect(self, output: Any) -> Any:
@@ -217,7 +218,7 @@ class SequenceBlock:
 
 
 class GatheredRegion:
-    """Mixin for a module whose layers are cut, an attention or an MLP: it gets the whole sequence.
+    """Mixin for a module whose layers are sharded, an attention or an MLP: it gets the whole sequence.
 
     Some mixtures of experts call one, a shared expert, with the rows of a batch one after the other: (batch * part, hidden).
     """
@@ -240,7 +241,7 @@ class GatheredRegion:
 
 
 class WholeRegion:
-    """Mixin for an attention that is not cut, or a mixture whose experts are: every rank gives it all tokens, and goes on with its part."""
+    """Mixin for an unsharded attention, or experts sharded over tp: gathers all tokens, runs, keeps this rank's slice."""
 
     tp_context: TensorParallel
 
@@ -248,19 +249,19 @@ class WholeRegion:
         hidden, place = _hidden_states(args, kwargs)
         args, kwargs = _put(_Collect.apply(hidden, self.tp_context), place, args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        part = _Deal.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
+        part = _Slice.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
 
 def _may_gather_again() -> bool:
-    """Whether layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiler
+    """True if layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiler
     decides by itself.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recomputed()
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
-    """The hidden states among the arguments of a block or a module in it, and where they stand."""
+    """The hidden states among the arguments of a block or a module in it, and their position."""
     places: list[tuple[int | str, Any]] = [("hidden_states", kwargs.get("hidden_states")), *enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -289,12 +290,12 @@ class Gathered:
         self._memory = _Again(context)
 
     def multiply(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear` of the whole, for which only this rank's part is kept."""
+        """`F.linear` of the whole input, of which only this rank's part is kept."""
         return _LinearOfPart.apply(self.whole, self._part, weight, bias, self._memory)
 
 
 class _Again:
-    """Gathers once for all layers of a region, and forgets after the last of them; a backward that runs again gathers again."""
+    """Gathers once for all layers of a region, and frees the result after the last of them; a backward that runs again gathers again."""
 
     def __init__(self, context: TensorParallel) -> None:
         self._context, self._length = context, context.sequence.length
@@ -316,7 +317,7 @@ class _Again:
 
 
 class _LinearOfPart(torch.autograd.Function):
-    """`F.linear` that keeps this rank's part of its input in the place of the whole."""
+    """`F.linear` that keeps this rank's part of its input instead of the whole."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, memory: _Again) -> Tensor:
@@ -366,8 +367,8 @@ class _Scatter(torch.autograd.Function):
         return gather_tokens(gradient, ctx.length, ctx.context.group), None
 
 
-class _Deal(torch.autograd.Function):
-    """This rank's part of what all ranks have."""
+class _Slice(torch.autograd.Function):
+    """Slice of a tensor that all ranks hold alike."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, context: TensorParallel) -> Tensor:
@@ -380,7 +381,7 @@ class _Deal(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """What all ranks have, from the parts; all of them compute the same gradient of it."""
+    """Gather the parts of all ranks, all of which compute the same gradient of the result."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, context: TensorParallel) -> Tensor:

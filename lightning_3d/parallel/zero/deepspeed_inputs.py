@@ -1,4 +1,4 @@
-"""What DeepSpeed is given: parameters, process groups and its configuration."""
+"""Inputs of DeepSpeed's engine: parameters, process groups and its configuration."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.zero.backend import DATA_AXES
+from lightning_3d.parallel.zero.trained import DATA_AXES
 
 
 class Holder(nn.Module):
-    """What DeepSpeed's engine is built around: the trained parameters alone.
+    """Module that DeepSpeed's engine is built around: only the trained parameters.
 
-    Its forward is never called. The rest of the model is not DeepSpeed's business: it would move and cast it.
+    Its forward is never called. DeepSpeed does not get the rest of the model, because it would move and cast it.
 
     Args:
-        stays: whatever asks for another device, the parameters stay where they are.
+        stays: keep the parameters where they are, whatever device `to` asks for.
     """
 
     def __init__(self, parameters: list[nn.Parameter], *, stays: bool = False) -> None:
@@ -32,13 +32,13 @@ class Holder(nn.Module):
 
 
 class Groups:
-    """The process groups of a mesh under the names that DeepSpeed asks its "mpu" for.
+    """Process groups of a mesh under the names by which DeepSpeed asks its "mpu" for them.
 
-    The model-parallel rank is the tensor-parallel one: DeepSpeed takes rank 0 for the owner of replicated parameters,
+    The model-parallel rank is the tensor-parallel one: DeepSpeed treats rank 0 as the owner of replicated parameters,
     and every pipeline stage has parameters of its own. `get_sequence_*` must not exist.
 
     Args:
-        sharded: DeepSpeed deals state to the data-parallel ranks; otherwise each is alone.
+        sharded: DeepSpeed shards state over the data-parallel ranks; otherwise each is in a group by itself.
     """
 
     def __init__(self, mesh: Mesh, *, sharded: bool = True) -> None:
@@ -77,11 +77,12 @@ class Groups:
 
 
 def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = False) -> dict[str, object]:
-    """DeepSpeed's configuration. Its batch sizes mean nothing here: micro-batches and scaling are the strategy's.
+    """Make DeepSpeed's configuration. Its batch sizes are not used: micro-batches and scaling are the strategy's.
 
     Args:
-        offload: master weights, optimizer and its step are in host memory, with any optimizer of torch. pin: the buffers there that are
-            copied to and from the device are page-locked.
+        dtype: type of the trained parameters.
+        offload: master weights, optimizer and its step are in host memory, with any optimizer of torch.
+        pin: the buffers there that are copied to and from the device are page-locked.
     """
     zero: dict[str, object] = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
     if offload:
@@ -93,6 +94,6 @@ def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = F
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # The check sends, also to pipeline ranks that train nothing and wait elsewhere, and would leave out steps.
+        # The check communicates, also with pipeline ranks that train nothing and wait elsewhere, and would skip steps.
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
     }

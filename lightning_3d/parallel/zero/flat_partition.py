@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_3d.compat.deepspeed import DeepSpeedGroup
 from lightning_3d.compat.torch import storage_key
-from lightning_3d.parallel.zero.backend import follow_writes, with_writes
-from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, Slot
+from lightning_3d.parallel.zero.gradient_buffers import Slot
+from lightning_3d.parallel.zero.master_weights import follow_writes, with_writes
 from lightning_3d.parallel.zero.overlapped_reduction import Share
+from lightning_3d.parallel.zero.trained import Trained
 
 
 class Partition:
@@ -23,11 +25,11 @@ class Partition:
         base: where the group begins in the flat buffer of all gradients.
         optimizer: has the state of `group.master`.
         device: of gradients. Master weights, and the parameters of `group` too, may be in host memory.
-        experts: the parameters are parts of experts, dealt to the ranks that have the same ones; `base` counts among those.
+        experts: the parameters are parts of experts, sharded over the ranks that have the same ones; `base` counts among those.
 
     Attributes:
-        slots: each parameter's place in the group. owned_slots: the pieces of parameters in this rank's part, counted
-            from its start.
+        slots: each parameter's place in the group.
+        owned_slots: the pieces of parameters in this rank's part, counted from its start.
         gradient: reduced gradient of the part, float32, between reduction and step.
     """
 
@@ -54,7 +56,7 @@ class Partition:
         return self._start + self.group.owned.numel()
 
     def shares(self, ranks: Iterable[int]) -> list[Share]:
-        """What each rank owns of the flat buffer of all gradients."""
+        """Share of each rank in the flat buffer of all gradients."""
         size = self.group.owned.numel()
         return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
 
@@ -69,7 +71,7 @@ class Partition:
 
     @torch.no_grad()
     def follow_writes(self, slot: Slot) -> None:
-        """Take over what something else than the optimizer wrote into one piece."""
+        """Copy into the master weights what something other than the optimizer wrote into one piece."""
         follow_writes(self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop])
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
@@ -83,7 +85,7 @@ class Partition:
             piece.copy_(before[name]) if name in before else piece.zero_()
 
     def start_in_parameter(self, owned: Slot) -> int:
-        """Which element of the flattened parameter an owned piece begins with."""
+        """Index of the first element of an owned piece in the flattened parameter."""
         [whole] = [slot for slot in self.slots if slot.parameter is owned.parameter]
         return owned.start + self._start - whole.start
 
@@ -111,6 +113,29 @@ class Partition:
         return {**per_element, "master": master.data}
 
 
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A piece of a parameter that this rank steps.
+
+    Attributes:
+        partition: the optimizer group that it is in.
+        slot: its place in this rank's part of the group.
+        entry: the parameter.
+        first: element of the flattened parameter that the piece begins with.
+    """
+
+    partition: Partition
+    slot: Slot
+    entry: Trained
+    first: int
+
+    @property
+    def gradient(self) -> Tensor:
+        """View of the reduced gradient, flattened."""
+        assert self.partition.gradient is not None
+        return self.partition.gradient[self.slot.start : self.slot.stop]
+
+
 def slots_of(partitions: Iterable[Partition]) -> list[Slot]:
     """All parameters of some partitions, one buffer behind the other."""
     return [
@@ -120,19 +145,8 @@ def slots_of(partitions: Iterable[Partition]) -> list[Slot]:
     ]
 
 
-def add_owned(partition: Partition, layout: FlatGradients, flat: Tensor) -> None:
-    """Add this rank's part of gradients that lie in a buffer with another order."""
-    places = {id(slot.parameter): slot for slot in layout.slots}
-    assert partition.gradient is not None
-    for owned in partition.owned_slots:
-        source = places.get(id(owned.parameter))
-        if source is not None:
-            first = source.start + partition.start_in_parameter(owned)
-            partition.gradient[owned.start : owned.stop] += flat[first : first + owned.stop - owned.start]
-
-
 def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
-    """Where a parameter lies in the buffer that it is a view of."""
+    """Slot of a parameter in the buffer that it is a view of."""
     if storage_key(parameter) != storage_key(flat):
         raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
     start = int(parameter.storage_offset() - flat.storage_offset())

@@ -1,4 +1,4 @@
-"""Where the gradients of one rank add up over the micro-batches of a step, and their flat buffers for collectives."""
+"""Sums of the gradients of one rank over the micro-batches of a step, and their flat buffers for collectives."""
 
 from __future__ import annotations
 
@@ -72,6 +72,12 @@ class GradientSums:
                 yield gradient
 
 
+def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
+    """Multiply in place."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), scale)
+
+
 @dataclass(frozen=True)
 class Slot:
     """A parameter's place in a flat buffer: elements `start` to `stop`."""
@@ -82,7 +88,7 @@ class Slot:
 
 
 def end_to_end(parameters: Iterable[nn.Parameter]) -> list[Slot]:
-    """Slots for parameters one behind the other."""
+    """Slots for parameters one after the other, without gaps."""
     slots, start = [], 0
     for parameter in parameters:
         slots.append(Slot(parameter, start, start + parameter.numel()))
@@ -111,17 +117,17 @@ class FlatGradients:
     Messages are sent in one order on all ranks: by wave, then by place.
 
     Args:
-        slots: where each parameter lies, rising; the same on all ranks of the group. Gaps are zero.
+        slots: place of each parameter, in rising order; the same on all ranks of the group. Gaps are zero.
         numel: elements of the buffer, without the counts.
         bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger parameter; None for one
             all-reduce.
         alone: parameters that are reduced in a collective of their own. How a collective associates its sum depends on
             an element's place in it and on its length; copies on two ranks stay bit-equal only when these are the same.
         waves: by id of a parameter, when in a step its gradient is complete: 0, 1, ...; 0 for those that are not named.
-        cuts: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
+        scattered: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
 
     Attributes:
-        nowhere: parameters that no rank had a gradient for in the latest reduction.
+        absent: parameters that no rank had a gradient for in the latest reduction.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class FlatGradients:
         bucket_bytes: int | None,
         alone: Iterable[nn.Parameter] = (),
         waves: Mapping[int, int] | None = None,
-        cuts: Sequence[tuple[int, int]] | None = None,
+        scattered: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self._slots = list(slots)
         self._alone = {id(parameter) for parameter in alone}
@@ -141,30 +147,25 @@ class FlatGradients:
         first = self._slots[0].parameter
         self._dtype, self._device = sum_dtype(first), first.device
         self._total = numel + len(self._slots)
-        self.nowhere: list[nn.Parameter] = []
-        messages = self._buckets(bucket_bytes) if cuts is None else self._parts(cuts)
+        self.absent: list[nn.Parameter] = []
+        messages = self._buckets(bucket_bytes) if scattered is None else self._parts(scattered)
         self._messages = sorted(messages, key=lambda message: (message.wave, message.start))
-        self._cuts = cuts
+        self._scattered = scattered
         self._gaps = self._find_gaps()
         self.forget()
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Where each parameter lies."""
+        """Place of each parameter."""
         return self._slots
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What is held of gradients at the moment, beside the parameters' own."""
+        """Buffers that are held at the moment, in addition to the parameters' own gradients."""
         return [*([self._flat] if self._flat is not None else []), *self._received.values(), *(copy for _, copy in self._apart)]
 
-    @property
-    def collectives(self) -> int:
-        """Messages of one step, apart from parameters that are reduced alone beside a part."""
-        return len(self._messages)
-
     def forget(self) -> None:
-        """Be ready for the first message of a step."""
+        """Drop everything of the step before."""
         self._flat: Tensor | None = None
         self._next = 0
         self._pending: list[Any] = []
@@ -191,9 +192,9 @@ class FlatGradients:
         last.stop = self._total
         return buckets
 
-    def _parts(self, cuts: Sequence[tuple[int, int]]) -> list[_Message]:
+    def _parts(self, scattered: Sequence[tuple[int, int]]) -> list[_Message]:
         messages = [self._counts()]
-        for start, stop in cuts:
+        for start, stop in scattered:
             members = [index for index, slot in enumerate(self._slots) if start <= slot.start < stop]
             wave = max((self._waves[index] for index in members), default=0)
             messages.append(_Message(start, stop, members, wave, scatters=True))
@@ -203,16 +204,16 @@ class FlatGradients:
         return _Message(self.numel, self._total, [], max(self._waves))
 
     def _find_gaps(self) -> list[tuple[int, int]]:
-        """(start, stop) of what lies between slots and behind the last one."""
+        """(start, stop) of the gaps between slots and after the last one."""
         starts = [*(slot.start for slot in self._slots), self.numel]
         ends = [0, *(slot.stop for slot in self._slots)]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def start(self, wave: int, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor | None = None) -> None:
-        """Take away the gradients that are complete up to `wave` and begin to sum them.
+        """Take the gradients that are complete up to `wave` out of `sums` and start to reduce them.
 
         Args:
-            scale: what to multiply them by; None where it is not known yet, and `finish` does it.
+            scale: factor of the sums; None if it is not known yet, and they are multiplied at the end.
         """
         if self._flat is None:
             self._flat = self._begin()
@@ -252,7 +253,7 @@ class FlatGradients:
         flat, absent = self._finish(sums, group, scale)
         # Only a rank that lacks a gradient looks at the counts: on an accelerator that waits for the reduction.
         nowhere = {index for index in absent if flat[self.numel + index].item() == 0}
-        self.nowhere = [self._slots[index].parameter for index in sorted(nowhere)]
+        self.absent = [self._slots[index].parameter for index in sorted(nowhere)]
         for index, slot in enumerate(self._slots):
             view = flat[slot.start : slot.stop].view(slot.parameter.shape)
             sums[slot.parameter] = None if index in nowhere else view
@@ -260,29 +261,29 @@ class FlatGradients:
         return flat[: self.numel]
 
     def reduce_scatter(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> list[Tensor]:
-        """Take the gradients away and leave each rank its part of `scale` times their sum over `group`.
+        """Take the gradients out of `sums` and give each rank its part of `scale` times their sum over `group`.
 
-        One reduce-scatter for each of the cuts; a small all-reduce of the counts; one all-reduce for each parameter that is reduced
+        One reduce-scatter for each part in `scattered`; a small all-reduce of the counts; one all-reduce for each parameter that is reduced
         alone.
 
         Returns:
-            The part of this rank of each cut, contiguous and of equal size on all ranks.
+            This rank's share of each part, contiguous and of equal size on all ranks.
         """
         flat, absent = self._finish(sums, group, scale)
-        assert self._cuts is not None
-        parts = [self._received[start] for start, _ in self._cuts]
-        for (start, _), part in zip(self._cuts, parts, strict=True):
+        assert self._scattered is not None
+        parts = [self._received[start] for start, _ in self._scattered]
+        for (start, _), part in zip(self._scattered, parts, strict=True):
             own = start + dist.get_rank(group) * part.numel()
             for slot, copy in self._apart:
                 first, last = max(slot.start, own), min(slot.stop, own + part.numel())
                 if first < last:
                     part[first - own : last - own] = copy[first - slot.start : last - slot.start]
-        self.nowhere = [self._slots[index].parameter for index in absent if flat[self.numel + index].item() == 0]
+        self.absent = [self._slots[index].parameter for index in absent if flat[self.numel + index].item() == 0]
         self.forget()
         return parts
 
     def _finish(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor) -> tuple[Tensor, list[int]]:
-        """Send what is left, wait, and scale what was sent before: the buffer, and the slots this rank had no gradients for."""
+        """Send the rest, wait, and scale what was sent before. Returns the buffer and the slots this rank had no gradients for."""
         apart = len(self._apart)
         self.start(max(self._waves), sums, group, scale)
         for work in self._pending:
@@ -294,7 +295,7 @@ class FlatGradients:
         return self._flat, self._absent
 
     def _begin(self) -> Tensor:
-        """An empty buffer with zeros where no gradient lies."""
+        """Allocate a buffer with zeros in the gaps."""
         flat = torch.empty(self._total, dtype=self._dtype, device=self._device)
         for start, stop in self._gaps:
             flat[start:stop].zero_()

@@ -52,7 +52,7 @@ def global_norm(tensors: Iterable[Tensor], device: torch.device, group: dist.Pro
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by so that it becomes at most `max_norm`.
+    """Factor that brings gradients of this norm to a norm of at most `max_norm`.
 
     A norm that is not a number stays visible: the coefficient is NaN too, as in torch.nn.utils.clip_grad_norm_.
     """

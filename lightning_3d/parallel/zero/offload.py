@@ -1,4 +1,4 @@
-"""Which optimizers step weights that lie in host memory, where ZeRO-Offload has them (arXiv:2101.06840)."""
+"""Checks of optimizers that step weights in host memory, where ZeRO-Offload keeps them (arXiv:2101.06840)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import ConfigError
 
 CPU_ADAM = "DeepSpeedCPUAdam"
-"""Steps nothing but weights in host memory."""
+"""Can step only weights in host memory."""
 
 GPU_ONLY = ("apex", "bitsandbytes", "transformer_engine")
 """Packages whose optimizers are GPU kernels."""
@@ -27,7 +27,7 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
     if not offloaded:
         if name == CPU_ADAM:
             raise ConfigError(
-                f"{name} steps weights in host memory, where they are with zero_offload=optimizer and a zero_stage above 0. Set these,"
+                f"{name} steps weights in host memory, which needs zero_offload=optimizer and a zero_stage above 0. Set these,"
                 " or use torch.optim.AdamW."
             )
         return
@@ -38,15 +38,15 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
         )
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise ConfigError(
-            f"{name} with capturable=True counts its steps on the GPU, but zero_offload steps in host memory. Leave capturable out, or use"
+            f"{name} with capturable=True counts its steps on the GPU, but zero_offload steps in host memory. Remove capturable, or use"
             " zero_offload=none."
         )
 
 
 def rounds_by_place(optimizer: Optimizer) -> bool:
-    """Whether on a CPU the update of an element depends on its place in the tensor.
+    """True if on a CPU the update of an element depends on its place in the tensor.
 
-    Kernels for the whole update compute the last elements of a tensor, too few for a vector instruction, with other roundings than all
+    Kernels for the whole update compute the last elements of a tensor, too few for a vector instruction, rounding them differently from the
     others (DeepSpeed 0.19, torch 2.13: 6e-8 after 30 steps). Copies that several ranks step, tied ones for example, would drift apart.
     """
     return type(optimizer).__name__ == CPU_ADAM or any(group.get("fused") for group in optimizer.param_groups)

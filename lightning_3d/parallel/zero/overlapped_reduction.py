@@ -23,17 +23,17 @@ class Share:
     stop: int
 
     def overlap(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of [start, stop) that lies in this share; empty where the second number is not above the first."""
+        """The part of [start, stop) in this share; empty if the second number is not above the first."""
         return max(self.start, start), min(self.stop, stop)
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Neighbouring slots that travel together, and which of their gradients of this micro-batch are still to come."""
+    """Neighbouring slots that are sent together, and those of their gradients of this micro-batch that are still missing."""
 
     slots: list[Slot]
     missing: set[int] = field(default_factory=set)
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: who keeps what
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # rank, start, stop: the part that each rank keeps
     own: list[tuple[int, int, int]] = field(default_factory=list)  # index of a share of this rank, start, stop
 
     @property
@@ -57,18 +57,18 @@ class EagerReduction:
     hooks, as in the split backward of zero-bubble schedules. So all ranks of the group must run the same actions.
 
     Args:
-        stages: of each pipeline stage on this rank the slots of its parameters in the flat buffer, in the order in which the forward
+        stages: for each pipeline stage on this rank the slots of its parameters in the flat buffer, in the order in which the forward
             uses them.
-        shares: who keeps what of the flat buffer; those of this rank in the order of its partitions.
+        shares: parts of the flat buffer that each rank keeps; those of this rank in the order of its partitions.
         group: the data-parallel ranks.
         bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
-        alone: parameters in a bucket of their own (see `FlatGradients`).
+        alone: parameters that each need a bucket of their own (see `FlatGradients`).
         to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
         at_once: listen to autograd; otherwise buckets are sent by `finished` and `flush`.
     """
 
     _IN_FLIGHT = 2
-    """Buckets that may be on their way at a time, where a rank must not hold more gradients than that."""
+    """Most buckets in flight, where a rank must not hold more gradients than that."""
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ class EagerReduction:
             take: a parameter -> its gradient of the whole step, which is removed. By default what a micro-batch left in `.grad`.
         """
         self._active = True
-        # A whole gradient only changes its place. To wait for other ranks would hold up the stages that still compute.
+        # Gradients of the whole step are only moved, so that any number in flight takes no extra memory; waiting for other ranks would
+        # stall the stages that still compute.
         self._most = self._IN_FLIGHT if take is None else len(self._parameters)
         self._sums, self._take = list(sums), take or _take_grad
         self._pending.clear()
@@ -136,7 +137,7 @@ class EagerReduction:
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd has finished the gradient of a parameter for this micro-batch."""
         if not self._active:
-            return  # a backward outside a step of training: nobody else runs it
+            return  # a backward outside a training step: no other rank runs it
         stage, bucket, _ = self._place[id(parameter)]
         bucket.missing.discard(id(parameter))
         queue = self._queues[stage]
@@ -145,14 +146,14 @@ class EagerReduction:
 
     @torch.no_grad()
     def finished(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward of a micro-batch is through with these parameters, on all ranks of the group at the same point."""
+        """Called when the backward of a micro-batch has passed these parameters, on all ranks of the group at the same point."""
         for parameter in parameters:
             if id(parameter) in self._place:
                 self._arrived(parameter)
 
     @torch.no_grad()
     def flush(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward of a micro-batch through the stages of `parameters` is over: send what is left of them."""
+        """Called when the backward of a micro-batch through the stages of `parameters` is over: send the rest of them."""
         for stage in sorted({self._place[id(p)][0] for p in parameters if id(p) in self._place}):
             while self._queues[stage]:
                 self._send(self._queues[stage].popleft())
@@ -196,7 +197,7 @@ class EagerReduction:
         return [(index, first, last) for index, first, last in found if first < last]
 
     def finish(self, scale: float | Tensor, rest_of: Callable[[nn.Parameter], Tensor | None]) -> list[nn.Parameter]:
-        """Wait for what is on its way and multiply the sums by `scale`. One small all-reduce.
+        """Wait for the buckets in flight and multiply the sums by `scale`. One small all-reduce.
 
         Args:
             rest_of: a parameter -> gradient that came after its bucket was sent, which is removed: a parameter that is used in several
@@ -231,7 +232,7 @@ class EagerReduction:
         self._receive()
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """What this rank keeps of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
+        """This rank's part of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
         while self._pending:
             self._receive()
         slot = self._place[id(parameter)][2]

@@ -1,4 +1,4 @@
-"""Parameters of which each data-parallel rank keeps a part, put together for as long as they are used (ZeRO stage 3)."""
+"""Parameters that are sharded over data-parallel ranks and gathered while they are used (ZeRO stage 3)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_3d.parallel.zero.gradient_buffers import Slot, end_to_end
 
 
 class Uploads:
-    """Copies from host memory and the collectives that wait for them, beside the computation on the device.
+    """Copies from host memory and the collectives that wait for them, overlapping the computation on the device.
 
-    What they write to must come from the computation's own allocations, so that it is not given away while either uses it.
+    Their targets must be allocated on the computation's own stream, so that the memory is not reused while either uses it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Uploads:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """They start when what has been computed so far is done, and what is computed next does not wait for them."""
+        """Context of such work: it waits for what has been computed so far, and later computation does not wait for it."""
         if self._stream is None:
             yield
             return
@@ -39,21 +39,22 @@ class Uploads:
             yield
 
     def page_locked(self, piece: torch.Tensor) -> torch.Tensor:
-        """The same values, from where copies do not hold up the computation."""
+        """Return the same values in page-locked memory, from which copies overlap with computation."""
         return piece if self._stream is None or piece.is_pinned() else piece.pin_memory()
 
 
 class Unit:
-    """Parameters that are gathered and freed together, one behind the other in a flat buffer of which each rank keeps one part.
+    """Parameters that are gathered and freed together, one after the other in a flat buffer. Each rank keeps one part of it.
 
     What autograd saves in a forward, the parameters themselves and views of them, refers to the buffer's storage. That is freed and
     filled again for the backward, under the same tensors (as in torch's FSDP). In between the parameters are NaN everywhere, without
-    memory, so that code that uses them outside of their modules is not wrong in silence.
+    memory, so that code that uses them outside of their modules is not silently wrong.
 
     Args:
         parameters: of one type; on all ranks of the group the same values.
-        group: the data-parallel ranks. device: where parameters are gathered.
-        uploads: the parts are kept in host memory and copied to the device for each gathering; None: they are kept there.
+        group: the data-parallel ranks.
+        device: device on which parameters are gathered.
+        uploads: the parts are kept in host memory and copied to the device for each gather; None: they are kept on the device.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Unit:
         self._hide()
 
     def owned(self, rank: int | None = None) -> Iterator[tuple[Slot, int, int]]:
-        """(slot, first, last) for each parameter of which a rank, this one by default, keeps the elements first to last - 1."""
+        """(slot, first, last) for each parameter that a rank, by default this one, keeps the elements first to last - 1 of."""
         start = (self.rank if rank is None else rank) * self.part_numel
         for slot in self.slots:
             first, last = max(slot.start, start), min(slot.stop, start + self.part_numel)
@@ -90,11 +91,11 @@ class Unit:
                 yield slot, first - slot.start, last - slot.start
 
     def kept(self) -> list[torch.Tensor]:
-        """The buffer that parameters are gathered in, which has no memory between, and what this rank keeps of them."""
+        """The gather buffer, which has no memory while parameters are freed, and this rank's part of them."""
         return [self._flat, *self.pieces.values(), self._padding]
 
     def start_gathering(self) -> None:
-        """Begin to put the parameters together. Collective over the group."""
+        """Start the all-gather of the parameters. Collective over the group."""
         if self.gathered or self._work is not None:
             return
         self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
@@ -103,7 +104,7 @@ class Unit:
             self._work = (all_gather_flat(self._flat, part, self.group), part)
             return
         for parameter, piece in self.pieces.items():
-            if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed's
+            if not isinstance(piece, nn.Parameter):  # else it is trained, and DeepSpeed keeps it
                 self.pieces[parameter] = self._uploads.page_locked(piece)
         part = torch.empty(self.part_numel, dtype=self._flat.dtype, device=self._flat.device)
         with self._uploads.running():
@@ -113,7 +114,7 @@ class Unit:
             self._work = (all_gather_flat(self._flat, part, self.group), part)
 
     def gather(self) -> None:
-        """Make the parameters usable."""
+        """Finish the all-gather, starting it if necessary, and point the parameters at the buffer."""
         self.start_gathering()
         if self._work is not None:
             self._work[0].wait()
@@ -138,12 +139,12 @@ class Unit:
         self._flat.untyped_storage().resize_(0)
 
     def require_untouched(self) -> None:
-        """Refuse values that were written into a parameter while it was not there."""
+        """Refuse values that were written into a parameter while it was freed."""
         for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
             if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
                 raise ConfigError(
-                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 it is not"
-                    " there then, and the values would be lost. Use zero_stage=2, or write before the fit begins."
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 its values"
+                    " are not in memory then, and the new ones would be lost. Use zero_stage=2, or write before the fit begins."
                 )
 
     def restore(self) -> None:
@@ -156,9 +157,9 @@ class Unit:
 
 
 class ParameterUnits:
-    """All parameters of a rank in units: one for each block, one for what lies beside the blocks.
+    """All parameters of a rank in units: one for each block, one for everything outside the blocks.
 
-    The latter is gathered while a batch is worked on. A block is gathered before its forward and before its backward and freed
+    The latter is gathered while a batch is computed. A block is gathered before its forward and before its backward and freed
     after them; the next one is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
 
     A function with a backward of its own may run blocks without autograd, and parts of them again in its backward (Reformer's reversible
@@ -166,12 +167,12 @@ class ParameterUnits:
     called while the parameters are away gathers them, until the backward of the micro-batch is over.
 
     Args:
-        module: the user's module; its parameters are cut here.
+        module: the user's module; its parameters are sharded here.
         blocks: modules in the order in which they are called.
-        is_active: whether a call of a block will run it (another pipeline stage's turn passes it by).
+        is_active: whether a call of a block will run it (it does not while another pipeline stage is running).
         finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
         on_host: the parts are kept in host memory.
-        apart: by id of a parameter that is not the same on all ranks of `group`: those on which it is.
+        apart: by id of a parameter that is not the same on all ranks of `group`, the group of those on which it is.
     """
 
     def __init__(
@@ -198,14 +199,14 @@ class ParameterUnits:
         uses = _users(module, blocks)
         inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
         known = {id(parameter) for parameters in inside for parameter in parameters}
-        beside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
+        outside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
         uploads = Uploads(device) if on_host else None
         groups = apart or {}
 
         def units(parameters: Sequence[nn.Parameter]) -> list[Unit]:
             return _units(parameters, lambda parameter: groups.get(id(parameter), group), device, uploads)
 
-        self._beside = units(beside)
+        self._outside = units(outside)
         self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
         self._hooks: list[Any] = []
@@ -216,33 +217,34 @@ class ParameterUnits:
         return self
 
     def open(self) -> None:
-        """Follow the calls of the blocks."""
+        """Hook into the calls of the blocks."""
         for block, _ in self._blocks if not self._hooks else ():
             self._hooks.append(block.register_forward_pre_hook(self._before_forward, prepend=True))
             self._hooks.append(block.register_forward_hook(self._after_forward))
 
     @property
     def all(self) -> list[Unit]:
-        return [*self._beside, *(unit for _, units in self._blocks for unit in units)]
+        return [*self._outside, *(unit for _, units in self._blocks for unit in units)]
 
     @property
-    def beside(self) -> list[nn.Parameter]:
-        """The parameters that are in no block."""
-        return [slot.parameter for unit in self._beside for slot in unit.slots]
+    def outside_blocks(self) -> list[nn.Parameter]:
+        """Parameters that are not in any block."""
+        return [slot.parameter for unit in self._outside for slot in unit.slots]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Holds the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`.
+        """Context of the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`.
 
         Raises:
-            ConfigError: a block's parameters were used outside of it. DataError: ranks called different blocks.
+            ConfigError: a block's parameters were used outside of it.
+            DataError: ranks called different blocks.
         """
         self.free()
         for unit in self.all:
             unit.require_untouched()
         self._in_use, self._order, self._trains = True, 0, torch.is_grad_enabled()
         self._used_again.clear()
-        _gather(self.all if self._whole else self._beside)
+        _gather(self.all if self._whole else self._outside)
         try:
             yield
         except RuntimeError as error:
@@ -250,7 +252,7 @@ class ParameterUnits:
                 raise
             raise ConfigError(
                 "Something used a block's parameters outside of the block's forward, or computed a gradient through a block in another"
-                " order than its forward. zero_gather=micro_batch has freed them then. Use zero_gather=step."
+                " order than its forward. zero_gather=micro_batch has already freed them. Use zero_gather=step."
             ) from error
         finally:
             self._in_use = False
@@ -265,8 +267,8 @@ class ParameterUnits:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
         if extremes[0] != -extremes[1]:
             raise DataError(
-                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they gather"
-                " the parameters of each block together. Use zero_gather=step."
+                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they"
+                " gather the parameters of each block together. Use zero_gather=step."
             )
 
     def free(self) -> None:
@@ -276,7 +278,7 @@ class ParameterUnits:
             unit.free()
 
     def after_backward(self) -> None:
-        """The backward of a micro-batch through a stage is over."""
+        """Free the blocks: the backward of a micro-batch through a stage is over."""
         if not self._whole:
             for _, units in self._blocks:
                 for unit in units:
@@ -289,17 +291,17 @@ class ParameterUnits:
             if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
                 raise ConfigError(
                     f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it"
-                    " or a module in it. zero_gather=micro_batch has freed them by then. Use zero_gather=step."
+                    " or a module in it. zero_gather=micro_batch has already freed them. Use zero_gather=step."
                 )
 
     def restore(self) -> None:
-        """Make the parameters what they were before, with the values of now, on the CPU. Collective."""
+        """Undo the sharding: every parameter has its current value, on the CPU. Collective."""
         self.close()
         for unit in self.all:
             unit.restore()
 
     def close(self) -> None:
-        """Leave the modules alone."""
+        """Remove all hooks from the modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -311,13 +313,13 @@ class ParameterUnits:
             self._gather(place, 1)
 
     def _runs(self, block: nn.Module) -> int | None:
-        """The place of a block that is called and has its parameters gathered for it."""
+        """Place of a block whose parameters this call must gather; None if it need not."""
         if not self._in_use or self._whole or id(block) not in self._place or not self._is_active(block):
             return None
         return self._place[id(block)]
 
     def _is_recomputing(self, place: int) -> bool:
-        """Whether a block runs again inside its own backward, which needs its parameters afterwards."""
+        """True if a block runs again inside its own backward, which needs its parameters afterwards."""
         return autograd_is_running() and any(unit.in_backward for unit in self._blocks[place][1])
 
     def _after_forward(self, block: nn.Module, args: Any, output: Any) -> None:
@@ -335,7 +337,7 @@ class ParameterUnits:
             unit.free()
 
     def _watch(self, block: nn.Module, place: int) -> None:
-        """Follow the calls of the modules in a block that have parameters of their own."""
+        """Hook into the calls of the modules in a block that have parameters of their own."""
         if place in self._watched:
             return
         self._watched.add(place)
@@ -349,7 +351,7 @@ class ParameterUnits:
             self._gather(place, 0)
 
     def _before_backward(self, place: int) -> None:
-        """The gradient of a block's output is there. What ran through the blocks behind it has been computed."""
+        """Gather a block for its backward: the gradient of its output has arrived, so the backward of the blocks after it is over."""
         if not self._in_use:
             return
         _, units = self._blocks[place]
@@ -366,7 +368,7 @@ class ParameterUnits:
             unit.in_backward = True
 
     def _gather(self, place: int, direction: int) -> None:
-        """Gather a block, and begin with the next one in the direction, 1 or -1; 0 is for a block alone."""
+        """Gather a block and start on the next one in the direction, 1 or -1; with 0, only the block."""
         self._order = (self._order * 1_000_003 + place * 3 + direction + 2) % 2**61
         _gather(self._blocks[place][1])
         if direction == 0:

@@ -1,8 +1,8 @@
-"""Sums of gradients that each tensor-parallel rank, or each tied copy of a parameter, knows only in part.
+"""Sums of gradients of which each tensor-parallel rank, or each tied copy of a parameter, has only a part.
 
 Two kinds: a parameter that several tensor-parallel ranks hold and that sees only a part of its gradient on each
 (`tp_grad_sum`), and a parameter that several pipeline ranks hold, an embedding tied to the output head (`pp_replicas`).
-All parameters of a pipeline stage that are summed over the same ranks travel in one all-reduce per step, whatever the number of
+All parameters of a pipeline stage that are summed over the same ranks are summed in one all-reduce per step, whatever the number of
 micro-batches.
 """
 
@@ -48,18 +48,13 @@ class PartialSums:
         }
         self._tied = _sums(mesh, [(_ranks(mesh, "pp", pair[1].pp_replicas), pair) for pair in tied])
 
-    @property
-    def collectives(self) -> int:
-        """All-reduces of one step."""
-        return sum(map(len, self._partial.values())) + len(self._tied)
-
     def reduce(self, sums: GradientSums, wave: int) -> None:
         """Sum over tensor-parallel ranks what is complete in `wave`: one all-reduce for each set of ranks and each type of gradients."""
         for entry in self._partial.get(wave, ()):
             entry.gradients.all_reduce(sums, entry.group)
 
     def reduce_tied(self, sums: GradientSums) -> None:
-        """Sum over pipeline ranks, after `reduce`: a tied copy travels when it is whole."""
+        """Sum over pipeline ranks, after `reduce`: a tied copy is sent when it is whole."""
         for entry in self._tied:
             entry.gradients.all_reduce(sums, entry.group)
 
@@ -67,14 +62,14 @@ class PartialSums:
 def _sums(mesh: Mesh, members: list[tuple[tuple[int, ...], Named]]) -> list[_Sum]:
     """One sum for each set of ranks and each type, in an order that all ranks share: smaller sets first, then by rank.
 
-    Ranks may be in several sets; any common order of the sets keeps them from waiting for each other in a circle.
+    Ranks may be in several sets; any common order of the sets prevents a deadlock.
     """
     batches: dict[tuple[int, tuple[int, ...], str], list[Named]] = {}
     for ranks, pair in members:
         batches.setdefault((len(ranks), ranks, str(sum_dtype(pair[0]))), []).append(pair)
     sums = []
     for _, ranks, dtype in sorted(batches):
-        # Tied copies have different names; the canonical one is the same on all ranks.
+        # Tied copies have different names; sort by the canonical one, which is the same on all ranks.
         pairs = sorted(batches[len(ranks), ranks, dtype], key=lambda pair: pair[1].tied_to or pair[1].name)
         slots = end_to_end(parameter for parameter, _ in pairs)
         sums.append(_Sum(mesh.group_for(ranks), FlatGradients(slots, slots[-1].stop, bucket_bytes=None)))

@@ -1,7 +1,7 @@
-"""Pages to look at, each one file that asks no host for anything: `report.html` of a run, `sweep.html` of a sweep. Imports no torch.
+"""Reports as single HTML files that load nothing from a network: `report.html` of a run, `sweep.html` of a sweep. Imports no torch.
 
-`run` and `sweep` read what is in the folder and say what the page shows, `page` makes the file; in `assets` are templates, styles and the
-scripts that draw.
+`run` and `sweep` read the folder and choose what the page shows, `page` writes the file, `assets` has templates, styles and the scripts
+that draw.
 """
 
 from lightning_3d.runs.report.run import REPORT_FILE, About, write_report

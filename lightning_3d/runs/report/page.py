@@ -1,4 +1,4 @@
-"""One HTML file from a template, a style and scripts, all of it inside."""
+"""Write one self-contained HTML file from a template, a style and scripts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[str, Any], **values: Any) -> Path:
-    """Write the file as a whole.
+    """Write the file atomically.
 
     Args:
-        template: name in `assets`. scripts: names in `assets`, run one after the other.
-        data: numbers that the scripts draw: `data` in them. Those that are not finite become null.
-        values: what the template shows.
+        path: the file.
+        template: name of the template in `assets`.
+        scripts: names of the scripts in `assets`, run one after the other.
+        data: numbers that the scripts draw, `data` in them; numbers that are not finite become null.
+        values: values for the template.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -42,7 +44,7 @@ def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[
 
 
 def without_nan(value: Any) -> Any:
-    """The same with None for numbers that JSON has no word for."""
+    """Replace numbers that JSON cannot express by None."""
     if isinstance(value, Mapping):
         return {key: without_nan(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -50,16 +52,7 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Numbers as people read them; `charts.js` has the same.
-
-
-def show_bytes(value: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    place = 0
-    while value >= 1024 and place + 1 < len(units):
-        value, place = value / 1024, place + 1
-    digits = 0 if place == 0 or value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {units[place]}"
+# Numbers as people read them; `charts.js` has the same functions.
 
 
 def show_seconds(value: float) -> str:

@@ -17,8 +17,9 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.runs.folder import read_wandb_file
 from lightning_3d.runs.metrics_file import column, read_rows
-from lightning_3d.runs.report.page import show_bytes, show_count, show_percent, show_seconds, write_page
+from lightning_3d.runs.report.page import show_count, show_percent, show_seconds, write_page
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED, RUNNING, read_status
+from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.tracing.trace import (
     FORWARD,
     KINDS,
@@ -35,21 +36,25 @@ REPORT_FILE = "report.html"
 _WORDS = {"receive": "wait for a message", "reduce": "reduce gradients", "input gradient": "backward: inputs"}
 _WORDS |= {"weight gradient": "backward: weights"}
 _MOST_POINTS = 1500
-_MOST_IN_ORDER = 16  # of more, run.js shows so many at first
+_MOST_IN_ORDER = 16  # with more ranks, run.js shows only so many at first
 _MOST_NODES = 16
 _MOST_RANKS_OF_A_NODE = 64
 
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a run beside its files.
+    """Facts about a run that are not in its metrics.
 
     Attributes:
-        order: of ranks; None is the default.
-        nodes: machines. status: see `run_status`; None: what `status.json` says.
-        reason: why it ended, where it failed.
+        model: name of the model.
+        layout: name of the layout.
+        order: order of ranks; None: the default.
+        schedule: pipeline schedule.
+        nodes: number of machines.
+        status: see `runs.status`; None: the status in `status.json`.
+        reason: message of the failure, if the run failed.
         memory: bytes of one GPU.
-        counted: what a loss is averaged over, and what is counted by the second: tokens, or rows of batches.
+        counted: unit of the loss average and of the throughput: tokens, or rows of batches.
     """
 
     model: str = ""
@@ -64,7 +69,7 @@ class About:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], reason: str = "") -> About:
-        """What the configuration of a run says; what it lacks is left out."""
+        """Read the facts from the configuration of a run; what it lacks is left out."""
         parallelism, cluster, model = (_group(config, name) for name in ("parallelism", "cluster", "model"))
         order = parallelism.get("order")
         return cls(
@@ -79,27 +84,28 @@ class About:
 
 
 def write_report(folder: Path, about: About | None = None, *, reason: str = "") -> Path:
-    """Write `report.html` into a run folder, whatever of the run's files there is.
+    """Write `report.html` into a run folder, from those of the run's files that exist.
 
     Args:
-        about: None: what `config.yaml` says.
-        reason: why the run failed, where the caller knows.
+        folder: run folder.
+        about: facts about the run; None: read from `config.yaml`.
+        reason: message of the failure, where the caller knows it.
 
     Raises:
-        ConfigError: the folder holds no run, or cannot be written.
+        ConfigError: the folder does not hold a run, or cannot be written.
     """
     folder = Path(folder)
     text, config = _config_of(folder)
     about = about or About.of_config(config, reason)
     if not (folder / "metrics.csv").is_file() and not text:
-        raise ConfigError(f"{folder} holds no run: there is neither metrics.csv nor config.yaml in it.")
+        raise ConfigError(f"{folder} is not a run folder: it has neither metrics.csv nor config.yaml.")
     trace = read_timeline(folder / TIMELINE_FILE)
     layout = _layout(trace, about)
     page = _RunPage(folder, about, read_rows(folder / "metrics.csv"), trace, layout, text)
     try:
         return write_page(folder / REPORT_FILE, "run.html.j2", ["charts.js", "run.js"], page.data(), run=page.shown())
     except OSError as error:
-        raise ConfigError(f"The report cannot be written into {folder}: {error.strerror}.") from error
+        raise ConfigError(f"Cannot write the report into {folder}: {error.strerror}.") from error
 
 
 def _config_of(folder: Path) -> tuple[str, Mapping[str, Any]]:
@@ -125,7 +131,7 @@ def _layout(trace: StepTrace | None, about: About) -> Layout:
 
 
 class _RunPage:
-    """What the page of one run shows."""
+    """Contents of the page of one run."""
 
     def __init__(
         self, folder: Path, about: About, rows: Sequence[Mapping[str, str]], trace: StepTrace | None, layout: Layout, config: str
@@ -135,7 +141,7 @@ class _RunPage:
         self.schedule = trace.schedule if trace is not None else about.schedule
 
     def data(self) -> dict[str, Any]:
-        """Numbers to draw."""
+        """Return the numbers to draw."""
         steps, loss, speed = thinned(*(_cells(self.rows, name) for name in ("step", "loss", "tokens_per_second")))
         validation = [[int(row["step"]), float(row["val_loss"])] for row in self.rows if _finite(row.get("val_loss"))]
         return {
@@ -205,7 +211,7 @@ class _RunPage:
             return f"This run failed {after}" + (f", with exit code {code}." if code is not None else ".")
         if status == INTERRUPTED:
             return f"This run was interrupted {after}."
-        return f"This run had not ended when the report was made, {after}." if status == RUNNING else ""
+        return f"This run was still running when the report was made, {after}." if status == RUNNING else ""
 
     def _tiles(self) -> list[dict[str, str]]:
         rows = self.rows
@@ -226,7 +232,7 @@ class _RunPage:
             more = f"ideal: {show_percent(predicted)}" if predicted is not None else f"step {trace.step}"
             tiles.append(("bubble", "Bubble", show_percent(trace.bubble), more))
             capacity = self.about.memory
-            more = f"{show_percent(trace.peak_memory / capacity)} of {capacity / 1e9:.0f} GB" if capacity else "peak of the fullest rank"
+            more = f"{show_percent(trace.peak_memory / capacity)} of {show_bytes(capacity)}" if capacity else "peak of the fullest rank"
             tiles.append(("memory", "Memory", show_bytes(trace.peak_memory), more))
         else:
             tiles += [("bubble", "Bubble", "–", "no step was traced"), ("memory", "Memory", "–", "no step was traced")]
@@ -272,7 +278,7 @@ class _RunPage:
         }
 
     def _kept(self) -> list[RankTrace]:
-        """The ranks whose events are there, of many those of a pipeline together: not all of them are seen at once."""
+        """List the ranks with recorded events; if there are many, pipeline by pipeline, because the page shows only the first ones."""
         kept = [each for each in self.trace.ranks if each.events] if self.trace is not None else []
         if len(kept) <= _MOST_IN_ORDER:
             return kept
@@ -296,11 +302,11 @@ class _RunPage:
     def _memory_note(self) -> str:
         if self.trace is None:
             return ""
-        how = "tensors that were counted; activations are the most that the backward kept at a time"
+        how = "counted tensors; activations are the peak of what was kept for the backward"
         if self.trace.device == "cuda":
-            how = "the most that the allocator gave away since the run began"
+            how = "peak of the allocator since the run started"
         elif any(each.memory.activations is None for each in self.trace.ranks):
-            how = "tensors that were counted; of compiled blocks, activations were not"
+            how = "counted tensors, without the activations of compiled blocks"
         note = f"in step {self.trace.step}: {how}"
         shown = len(self._memory())
         return note + (f"; {shown} of {self.layout.world_size} ranks" if shown < self.layout.world_size else "")
@@ -309,15 +315,15 @@ class _RunPage:
         order = " < ".join(axis for axis in self.layout.order if self.layout.size(axis) > 1)
         words = [f"{self.layout.world_size:,} rank{'s' * (self.layout.world_size > 1)}"]
         if order:
-            words.append(f"from neighbours outwards: {order}")
+            words.append(f"axes from innermost to outermost: {order}")
         if self.layout.vp > 1:
             words.append(f"{self.layout.vp} stages of the model on each pipeline rank")
         if self.layout.ep > 1:
-            words.append(f"experts dealt to {self.layout.ep} ranks")
+            words.append(f"experts sharded over {self.layout.ep} ranks")
         return "; ".join(words)
 
     def _nodes(self) -> tuple[list[dict[str, Any]], str]:
-        """Machines with their ranks, and what is left out of them."""
+        """List machines with their ranks, and say how many are left out."""
         groups = self._ranks_by_node()
         nodes = [
             {"name": name if len(ranks) <= _MOST_RANKS_OF_A_NODE else f"{name}: the first {_MOST_RANKS_OF_A_NODE} of {len(ranks)} ranks",
@@ -360,7 +366,7 @@ _COLOURS = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#
 
 
 def _colour(stage: int, stages: int) -> str:
-    """Colours that differ as much as they can, of a lightness that shows on white and on black."""
+    """Choose a colour: as different as possible, and light enough for black and dark enough for white backgrounds."""
     return _COLOURS[stage] if stages <= len(_COLOURS) else f"hsl({(212 + 300 * stage // stages) % 360} 62% 52%)"
 
 
@@ -376,7 +382,7 @@ def _cells(rows: Iterable[Mapping[str, str]], name: str) -> list[float | None]:
 
 
 def thinned(steps: list[float | None], *columns: list[float | None]) -> list[list[float | None]]:
-    """The same with not many more points than can be seen: of neighbours those where the first column is smallest and largest stay."""
+    """Thin out columns to about as many points as can be seen: of neighbours, keep the smallest and the largest of the first column."""
     count = len(steps)
     if count <= _MOST_POINTS:
         return [steps, *columns]

@@ -1,4 +1,4 @@
-"""`sweep.html` of a sweep, from `sweep.csv` in its folder and the reports of its jobs."""
+"""Write `sweep.html` of a sweep from `sweep.csv` in its folder and the reports of its jobs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ NUMBERS = {
     "step_seconds": {"name": "step", "better": "less", "format": "seconds"},
     "seconds": {"name": "time", "better": "less", "format": "seconds"},
 }
-"""Numbers of a job that are shown, in the order of the columns, and which of two is better."""
+"""Numbers of a job that are shown, in the order of the columns, and whether more or less is better."""
 
 _OTHERS = ("job", "layout", "status", "exit_code", "reason", "grad_norm", "folder", *NUMBERS)
 _LAYOUT = "parallelism"
-"""The swept group whose values are layouts: of a job that was skipped nothing else tells it."""
+"""The swept group whose values are layouts: for a job that was skipped nothing else names its layout."""
 
 _CLASSES = {"failed", "finished", "interrupted", "skipped", "running"}
 
 
 def write_sweep_report(folder: Path) -> Path:
-    """Write `sweep.html` beside `sweep.csv`.
+    """Write `sweep.html` next to `sweep.csv`.
 
     Raises:
-        ConfigError: there is no table, or nothing can be written.
+        ConfigError: there is no `sweep.csv`, or the folder cannot be written.
     """
     try:
         with (folder / SWEEP_FILE).open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except OSError as error:
-        raise ConfigError(f"{folder} holds no sweep: {SWEEP_FILE} cannot be read ({error.strerror}).") from error
+        raise ConfigError(f"{folder} is not the folder of a sweep: cannot read {SWEEP_FILE} ({error.strerror}).") from error
     keys = [key for key in (rows[0] if rows else ()) if key not in _OTHERS and key != _LAYOUT]
     jobs = [_job(folder, row, keys) for row in rows]
     shown = [name for name in NUMBERS if any(name in job["numbers"] for job in jobs)]
@@ -61,7 +61,7 @@ def write_sweep_report(folder: Path) -> Path:
     try:
         return write_page(folder / SWEEP_REPORT_FILE, "sweep.html.j2", ["charts.js", "sweep.js"], data, sweep=page)
     except OSError as error:
-        raise ConfigError(f"The report cannot be written into {folder}: {error.strerror}.") from error
+        raise ConfigError(f"Cannot write the report into {folder}: {error.strerror}.") from error
 
 
 def _job(folder: Path, row: Mapping[str, str], keys: list[str]) -> dict[str, Any]:

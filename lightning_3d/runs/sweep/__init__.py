@@ -1,1 +1,1 @@
-"""Sweeps: several runs, each in processes and a folder of its own, from configurations that are checked before the first starts."""
+"""Sweeps: several runs, each in its own processes and folder. All configurations are checked before the first run starts."""

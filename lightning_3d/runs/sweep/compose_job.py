@@ -1,4 +1,4 @@
-"""From the overrides of a sweep's job to a job that can be started, with Hydra. Imports no torch."""
+"""Compose a job of a sweep from its overrides with Hydra. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from lightning_3d.runs.sweep.jobs import Checked, Entry, Job, Skipped
 from lightning_3d.runs.wandb_access import SWEEP_VARIABLE
 
 Check = Callable[[DictConfig], RunPlan]
-"""What a composed configuration would be as a run; raises Lightning3DError for one that cannot run."""
+"""Checks a composed configuration and returns the plan of its run; raises Lightning3DError for one that cannot run."""
 
 _OF_THE_SWEEP = ("hydra.mode", "hydra.output_subdir", "hydra.run.dir", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 
 
 class JobFailed(CompactHydraException):
-    """What a sweeper gets for a job that has no result. Hydra shows its message, without a traceback."""
+    """Result of a job that failed, for the sweeper. Hydra shows its message without a traceback."""
 
 
 def swept_overrides(context: HydraContext, config: DictConfig) -> list[str]:
-    """Keys that the command line or `hydra.sweeper.params` gives several values."""
+    """List the keys to which the command line or `hydra.sweeper.params` gives several values."""
     overrides = [str(line) for line in OmegaConf.select(config, "hydra.overrides.task") or ()]
     parsed = OverridesParser.create(config_loader=context.config_loader).parse_overrides(overrides)
     keys = [override.get_key_element() for override in parsed if override.is_sweep_override()]
@@ -48,13 +48,15 @@ def compose_job(
     """Compose and check a job of a sweep.
 
     Args:
+        context: Hydra's context, which composes.
         sweep: configuration of the whole sweep.
-        number: of the job.
-        folder: of the sweep.
-        run: the check of a job of `lightning-3d run`; or the command of another app, whose own function is to be run.
+        overrides: overrides of the job.
+        number: number of the job.
+        folder: folder of the sweep.
+        run: the check of a job of `lightning-3d run`; or the command of another app, whose own function is run.
 
     Returns:
-        (the job, or why it cannot run; its configuration with Hydra's part, None where it does not compose).
+        The job, or the reason why it cannot run; and its configuration with Hydra's part, None where it does not compose.
     """
     key = tuple(overrides)
     try:
@@ -76,7 +78,7 @@ def compose_job(
 
 
 def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: Path, run: Check | Sequence[str]) -> Entry:
-    """The job of a configuration whose interpolations of Hydra can be resolved now."""
+    """Make the job of a configuration. Hydra's interpolations in it can be resolved now."""
     if callable(run):
         try:
             plan = run(config)
@@ -99,15 +101,15 @@ def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: 
 
 
 def _own_command(config: DictConfig, folder: Path) -> list[str]:
-    """Arguments with which another Hydra app runs from the frozen configuration in a folder, in this folder."""
+    """Return the arguments with which another Hydra app runs the frozen configuration of a folder in that folder."""
     kept = [line for line in config.hydra.overrides.hydra if not line.startswith(_OF_THE_SWEEP)]
     quoted = "'" + str(folder).replace("'", "\\'") + "'"
-    ours = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]  # what Hydra leaves there is there already
+    ours = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]  # the files of Hydra are there already
     return [f"--config-path={folder}", f"--config-name={CONFIG_FILE}", *kept, *ours]
 
 
 def _hydra_files(config: DictConfig) -> dict[str, str]:
-    """What Hydra leaves in the folder of a run: the configuration as composed, its own, and the overrides."""
+    """Write the files that Hydra leaves in a run folder: the composed configuration, Hydra's own, and the overrides."""
     subdir = config.hydra.output_subdir
     if subdir is None:
         return {}
@@ -124,7 +126,7 @@ def _hydra_files(config: DictConfig) -> dict[str, str]:
 
 @contextmanager
 def _hydra_config(config: DictConfig) -> Iterator[None]:
-    """Interpolations such as ${hydra:job.num} read this configuration."""
+    """Let interpolations such as ${hydra:job.num} read this configuration."""
     before: Any = HydraConfig.instance().cfg
     try:
         HydraConfig.instance().set_config(config)
@@ -134,5 +136,5 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
 
 
 def task_config(config: DictConfig) -> DictConfig:
-    """What a job's function sees."""
+    """Return the configuration that a job's function sees, without Hydra's part."""
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])

@@ -1,13 +1,12 @@
-"""The folder of a sweep, which belongs to one process at a time, and the folders of its jobs, which later starts find again."""
+"""The folder of a sweep, which belongs to one process at a time, and the folders of its jobs, which later starts reuse."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -17,10 +16,11 @@ from lightning_3d.runs.frozen_config import frozen_text, move_to
 from lightning_3d.runs.status import FINISHED, RUNNING, read_status
 from lightning_3d.runs.sweep.jobs import LOG_FILE, Job
 from lightning_3d.storage.holder import Holder
+from lightning_3d.storage.lock import FileLock
 
 LOCK_FILE = ".sweep_lock"
 EARLIER = "earlier"
-"""Folder in the sweep's where the files of jobs that did not finish are kept when they begin again."""
+"""Folder in the sweep's folder for the earlier files of jobs that did not finish and restart."""
 
 _LEFT_BY_PREPARATION = {CONFIG_FILE, LOG_FILE, ".hydra"}
 
@@ -31,25 +31,26 @@ class SweepFolder:
 
     Attributes:
         path: absolute.
-        created: folders that were made for it, outermost first.
+        created: folders that were created for it, outermost first.
         before: names that were in it before.
+        lock: lock of the folder; None after `close`.
     """
 
     path: Path
     created: tuple[Path, ...]
     before: frozenset[str]
-    lock: TextIO | None
+    lock: FileLock | None
 
     @classmethod
     def take(cls, path: Path, *, numbered: bool) -> SweepFolder:
-        """Make a folder this sweep's own for as long as this process lives. It may hold an earlier start of the same sweep.
+        """Make a folder this sweep's own while this process lives. It may hold an earlier start of the same sweep.
 
         Args:
-            path: wanted.
-            numbered: where another sweep is at work in it, take the first of path_1, path_2, ... that is free.
+            path: the folder.
+            numbered: if another sweep uses it, take the first of path_1, path_2, ... that is free.
 
         Raises:
-            ConfigError: another sweep is at work there, or nothing can be written.
+            ConfigError: another sweep uses it, or it cannot be written.
         """
         path = path.absolute()
         for place in candidates(path, numbered=numbered):
@@ -58,30 +59,24 @@ class SweepFolder:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise ConfigError(f"The sweep folder {place} cannot be used: {error.strerror}. Set hydra.sweep.dir.") from error
+                raise ConfigError(f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir.") from error
         other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
         if holder is None:
-            raise ConfigError(f"Another sweep is at work in {path}. Wait until it ends, or {other}.")
-        raise ConfigError(f"Another sweep is at work in {path} ({holder.describe()}). {holder.what_to_do(other)}")
+            raise ConfigError(f"Another sweep is in progress in {path}. Wait until it ends, or {other}.")
+        raise ConfigError(f"Another sweep is in progress in {path} ({holder.describe()}). {holder.what_to_do(other)}")
 
     @classmethod
     def _take(cls, path: Path) -> SweepFolder:
         created = missing_folders(path)
         path.mkdir(parents=True, exist_ok=True)
         before = frozenset(entry.name for entry in path.iterdir())
-        lock = (path / LOCK_FILE).open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however this process ends
-        except BlockingIOError:
-            lock.close()
-            raise
-        except OSError:  # a file system without locks, as some clusters mount them
-            pass
-        Holder.this_process().write(lock.fileno())
+        lock = FileLock(path / LOCK_FILE)
+        if not lock.acquire():
+            raise BlockingIOError
         return cls(path, created, before, lock)
 
     def close(self, *, used: bool) -> None:
-        """Let go of the folder; one in which no job was to run goes back to what it was."""
+        """Release the folder. If no job was to run, restore what was there before."""
         if self.lock is None:
             return
         if not used:
@@ -93,15 +88,15 @@ class SweepFolder:
                     folder.rmdir()
                 except OSError:  # something else is in it
                     break
-        self.lock.close()
+        self.lock.release()
         self.lock = None
 
 
 def is_finished(job: Job) -> bool:
-    """Whether an earlier start of the sweep finished this very job.
+    """Check whether an earlier start of the sweep finished this very job.
 
     Raises:
-        ConfigError: the folder holds a finished run of another configuration, or a run that goes on.
+        ConfigError: the folder holds a finished run of another configuration, or a run that is in progress.
     """
     status = read_status(job.folder)
     if status is None:
@@ -116,37 +111,37 @@ def is_finished(job: Job) -> bool:
     if difference is None:
         return True
     raise ConfigError(
-        f"{job.folder} holds a finished run with another configuration: {difference}. Set hydra.sweep.dir to a new folder for this"
-        " sweep, or repeat the command line of the earlier one."
+        f"{job.folder} holds a finished run with another configuration: {difference}. Set hydra.sweep.dir to a new folder, or"
+        " repeat the command line of the earlier sweep."
     )
 
 
 def prepare(sweep: Path, job: Job) -> Path | None:
-    """Make a job's folder ready to be started: its configuration is there, and nothing of an earlier run.
+    """Prepare the folder of a job: it then holds the configuration and nothing of an earlier run.
 
-    What an earlier run left that did not finish is moved to `earlier/` in the sweep's folder, unless the job goes on from it
+    The files of an earlier run that did not finish are moved to `earlier/` in the sweep's folder, unless the job resumes that run
     (`trainer.auto_resume`).
 
     Returns:
-        where it was moved; None where there was nothing.
+        The place to which they were moved; None where there were none.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     try:
-        moved = None if _goes_on(job) else _put_aside(sweep, job.folder)
+        moved = None if _resumes(job) else _put_aside(sweep, job.folder)
         job.folder.mkdir(parents=True, exist_ok=True)
         for name, text in job.hydra_files.items():
             (job.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (job.folder / name).write_text(text, encoding="utf-8")
         (job.folder / CONFIG_FILE).write_text(frozen_text(job.config), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"The run folder {job.folder} cannot be made: {error.strerror}. Set hydra.sweep.subdir.") from error
+        raise ConfigError(f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir.") from error
     return moved
 
 
-def _goes_on(job: Job) -> bool:
-    """Whether the job would go on where an earlier try of it was."""
+def _resumes(job: Job) -> bool:
+    """Check whether the job would resume an earlier attempt in its folder."""
     trainer, old = job.config.get("trainer"), _config_in(job.folder)
     if not (isinstance(trainer, dict) and trainer.get("auto_resume") and isinstance(old, dict)):
         return False
@@ -180,17 +175,17 @@ def _as_read(config: dict[str, Any]) -> Any:
 
 
 def _moved(config: Any, folder: Path) -> Any:
-    """The configuration as it would be there: the sweep's folder may have been moved since."""
+    """Return the configuration as it would be in a folder: the folder of the sweep may have been moved since."""
     return move_to(config, folder) if isinstance(config, dict) and config.get("run_folder") else config
 
 
 def first_difference(old: Any, new: Any, key: str = "") -> str | None:
-    """The first key in which two configurations differ, with both values; None when they are equal."""
+    """Find the first key in which two configurations differ, with both values; None if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}, key=str):
             inner = f"{key}.{name}" if key else str(name)
             if name not in old or name not in new:
-                return f"{inner} is only in the {'new' if name in new else 'old'} one"
+                return f"{inner} is only in the {'new' if name in new else 'old'} configuration"
             found = first_difference(old[name], new[name], inner)
             if found is not None:
                 return found

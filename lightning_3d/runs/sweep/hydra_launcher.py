@@ -1,4 +1,4 @@
-"""The base of the Hydra launchers of this package: overrides become jobs, outcomes become what sweepers read."""
+"""Base of the Hydra launchers of this package: turns overrides into jobs, and outcomes into results for sweepers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.plan_run import RunPlan
-from lightning_3d.runs.check import check
+from lightning_3d.runs.check import Machine, check_for
 from lightning_3d.runs.status import FINISHED
 from lightning_3d.runs.sweep.compose_job import JobFailed, compose_job, swept_overrides, task_config
 from lightning_3d.runs.sweep.folder import SweepFolder
@@ -24,12 +24,17 @@ from lightning_3d.runs.sweep.sweep import Sweep
 
 
 class SweepLauncher(Launcher):
-    """What all launchers of this package share; they differ in the engine.
+    """Base of the launchers of this package, which differ in the engine.
 
     Args:
-        metric: the number that a job returns to the sweeper, or several; None is the final validation loss, or the training
-            loss where there is no validation.
+        metric: name of the number that a job returns to the sweeper, or several; None: the final validation loss, or the training loss
+            where there is no validation.
+
+    Attributes:
+        machine: where the engine runs the jobs.
     """
+
+    machine = Machine.THIS
 
     def __init__(self, metric: Any = None) -> None:
         self._single = isinstance(metric, str) or not isinstance(metric, Sequence)
@@ -37,11 +42,11 @@ class SweepLauncher(Launcher):
 
     @abstractmethod
     def engine(self) -> Engine:
-        """How jobs are started."""
+        """Make the engine that starts the jobs."""
 
     def check(self, config: DictConfig) -> RunPlan:
-        """What a job's configuration would be where the engine runs it. Raises Lightning3DError where it cannot run."""
-        return check(config, None)
+        """Check a job's configuration for the machine where the engine runs it. Raises Lightning3DError where it cannot run."""
+        return check_for(config, self.machine)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take the sweep's folder, before Hydra writes into it."""
@@ -54,14 +59,14 @@ class SweepLauncher(Launcher):
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder.path)
         self._sweep = Sweep(folder, engine, keys=keys)
-        # train.py's job is told of its sweep, for the exit code; the function of another app is run as its own script.
+        # train.py's job knows its sweep, for the exit code; the function of another app runs as its own script.
         self._ours = hasattr(task_function, "begin_sweep")
         if self._ours:
             task_function.begin_sweep(self._sweep)  # type: ignore[attr-defined]
         self._context, self._config, self._task = hydra_context, config, task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run a batch of jobs: all are composed and checked before the first starts."""
+        """Run a batch of jobs; all are composed and checked before the first one starts."""
         run = self.check if self._ours else (sys.executable, str(Path(sys.argv[0]).absolute()))
         folder = self._sweep.folder.path
         try:
@@ -79,7 +84,7 @@ class SweepLauncher(Launcher):
         return [self._returned(outcome, config) for outcome, (_, config) in zip(outcomes, composed, strict=True)]
 
     def _returned(self, outcome: Outcome, config: DictConfig | None) -> JobReturn:
-        """What the sweeper reads of a job."""
+        """Return the result of a job for the sweeper."""
         returned = JobReturn(overrides=list(outcome.overrides), working_dir=str(outcome.folder or ""))
         returned.task_name = self._config.hydra.job.name
         if config is not None:
@@ -89,7 +94,7 @@ class SweepLauncher(Launcher):
             returned.status = JobStatus.COMPLETED
             returned.return_value = values[0] if self._single else values
         elif self._ours and str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper"):
-            returned.status = JobStatus.COMPLETED  # reading a failure would end the sweep; the exit code tells
+            returned.status = JobStatus.COMPLETED  # reading a failure would end the sweep; the exit code shows it
             returned.return_value = None
         else:
             returned.status = JobStatus.FAILED

@@ -1,4 +1,4 @@
-"""What a sweep consists of: jobs that can run, and entries that cannot or need not."""
+"""Entries of a sweep: jobs that can run, and jobs that cannot or need not."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Job:
     """A run that an engine can start: a folder with a frozen configuration, and the command that trains from it.
 
     Attributes:
-        number: of the job in its sweep, from 0.
-        overrides: of the command line, for this job.
-        folder: absolute; of this run alone. `config.yaml` is there before the job is started.
-        config: what is in that file.
-        command: starts the run, in a fresh process, and ends when it has ended, with its exit code.
-        ranks: processes that train.
-        environment: variables to set for it, beside those of the sweep's own process.
-        work_folder: where to start it; None is the sweep's own.
-        hydra_files: texts that Hydra leaves in a run folder, by their path in it.
+        number: number of the job in its sweep, from 0.
+        overrides: overrides of the command line for this job.
+        folder: absolute folder of this run alone. `config.yaml` is there before the job starts.
+        config: contents of that file.
+        command: command that runs the job in a fresh process and exits with its exit code.
+        ranks: number of processes that train.
+        environment: environment variables in addition to those of the sweep's process.
+        work_folder: working directory; None: the sweep's.
+        hydra_files: contents of the files that Hydra leaves in a run folder, by their path in it.
     """
 
     number: int
@@ -38,13 +38,13 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the job prints."""
+        """File with the output of the job."""
         return self.folder / LOG_FILE
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A job that cannot run, and why."""
+    """A job that cannot run, and the reason."""
 
     number: int
     overrides: tuple[str, ...]
@@ -53,7 +53,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Checked:
-    """A job that was only to be checked (`trainer.dry`), and what it would be."""
+    """A job that was only checked (`trainer.dry`), and the description of its run."""
 
     number: int
     overrides: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How the jobs of a sweep are started and waited for: one interface, and the engine that uses this machine."""
+"""Engines that start the jobs of a sweep and wait for them: the interface, and the engine that uses this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CANNOT_START = 126
 
 @dataclass(frozen=True)
 class Began:
-    """A job was started, or handed to whoever will start it. `where` says more for the user, or nothing."""
+    """A job was started, or submitted. `where` has more for the user, such as the number of a SLURM job."""
 
     job: Job
     where: str = ""
@@ -35,14 +35,14 @@ class Began:
 
 @dataclass(frozen=True)
 class Going:
-    """A job is still running: a chance to show how far it is."""
+    """A job is still running: a chance to show its progress."""
 
     job: Job
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job has ended. `reason` says what the exit code does not, where the engine knows it."""
+    """A job has ended. `reason` explains the exit code where the engine knows more."""
 
     job: Job
     exit_code: int
@@ -53,13 +53,13 @@ Event = Began | Going | Ended
 
 
 class Engine(Protocol):
-    """Starts jobs and tells what becomes of them."""
+    """Starts jobs and reports what happens to them."""
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
-        """Run all jobs, in any order and as many at once as the engine likes: one `Began` and one `Ended` for each, any number of
-        `Going` between them. A job that fails does not stop the others.
+        """Run all jobs, in any order and as many at once as the engine chooses. Yields one `Began` and one `Ended` for each, and any
+        number of `Going` between them. A job that fails does not stop the others.
 
-        When the generator is closed, or an `Interrupted` reaches it, it ends what it started and only then returns or raises.
+        When the generator is closed, or an `Interrupted` reaches it, it stops what it started before it returns or raises.
         """
 
 
@@ -77,9 +77,9 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises `Interrupted` wherever this process is; later ones do not disturb the end.
+    """Raise `Interrupted` at the first SIGINT, SIGTERM or SIGHUP, wherever this process is; ignore later ones.
 
-    Where something swallows it, or makes another error of it, it is raised at the end.
+    If something swallows it, or turns it into another error, it is raised at the end.
     """
     received: list[int] = []
 
@@ -105,10 +105,10 @@ class LocalEngine:
     """Fresh processes on this machine, which print into the folders of their jobs and never outlive this process (Linux).
 
     Args:
-        at_once: jobs that run at the same time; None is all.
+        at_once: number of jobs that run at the same time; None: all.
 
     Raises:
-        ConfigError: not a whole number of at least 1.
+        ConfigError: `at_once` is not a whole number of at least 1.
     """
 
     def __init__(self, at_once: int | None = 1) -> None:
@@ -126,7 +126,7 @@ class LocalEngine:
                     try:
                         running[job] = _start(job)
                     except OSError as error:
-                        yield Ended(job, _CANNOT_START, f"it cannot be started: {error.strerror} ({error.filename}).")
+                        yield Ended(job, _CANNOT_START, f"cannot start it: {error.strerror} ({error.filename}).")
                 for job in list(running):
                     code = _wait(running[job], _POLL_SECONDS / len(running))
                     if code is None:
@@ -140,7 +140,7 @@ class LocalEngine:
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a job in a process group of its own, so that a Ctrl-C at the terminal reaches it through the sweep only."""
+    """Start a job in its own process group, so that a Ctrl-C at the terminal reaches it only through the sweep."""
     parent = os.getpid()
     with job.log.open("ab") as log:
         return subprocess.Popen(
@@ -161,7 +161,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Pass a signal on, and kill what does not end in time: after SIGTERM runs save first. The ranks of a run die with the process that
+    """Pass a signal on, and kill what does not end in time: after SIGTERM, runs save first. The ranks of a run die with the process that
     started them."""
     for process in processes:
         _send(process, number)
@@ -173,6 +173,6 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the process alone: it passes the signal on to its ranks itself. SIGKILL goes to its whole group."""
+    """Send a signal to the process alone, which passes it on to its ranks; send SIGKILL to its whole group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)

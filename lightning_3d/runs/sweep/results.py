@@ -1,4 +1,4 @@
-"""What a job came to, read from its folder. Imports no torch."""
+"""Outcome of a job, read from its folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
 
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
-_WARNINGS = (f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
+_WARNINGS = (f"{_OURS}the output of the ranks", f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
 _HINT = "Set the environment variable HYDRA_FULL_ERROR"
 
 
@@ -32,11 +32,17 @@ class Outcome:
     """One row of the table.
 
     Attributes:
-        numbers: by name of `METRICS`; those that do not exist are left out. Losses are those of the last step that has them, speeds
-            the median over steps without the first, so the bubble, over those that were traced; memory is the most of any of these;
-            `seconds` from the start of the run to its end.
-        before: an earlier start of the same sweep finished it.
-        layout: its name, where the configuration has one.
+        number: number of the job.
+        overrides: overrides of the job.
+        status: skipped, checked, not started, running, or how it ended.
+        exit_code: exit code; None where there is none.
+        reason: why it was skipped or failed; of a checked job, its description.
+        numbers: numbers by name of `METRICS`, without those that do not exist. Losses are from the last step that has them. Speeds are
+            medians over all steps but the first; the bubble is the median over traced steps, memory their maximum. `seconds` is the
+            time from the start of the run to its end.
+        folder: run folder; None for jobs without one.
+        before: whether an earlier start of the same sweep finished it.
+        layout: name of the layout, where the configuration has one.
     """
 
     number: int
@@ -51,7 +57,7 @@ class Outcome:
 
     @classmethod
     def of(cls, entry: Entry) -> Outcome:
-        """An entry that has not run."""
+        """Return the outcome of an entry that has not run."""
         if isinstance(entry, Skipped):
             return cls(entry.number, entry.overrides, SKIPPED, 2, entry.reason)
         if isinstance(entry, Checked):
@@ -61,7 +67,7 @@ class Outcome:
         return cls(entry.number, entry.overrides, NOT_STARTED, folder=entry.folder, layout=str(layout or ""))
 
     def ended(self, exit_code: int, reason: str = "") -> Outcome:
-        """The same job when it has run, with what its folder says."""
+        """Return the outcome of the same job after its end, with the numbers in its folder."""
         assert self.folder is not None
         status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code in (130, 143, 129) else FAILED
         if status == FAILED and not reason:
@@ -69,26 +75,26 @@ class Outcome:
         return replace(self, status=status, exit_code=exit_code, reason=reason, numbers=read_numbers(self.folder))
 
     def objective(self, metric: str | None) -> float | None:
-        """What a sweeper optimizes; without a name the validation loss, or the training loss where there is no validation."""
+        """Return the number that a sweeper optimizes; without a name the validation loss, or the training loss without validation."""
         if metric is None:
             return self.numbers.get("val_loss", self.numbers.get("loss"))
         return self.numbers.get(metric)
 
 
 def finished_before(job: Job) -> Outcome:
-    """The outcome of a job that an earlier start of the sweep finished."""
+    """Return the outcome of a job that an earlier start of the sweep finished."""
     return replace(Outcome.of(job).ended(0), before=True)
 
 
 def check_metric(name: str) -> None:
     """Raises ConfigError for a number that no job has."""
     if name not in METRICS:
-        near = did_you_mean(str(name), METRICS)
-        raise ConfigError(f'hydra.launcher.metric: there is no number "{name}".{near} There are {listed(METRICS)}.')
+        names, near = listed(METRICS, last="or"), did_you_mean(str(name), METRICS)
+        raise ConfigError(f'hydra.launcher.metric must be {names}; got "{name}".{near}')
 
 
 def read_numbers(folder: Path) -> dict[str, float]:
-    """The numbers of a run: of its `metrics.csv`, and its duration."""
+    """Read the numbers of a run from its `metrics.csv`, and its duration."""
     rows = read_rows(folder / "metrics.csv")
     numbers = {}
     for name in FINAL:
@@ -110,7 +116,7 @@ def read_numbers(folder: Path) -> dict[str, float]:
 
 
 def reason_in_log(log: Path) -> str:
-    """Why a job ended, in a line, from what it printed: the last message of ours, with the error that follows it."""
+    """Find in a job's output why it ended, in one line: our last message, with the error that follows it."""
     if not log.is_file():
         return ""
     lines = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines()

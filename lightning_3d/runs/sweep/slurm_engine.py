@@ -1,7 +1,7 @@
-"""The engine that runs each job of a sweep as a job of SLURM, submitted by submitit (extra `slurm`).
+"""Engine that runs each job of a sweep as a SLURM job, submitted by submitit (extra `slurm`).
 
-submitit starts one task for each rank with srun, and a task runs the job's command, which knows from SLURM's variables that it is
-a rank. Whether a job has ended is asked of squeue, which needs no accounting data base.
+submitit starts one task for each rank with srun. A task runs the job's command, which sees in SLURM's variables that it is a rank.
+squeue, which needs no accounting database, shows whether a job has ended.
 """
 
 from __future__ import annotations
@@ -21,50 +21,40 @@ from typing import Any
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.ranks.process_ties import belong_to
+from lightning_3d.runs.slurm_request import SlurmRequest
 from lightning_3d.runs.status import read_status
 from lightning_3d.runs.sweep.jobs import Job
 from lightning_3d.runs.sweep.local_engine import Began, Ended, Event, Going, Interrupted
 
 SUBMITIT_FOLDER = ".submitit"
-_LATE_SECONDS = 20.0  # until a file that another node wrote is seen here
+_LATE_SECONDS = 20.0  # until a file that another node wrote is visible here
 _CANCEL_SECONDS = 60.0
 
 
 @dataclass
-class SlurmResources:
-    """What the jobs ask for beside nodes, tasks and GPUs, which their clusters say. None: as the site has it.
+class SlurmResources(SlurmRequest):
+    """Keys of `hydra/launcher=slurm`: what each job of a sweep asks SLURM for.
 
     Attributes:
-        minutes: after which SLURM ends a job.
-        memory: of a node, as SLURM writes it.
-        cpus_per_task: of each rank.
-        setup: lines of shell that run before the ranks start.
-        srun: further options of srun. sbatch: of sbatch, by name.
+        minutes: time limit of a job.
+        sbatch: further options of sbatch, by name.
         executor: of submitit: slurm, or local, where a job is a process of this machine that starts its ranks.
     """
 
     minutes: int = 1440
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    memory: str | None = None
-    cpus_per_task: int | None = None
-    setup: list[str] = field(default_factory=list)
-    srun: list[str] = field(default_factory=list)
     sbatch: dict[str, Any] = field(default_factory=dict)
     executor: str = "slurm"
 
     def parameters(self, job: Job) -> dict[str, Any]:
-        """Of submitit's executor."""
+        """Parameters of submitit's executor for a job."""
         nodes = int(job.config["cluster"]["nodes"])
-        cores = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
         asked = {
             "slurm_partition": self.partition,
             "slurm_account": self.account,
             "slurm_qos": self.qos,
             "slurm_mem": self.memory,
             "slurm_setup": list(self.setup) or None,
-            "slurm_srun_args": [*cores, *self.srun] or None,
+            "slurm_srun_args": self.srun_options() or None,
             "slurm_additional_parameters": dict(self.sbatch) or None,
             "cpus_per_task": self.cpus_per_task,
             "gpus_per_node": job.config["cluster"]["gpus_per_node"] or None,
@@ -79,10 +69,12 @@ class SlurmEngine:
     """Submits jobs and waits for them.
 
     Args:
-        at_once: jobs that are queued or running at the same time; None is all.
+        resources: resources that each job asks for.
+        at_once: most jobs that are queued or running at the same time; None: all.
+        poll_seconds: seconds between checks of the queue.
 
     Raises:
-        ConfigError: submitit or SLURM's programs are not installed, or a number is none.
+        ConfigError: submitit or SLURM's programs are not installed, or a number is out of range.
     """
 
     def __init__(self, resources: SlurmResources, at_once: int | None = None, *, poll_seconds: float = 5.0) -> None:
@@ -91,10 +83,10 @@ class SlurmEngine:
         try:
             import submitit
         except ImportError as error:
-            raise ConfigError("hydra/launcher=slurm submits jobs with submitit: pip install lightning-3d[slurm].") from error
+            raise ConfigError('hydra/launcher=slurm needs the package submitit. Install it: pip install "lightning-3d[slurm]".') from error
         absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
         if resources.executor == "slurm" and absent:
-            raise ConfigError(f"hydra/launcher=slurm needs SLURM on this machine, but there is no {absent[0]}.")
+            raise ConfigError(f"hydra/launcher=slurm needs SLURM on this machine, but {absent[0]} is not installed.")
         self._submitit: Any = submitit
         self._resources = resources
         self._at_once = at_once
@@ -112,7 +104,7 @@ class SlurmEngine:
                         self._submit_into(running, job)
                     except (OSError, subprocess.SubprocessError, self._submitit.core.utils.FailedSubmissionError) as error:
                         yield Began(job)
-                        yield Ended(job, 1, f"it cannot be submitted: {_last_line(error)}")
+                        yield Ended(job, 1, f"cannot submit it: {_last_line(error)}")
                     else:
                         yield Began(job, f"SLURM job {running[job].job_id}" if self._resources.executor == "slurm" else "")
                 time.sleep(self._poll_seconds)
@@ -127,7 +119,7 @@ class SlurmEngine:
             raise
 
     def _submit_into(self, running: dict[Job, Any], job: Job) -> None:
-        """Submit in a thread, which no signal interrupts: a job that SLURM has taken is known, and cancelled, however the sweep ends."""
+        """Submit in a thread, which no signal interrupts, so that a job that SLURM accepted is cancelled however the sweep ends."""
         failed: list[Exception] = []
         over = threading.Event()
 
@@ -154,7 +146,7 @@ class SlurmEngine:
         return executor.submit(run_task, list(job.command), str(job.log), dict(job.environment), job.work_folder and str(job.work_folder))
 
     def _alive(self, running: Mapping[Job, Any]) -> set[Job]:
-        """Jobs that are queued or running."""
+        """Return the jobs that are queued or running."""
         if self._resources.executor != "slurm":
             return {job for job, submitted in running.items() if not submitted.done()}
         try:
@@ -163,7 +155,7 @@ class SlurmEngine:
             )
         except subprocess.TimeoutExpired:
             return set(running)
-        if done.returncode != 0:  # the controller does not answer; it will
+        if done.returncode != 0:  # the controller does not answer now
             return set(running)
         queued = set(done.stdout.split())
         return {job for job, submitted in running.items() if submitted.job_id in queued}
@@ -177,7 +169,7 @@ class SlurmEngine:
 
 
 def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
-    """How a job ended that is not in the queue; None as long as its words may be on their way."""
+    """Return how a job ended that left the queue; None while its result may not be visible here yet."""
     codes = [_code_of(submitted.task(number)) for number in range(submitted.num_tasks)]
     failed = [code for code in codes if code]
     if failed:
@@ -188,11 +180,11 @@ def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
         return None
     status = read_status(job.folder)
     code = status.exit_code if status is not None else None
-    return Ended(job, code or 1, "SLURM ended it: cancelled, out of time or memory, or a node failed (sacct tells).")
+    return Ended(job, code or 1, "SLURM ended it: it was cancelled, exceeded its time or memory, or a node failed (see sacct).")
 
 
 def _code_of(task: Any) -> int | None:
-    """Exit code of a task; None where it left none."""
+    """Read the exit code of a task; None where it left none."""
     from submitit.core.utils import pickle_load
 
     path = Path(task.paths.result_pickle)
@@ -207,14 +199,14 @@ def _last_line(error: BaseException) -> str:
 
 
 def run_task(command: list[str], log: str, environment: dict[str, str], folder: str | None) -> int:
-    """What a task of SLURM does: run the job's command in a process of its own, and return its exit code."""
+    """Run the job's command in its own process, as a task of SLURM, and return its exit code."""
     parent = os.getpid()
 
     def prepare() -> None:
         belong_to(parent)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's call to save and leave, long before SLURM's own SIGTERM
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which submitit asks to save and exit, long before SLURM's own SIGTERM
     with open(log, "ab") as out:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep with an engine, skips what an earlier start finished, and compares them."""
+"""Run the jobs of a sweep with an engine, skip those that an earlier start finished, and compare them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Sweep:
     """All jobs of one command, in one or several batches.
 
     Args:
-        folder: of the sweep, this process's own.
-        engine: starts the jobs.
-        keys: that the command line sweeps; those in which jobs differ are added.
-        out: where progress and table are printed; None is the standard output of the moment.
+        folder: folder of the sweep, held by this process.
+        engine: engine that starts the jobs.
+        keys: keys that the command line sweeps; keys in which jobs differ are added.
+        out: stream for progress and the table; None: the current standard output.
     """
 
     def __init__(self, folder: SweepFolder, engine: Engine, *, keys: Sequence[str] = (), out: TextIO | None = None) -> None:
@@ -40,18 +40,18 @@ class Sweep:
 
     @property
     def exit_code(self) -> int:
-        """0: all jobs that are valid have finished; 1: some failed; 2: none is valid; 128 + n: ended by signal n."""
+        """Exit code of the sweep. 0: all valid jobs have finished; 1: some failed; 2: no job is valid."""
         statuses = {outcome.status for outcome in self.outcomes.values()}
         if statuses <= {SKIPPED}:
             return Lightning3DError.exit_code if statuses else 0
         return int(not statuses <= {FINISHED, SKIPPED, CHECKED})
 
     def run(self, entries: Sequence[Entry]) -> list[Outcome]:
-        """Run a batch: what is wrong is said before the first job starts, what has finished is not run again.
+        """Run a batch of jobs. Problems are reported before the first job starts; jobs that have finished do not run again.
 
         Raises:
-            ConfigError: two jobs would share a folder, or a folder holds something else than this sweep.
-            Interrupted: by a signal, after the running jobs were ended and the table printed.
+            ConfigError: two jobs would share a folder, or a folder holds something other than this sweep.
+            Interrupted: a signal arrived; the running jobs were stopped first.
         """
         try:
             jobs = self._plan(entries)
@@ -67,7 +67,7 @@ class Sweep:
         return [self.outcomes[entry.number] for entry in entries]
 
     def close(self) -> None:
-        """Print the table, where there is something to compare, and let go of the folder. Later calls do nothing."""
+        """Print the table, if there is something to compare, and release the folder. Later calls do nothing."""
         if self.folder.lock is None:
             return
         self.show_table()
@@ -75,12 +75,12 @@ class Sweep:
 
     @property
     def has_results(self) -> bool:
-        """Whether a job has finished."""
+        """True once a job has finished."""
         return any(outcome.status == FINISHED for outcome in self.outcomes.values())
 
     @property
     def _used(self) -> bool:
-        """Whether a job is, or was, to be run."""
+        """True once there is a job to run."""
         return any(outcome.folder is not None for outcome in self.outcomes.values())
 
     def _plan(self, entries: Sequence[Entry]) -> list[Job]:
@@ -103,7 +103,7 @@ class Sweep:
             self.outcomes[job.number] = Outcome.of(Skipped(job.number, job.overrides, str(error)))
             return False
         if moved is not None:
-            self._say(f"job {job.number} did not finish before and begins again; what it left is in {moved}")
+            self._say(f"job {job.number} did not finish last time and restarts; its earlier output was moved to {moved}")
         return True
 
     def _run(self, jobs: Sequence[Job]) -> None:
@@ -133,7 +133,7 @@ class Sweep:
         self._save()
 
     def _stopped(self) -> None:
-        """What has begun and is not known to have ended was interrupted."""
+        """Mark jobs as interrupted that have started and are not known to have ended."""
         for number, outcome in self.outcomes.items():
             if outcome.status == RUNNING and outcome.folder is not None:
                 status = read_status(outcome.folder)
@@ -141,7 +141,7 @@ class Sweep:
                 self.outcomes[number] = replace(outcome.ended(130), exit_code=code)
 
     def _save(self) -> None:
-        """Write `sweep.csv` and `sweep.html`, as soon as there is a job to be run."""
+        """Write `sweep.csv` and `sweep.html`, once there is a job to run."""
         outcomes = self._sorted()
         if self._used:
             write_csv(self.folder.path, outcomes, swept_keys(outcomes, self._known))
@@ -169,13 +169,13 @@ class Sweep:
                 self._say(f"      job {outcome.number} finished before: {what}: {_numbers(outcome)}")
 
     def _describe(self, overrides: Sequence[str]) -> str:
-        """What is special about a job."""
+        """Name a job by the keys in which it differs from the others."""
         keys = swept_keys(self._sorted(), self._known)
         values = assigned(overrides)
         return " ".join(f"{key}={values[key]}" for key in keys if key in values) or " ".join(overrides) or "no overrides"
 
     def _show_progress(self, job: Job) -> None:
-        """On a terminal, the job's last line, in place."""
+        """On a terminal, show the job's last line, overwriting the previous one."""
         out = self._out or sys.stdout
         if not out.isatty() or not job.log.is_file():
             return
@@ -189,7 +189,7 @@ class Sweep:
         self._width = len(line)
 
     def show_table(self) -> None:
-        """Print the comparison and write it, where there is something to compare."""
+        """Print and write the comparison, if there is something to compare."""
         if not self._used:
             return
         outcomes = self._sorted()
@@ -202,7 +202,7 @@ class Sweep:
         self._say(f"table: {write_csv(self.folder.path, outcomes, keys)}")
         self._say(f"report: {write_sweep_report(self.folder.path)}")
         if any(outcome.status in (FAILED, INTERRUPTED, NOT_STARTED) for outcome in outcomes):
-            self._say(f"the same command with hydra.sweep.dir={self.folder.path} runs what did not finish")
+            self._say(f"to run the jobs that did not finish, repeat the command with hydra.sweep.dir={self.folder.path}")
 
     def _say(self, text: str) -> None:
         out = self._out or sys.stdout
@@ -218,12 +218,12 @@ def _numbers(outcome: Outcome) -> str:
 
 
 def _require_own_folders(entries: Sequence[Entry]) -> None:
-    """Raises ConfigError where two jobs would write into one folder."""
+    """Raise ConfigError if two jobs would write into one folder."""
     taken: dict[Path, int] = {}
     for job in (entry for entry in entries if isinstance(entry, Job)):
         other = taken.setdefault(job.folder, job.number)
         if other != job.number:
             raise ConfigError(
-                f"Jobs {other} and {job.number} would both write into {job.folder}. hydra.sweep.subdir must differ between jobs, for"
-                " example ${hydra:job.num}."
+                f"Jobs {other} and {job.number} would both write into {job.folder}. Set hydra.sweep.subdir to a name that differs between"
+                " jobs, for example ${hydra:job.num}."
             )

@@ -16,20 +16,20 @@ _GAP = "  "
 
 
 def assigned(overrides: Iterable[str]) -> dict[str, str]:
-    """Overrides as keys and values: `+a.b=1` is `a.b` and `1`."""
+    """Split overrides into keys and values: `+a.b=1` is `a.b` and `1`."""
     pairs = (override.partition("=") for override in overrides)
     return {key.lstrip("+~"): value for key, _, value in pairs}
 
 
 def swept_keys(outcomes: Sequence[Outcome], known: Iterable[str] = ()) -> list[str]:
-    """Keys that the command line sweeps, and those in which jobs differ, in the order of the command line."""
+    """List the keys that the command line sweeps or in which jobs differ, in the order of the command line."""
     jobs = [assigned(outcome.overrides) for outcome in outcomes]
     keys = list(dict.fromkeys(key for job in jobs for key in job))
     return [key for key in keys if key in known or len({job.get(key) for job in jobs}) > 1]
 
 
 def write_csv(folder: Path, outcomes: Sequence[Outcome], keys: Sequence[str]) -> Path:
-    """Write `sweep.csv` as a whole: one row per job, with full values. An empty cell is a number that does not exist."""
+    """Write `sweep.csv` atomically: one row per job, with full values. An empty cell is a number that does not exist."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["job", *keys, "layout", "status", "exit_code", "reason", *METRICS, "folder"])
@@ -46,7 +46,7 @@ def write_csv(folder: Path, outcomes: Sequence[Outcome], keys: Sequence[str]) ->
 
 
 def format_table(outcomes: Sequence[Outcome], keys: Sequence[str], width: int) -> str:
-    """The jobs as lines of at most `width` characters; columns are narrowed where they do not fit."""
+    """Write the jobs as lines of at most `width` characters; columns that do not fit are narrowed."""
     columns = [("job", [str(outcome.number) for outcome in outcomes])]
     columns += [(_short(key, keys), [assigned(outcome.overrides).get(key, "") for outcome in outcomes]) for key in keys]
     columns.append(("status", [outcome.status for outcome in outcomes]))
@@ -56,7 +56,7 @@ def format_table(outcomes: Sequence[Outcome], keys: Sequence[str], width: int) -
             columns.append((title, cells))
     widths = _fitted([max(len(title), *(len(cell) for cell in cells)) for title, cells in columns], width)
     lines = [[title for title, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
-    text = [_GAP.join(_cut(cell, size) for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = [_GAP.join(_truncated(cell, size) for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines]
     rule = "-" * max(len(line) for line in text)
     return "\n".join([rule, text[0], rule, *text[1:], rule])
 
@@ -79,18 +79,18 @@ _SHOWN = (
 
 
 def _short(key: str, keys: Sequence[str]) -> str:
-    """The last part of a key, where no other key ends in it."""
+    """Shorten a key to its last part, if no other key ends in it."""
     last = key.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
 
 
 def _fitted(widths: list[int], total: int) -> list[int]:
-    """Take from the widest column until all fit; none becomes narrower than a few characters."""
+    """Narrow the widest column until all fit; no column becomes narrower than a few characters."""
     widths = list(widths)
     while sum(widths) + len(_GAP) * (len(widths) - 1) > total and max(widths) > _FEWEST_CHARACTERS:
         widths[widths.index(max(widths))] -= 1
     return widths
 
 
-def _cut(cell: str, size: int) -> str:
+def _truncated(cell: str, size: int) -> str:
     return cell.ljust(size) if len(cell) <= size else cell[: size - 1] + "…"

@@ -1,5 +1,5 @@
-"""Whether a model computes on its ranks what it computes whole, tried before the first step on the ranks that are there.
+"""Compares a rewritten model with the whole one, on the ranks of the run and before its first step.
 
 `check` decides and compares, `model_copy` makes the copies, `stages` rewrites one as for training, `compare` finds what differs,
-`local_sizes` finds the numbers that code between cut layers must read, `remembered` knows what has been checked.
+`local_sizes` finds the sizes that code between sharded layers must read, `remembered` stores what has been checked.
 """

@@ -1,4 +1,4 @@
-"""Before the first forward: a block of each kind whole, against the same block as it was rewritten for the ranks."""
+"""Compares, before the first forward, a whole block of each kind with the same block as it was rewritten for the ranks."""
 
 from __future__ import annotations
 
@@ -35,24 +35,28 @@ from lightning_3d.strategy.self_check.stages import RewrittenModel
 from lightning_3d.weights.blueprint import isolated_generators
 
 _ROWS = 2
+"""Rows of a micro-batch that a check runs."""
+
 _TOKENS = 512
-"""Of a micro-batch, as much as a check needs."""
+"""Tokens of each row that a check runs."""
 
 _SMALL = 2**24
-"""Parameters of a model of which all blocks are run, in the stages of training."""
+"""Parameters of a model up to which all blocks are run, in the stages of training."""
 
 _SEEDS = (0, 1)
-"""A token on the border between two experts may go either way in a forward that rounds otherwise: what is wrong is wrong with both."""
+"""Seeds of the weights. Rounding may send a token on the border between two experts either way: a fault shows with both seeds."""
 
 
 class SelfCheck:
-    """Checks a model once, when it is first called, and remembers that it did.
+    """Checks a model once, when it is first called, and remembers the result.
+
+    The check needs the memory of one whole block of each kind with its gradients, and of this rank's shard of it.
 
     Args:
         mode: "auto": unless the combination of model, plan, layout and versions is known to be right. "always". "never".
-        mesh: of the run. options: of the model. device: where it runs.
-
-    The check needs the memory of one block of each kind, whole, with its gradients, and of this rank's part of it.
+        mesh: process groups of the run.
+        options: options of the model.
+        device: device of this rank.
     """
 
     def __init__(self, mode: str, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
@@ -64,14 +68,16 @@ class SelfCheck:
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfCheck:
-        """A copied model (weight averaging) is the one that is checked."""
+        """Share the check: a copied model (weight averaging) is the one that is checked."""
         return self
 
     def inspect(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None:
-        """Look at the whole model, before anything is cut, and decide on all ranks alike whether it is to be checked.
+        """Decide on all ranks alike whether to check a model, and copy it, before it is partitioned.
 
         Args:
-            declared: the model says its plan itself.
+            module: the whole pipelined module.
+            plan: its parallel plan.
+            declared: whether the model declares the plan itself.
 
         Communicates: one small object from rank 0 to all.
         """
@@ -93,7 +99,7 @@ class SelfCheck:
         self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed)
 
     def attach(self, module: nn.Module) -> None:
-        """Let this rank's part of the model be checked at its first call; where it was checked before, set what was found then."""
+        """Check this rank's part of the model at its first call. Where the model was checked before, set the local sizes found then."""
         apply_local_sizes(module, self._sizes)
         subject = self._subject
         if subject is None:
@@ -128,27 +134,29 @@ class SelfCheck:
         return subject
 
     def _passed_by(self, module: nn.Module, args: Any) -> None:
-        """A block runs and the model was not called: the step calls `model.forward`, or layers one by one, and so no hook of the model.
+        """Notice that a block runs although the model was not called, so that no hook of the model runs.
+
+        The step calls `model.forward`, or layers one by one.
 
         Raises:
-            PlanError: what the check would find is needed, or was asked for.
+            PlanError: the run needs what the check would find, or asked for the check.
         """
         subject = self._take()
         if subject is None:
             return
-        how = f"the step runs the layers of {subject.model} without calling it, by model.forward(...) or one by one."
+        how = f"the step runs the layers of {subject.model} through model.forward(...) or one by one."
         if subject.unnamed or self._mode == "always":
-            wanted = f", which says what '{subject.unnamed[0]}' needs on a rank" if subject.unnamed else ""
+            wanted = f", which finds the sizes of '{subject.unnamed[0]}' on a rank," if subject.unnamed else ""
             raise PlanError(
-                f"The self-check of {subject.model}{wanted}, cannot run: {how} Call the model itself, model(...), or use"
+                f"The self-check of {subject.model}{wanted} cannot run: {how} Call the model itself, model(...), or use"
                 " self_check=never. Nothing was trained."
             )
-        _print(f"self-check of {subject.model} left out: {how}")
+        _print(f"self-check of {subject.model} skipped: {how}")
 
     def _example(self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A few rows of what the model is called with; with experts on several data-parallel ranks the same on all of them."""
+        """Take a few rows of the model's arguments; with experts on several data-parallel ranks the same rows on all of them."""
         layout = self._mesh.layout
-        # Copies: what an evaluation makes in inference mode cannot take part in a backward.
+        # Copies: tensors that an evaluation makes in inference mode cannot take part in a backward.
         args, kwargs = _mapped((tuple(args), dict(kwargs)), _copied)
         if is_transformers_model(subject.whole):
             kwargs = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
@@ -167,11 +175,15 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is checked.
+    """The model that is checked.
 
     Attributes:
-        whole: a copy of the whole model, without values. model: name of its class. key: under which the result is remembered.
-        blocks: how many there are. unnamed: modules whose attributes on a rank are found by the check alone.
+        whole: copy of the whole model, without values.
+        plan: its parallel plan.
+        model: name of its class.
+        key: key under which the result is remembered.
+        blocks: number of blocks.
+        unnamed: names of modules whose local sizes only the check finds.
     """
 
     whole: nn.Module
@@ -183,7 +195,7 @@ class _Subject:
 
 
 def apply_whole_config(module: nn.Module) -> None:
-    """Turn off what a whole model computes beside its outputs, and ranks compute otherwise: the loss of its routers."""
+    """Turn off the loss of routers, which a whole model adds to its outputs and ranks compute elsewhere."""
     config = getattr(module, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # type: ignore[union-attr]
@@ -198,22 +210,22 @@ class _Comparison:
         blocks = list(subject.whole.get_submodule(self._plan.layers).children()) if self._plan.layers else []
         self._kinds = kinds_of(blocks)
         self._kept: list[int] = []
-        self._stages: tuple[range, ...] | None = None  # as they are compared; None: one
+        self._stages: tuple[range, ...] | None = None  # blocks of each stage that is compared; None: one stage
         if blocks:
             self._kept, boundary = kept_blocks(self._kinds)
             self._stages = (range(boundary), range(boundary, len(blocks)))
         if blocks and sum(parameter.numel() for parameter in subject.whole.parameters()) <= _SMALL:
-            # What one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
+            # A value that one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
             self._kept = list(range(len(blocks)))
             self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule).layers
         self._tuples: dict[str, int] = {}
         self._training = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> LocalSizes | None:
-        """The local sizes that were found. None: the whole model cannot be run here, which was said.
+        """Compare. Returns the local sizes that were found; None where the whole model cannot run here, which is printed.
 
         Raises:
-            PlanError: the rewritten model computes something else, on all ranks that share the model's stage.
+            PlanError: the rewritten model does not reproduce the whole one; on all ranks that share the model's stage.
         """
         reason = self._no_room()
         too_large = reason is not None
@@ -222,7 +234,7 @@ class _Comparison:
         if reason is not None:
             if must or (self._subject.unnamed and not too_large):
                 raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=never to train without it.")
-            _print(f"self-check of {self._subject.model} left out: {reason} `lightning-3d verify` tries a layout in small.")
+            _print(f"self-check of {self._subject.model} skipped: {reason} `lightning-3d verify` tries a layout with a small model.")
             return None
         sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
         sizes = self._for_all_blocks(sizes)
@@ -252,7 +264,7 @@ class _Comparison:
         return failure
 
     def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a model of the user's own, whose code may do other things in training, can be compared in training too."""
+        """Return whether the model is the user's own, whose code may differ in training mode, and can be compared in that mode."""
         if is_transformers_model(self._subject.whole):
             return False
         try:
@@ -261,7 +273,7 @@ class _Comparison:
             return False
 
     def _no_room(self) -> str | None:
-        """Why the check would not fit into this rank's memory; None where it does."""
+        """Say why the check does not fit into this rank's memory; None where it does."""
         left_out = self._left_out(self._subject.whole)
         parameters = sum(p.numel() for name, p in self._subject.whole.named_parameters() if not name.startswith(left_out))
         need = 4 * parameters * 4  # whole and local values with gradients, float32
@@ -279,7 +291,7 @@ class _Comparison:
         return tuple(f"{layers}.{index}." for index in range(count) if index not in self._kept) or ("\0",)
 
     def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Try the whole copy without most of its blocks, then with all. Why it cannot run; None: it can."""
+        """Try the whole copy without most of its blocks, then with all. Returns why it cannot run; None where it can."""
         error: Exception | None = None
         every = list(range(sum(len(kind) for kind in self._kinds)))
         for kept in (self._kept, every):
@@ -291,7 +303,7 @@ class _Comparison:
             if self._stages is not None and len(self._stages) == 2:
                 middle = len(every) // 2
                 self._stages = (range(middle), range(middle, len(every)))
-        return f"the whole model fails by itself ({type(error).__name__}: {first_line(error)})."
+        return f"the whole model fails on one process ({type(error).__name__}: {first_line(error)})."
 
     def _whole(self, seed: int) -> nn.Module:
         whole = self._reduced()
@@ -307,7 +319,7 @@ class _Comparison:
     def _compare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None
     ) -> Deviation | Exception | None:
-        """What differs, or what the rewritten model raised; None: nothing. All ranks of the stage find the same."""
+        """Return what differs, or what the rewritten model raised; None where nothing differs. All ranks of the stage agree whether."""
         failure: Deviation | Exception | None = None
         try:
             whole, rewritten = self._whole(seed), self._rewritten(sizes, seed, stages)
@@ -346,7 +358,7 @@ class _Comparison:
         return model
 
     def _for_all_blocks(self, sizes: LocalSizes) -> LocalSizes:
-        """What was found for one block of a kind holds for all of them."""
+        """Repeat the sizes of one block of each kind for all blocks of that kind."""
         layers, everywhere = self._plan.layers, dict(sizes)
         for kind in self._kinds:
             for name, value in sizes.items():
@@ -358,7 +370,7 @@ class _Comparison:
 
 @contextmanager
 def _own_context(device: torch.device) -> Iterator[None]:
-    """Gradients, float32, no noise and no trace in random generators, whatever the caller's context."""
+    """Run with gradients, in float32, without noise and without advancing random generators, whatever the caller's context is."""
     with (
         isolated_generators(),
         torch.inference_mode(False),
@@ -392,7 +404,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _shortened(args: tuple[Any, ...], kwargs: dict[str, Any], multiple: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """At most so many tokens, a multiple of what ranks need, where all tensors are (batch, sequence, ...)."""
+    """Keep at most `_TOKENS` tokens, a multiple of `multiple`, where all tensors are (batch, sequence, ...)."""
     lengths = {tensor.shape[1] if tensor.ndim > 1 else -1 for tensor in tensors_of((args, kwargs))}
     wanted = _TOKENS // multiple * multiple
     if len(lengths) != 1 or -1 in lengths or lengths.pop() <= wanted or wanted == 0:
@@ -404,8 +416,8 @@ def _say(subject: _Subject, layout: Layout, sizes: LocalSizes, seconds: float) -
     changed = ""
     if sizes:
         names = sorted({name.rpartition(".")[2] for name in sizes})
-        changed = f"; on a rank {listed(names)} {'is' if len(names) == 1 else 'are'} smaller"
-    _print(f"self-check of {subject.model}: as rewritten for {layout.name} it computes what it computes whole ({seconds:.1f} s){changed}")
+        changed = f"; on each rank {listed(names)} {'is' if len(names) == 1 else 'are'} smaller"
+    _print(f"self-check of {subject.model}: passed; {layout.name} reproduces the whole model ({seconds:.1f} s){changed}")
 
 
 @rank_zero_only

@@ -1,4 +1,4 @@
-"""A whole model against the same model as the ranks run it: outputs, gradients of inputs and weights, and where they begin to differ."""
+"""Compares a whole model with the same model as the ranks run it: outputs, gradients of inputs and weights, and the first difference."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 
 LARGEST = 1e-3
-"""Relative difference of a tensor, in float32, above which it is not rounding. Rounding makes 1e-7 to 1e-5, a wrong head 1e-1."""
+"""Relative difference of a tensor, in float32, above which it is not rounding. Rounding gives 1e-7 to 1e-5, a wrong head 1e-1."""
 
 _FLOOR = 1e-5
-"""Part of all gradients' norm below which the gradient of one parameter is rounding: a shift of all keys changes no softmax."""
+"""Fraction of the norm of all gradients below which the gradient of one parameter is rounding, such as that of the bias of keys: the
+softmax ignores it."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """What differs most: an output, or the gradient of an input or a parameter.
+    """The largest difference: of an output, or of the gradient of an input or a parameter.
 
     Attributes:
-        what: in words. error: relative. parameter: its name, empty for outputs and inputs.
+        what: what differs, in words.
+        error: relative difference.
+        parameter: name of the parameter; empty for outputs and inputs.
     """
 
     what: str
@@ -37,10 +40,11 @@ class Deviation:
 def largest_deviation(
     whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Deviation, Deviation]:
-    """(of outputs, of gradients) the largest differences between both models with the same weights and inputs.
+    """Find the largest differences (of outputs, of gradients) between both models with the same weights and inputs.
 
     Raises:
-        PlanError: the outputs have other shapes. Whatever the rewritten model raises.
+        PlanError: the outputs have different shapes.
+        Exception: whatever the rewritten model raises.
     """
     inputs, other_inputs = _leaves((args, kwargs)), _leaves((args, kwargs))
     expected = _outputs(whole(*inputs[0], **inputs[1]))
@@ -54,22 +58,23 @@ def largest_deviation(
     if not any(value.requires_grad for value in expected.values()):
         return outputs, Deviation("nothing", 0.0)
     _project(expected, shared).backward()
-    (_project(found, shared) / rewritten.layout.cp).backward()  # context-parallel ranks compute the same, each answers for its share
+    (_project(found, shared) / rewritten.layout.cp).backward()  # context-parallel ranks compute the same output: each counts 1/cp of it
     gradients = [*_input_deviations(inputs, other_inputs, rewritten), *_weight_deviations(whole, rewritten)]
     return outputs, max(gradients, key=_by_error, default=Deviation("nothing", 0.0))
 
 
 def why_not_comparable(whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What keeps a whole model from being compared with anything: it returns no numbers, or other ones each time. None: nothing.
+    """Say why a whole model cannot be compared with anything: it returns no numbers, or different ones each time. None where it can.
 
-    Raises: whatever the model raises.
+    Raises:
+        Exception: whatever the model raises.
     """
     with torch.no_grad():
         once, again = (_outputs(whole(*args, **kwargs)) for _ in range(2))
     if not once:
         return "the model returns no floating-point tensors."
     differs = [name for name, value in once.items() if value.shape != again[name].shape or not _relative(value, again[name]) <= LARGEST]
-    return "the model draws random numbers: called twice in evaluation mode it computes something else." if differs else None
+    return "the model draws random numbers: two calls in evaluation mode have different outputs." if differs else None
 
 
 def _by_error(deviation: Deviation) -> float:
@@ -77,7 +82,7 @@ def _by_error(deviation: Deviation) -> float:
 
 
 def _leaves(value: Any) -> Any:
-    """A container in which floating-point tensors are float32 leaves, with gradients where training needs them: not of a mask."""
+    """Copy a container, with floating-point tensors as float32 leaves that have gradients where training needs them (not masks)."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             return value
@@ -90,13 +95,14 @@ def _leaves(value: Any) -> Any:
 
 
 def _outputs(value: Any) -> dict[str, Tensor]:
-    """Floating-point tensors of an output, by name or place. Containers in it (hidden states, router logits of all layers) are left out
-    where there are tensors beside them.
+    """Collect the floating-point tensors of an output, by name or place.
+
+    Containers in it (hidden states, router logits of all layers) are skipped where there are tensors next to them.
     """
     if isinstance(value, Tensor):
         return {"": value} if value.is_floating_point() else {}
     if not isinstance(value, (Mapping, list, tuple)):
-        value = dict(getattr(value, "__dict__", {}))  # a dataclass, or an object of the user's own
+        value = dict(getattr(value, "__dict__", {}))  # a dataclass, or an object of a user's class
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     found = {str(key): item for key, item in items if isinstance(item, Tensor) and item.is_floating_point()}
     nested = (tensor for tensor in tensors_of(value) if tensor.is_floating_point())
@@ -108,7 +114,7 @@ def _shapes(outputs: Mapping[str, Tensor]) -> str:
 
 
 def _project(outputs: Mapping[str, Tensor], names: list[str]) -> Tensor:
-    """A scalar whose gradient reaches every element of the outputs with another factor."""
+    """Make a scalar whose gradient reaches every element of the outputs, with a different factor each."""
     total: Any = 0.0
     for name in names:
         whole = _whole(outputs[name])
@@ -123,7 +129,7 @@ def _direction(like: Tensor) -> Tensor:
 
 
 def _whole(tensor: Any) -> Tensor:
-    """A plain tensor of what looks whole and holds a part: sequences first, then the vocabulary."""
+    """Gather tensors that report the full shape and hold one shard: sequences first, then the vocabulary."""
     while hasattr(tensor, "full"):
         tensor = tensor.full()
     return tensor
@@ -162,9 +168,9 @@ def _weight_deviations(whole: nn.Module, rewritten: RewrittenModel) -> Iterator[
 
 
 def first_different(whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The name of the module whose output is the first to differ, of those whose outputs can be compared; None: there is none.
+    """Find the module whose output is the first to differ, of those whose outputs can be compared. None where there is none.
 
-    What the rewritten model raises on the way ends the search: modules that have returned by then are compared.
+    An exception of the rewritten model ends the search: modules that have returned by then are compared.
     """
     expected: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What is said of a model that computes something else as it is rewritten: where it begins, and what it comes from most often."""
+"""Messages about a rewritten model that does not reproduce the whole one: where the difference begins, and its most frequent cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Explanation:
     """Messages about one model in one layout.
 
     Attributes:
-        model: name of its class.
+        model: name of the model's class.
+        plan: its parallel plan.
     """
 
     model: str
@@ -31,7 +32,7 @@ class Explanation:
     def of_layers(
         self, failure: Deviation | Exception, whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        """A difference that tp, cp or ep makes. Runs both models again; all ranks that share the layers call this together."""
+        """Explain a difference that tp, cp or ep makes. Runs both models again; all ranks that share the layers call this together."""
         name = first_different(whole, rewritten, args, kwargs)
         if name is None and isinstance(failure, Deviation) and failure.parameter:
             name = failure.parameter.rpartition(".")[0]
@@ -46,27 +47,27 @@ class Explanation:
         return f"{self._what(failure)}{where} {self._cause(owner, cuts)} {self._advice()}"
 
     def of_stages(self, failure: Deviation | Exception) -> str:
-        """A difference that only the pipeline makes."""
+        """Explain a difference that only the pipeline makes."""
         return (
-            f"{self._what(failure)} Without a pipeline it is right, so some module reads a value of an earlier stage other than the hidden"
-            " states: an embedding, a buffer, or an attribute that an earlier block has set. Pass everything on in the hidden states, or"
+            f"{self._what(failure)} Without a pipeline it is right. So some module reads a value of an earlier stage other than the hidden"
+            " states: an embedding, a buffer, or an attribute set by an earlier block. Pass everything on in the hidden states, or"
             " use pp=1. Nothing was trained."
         )
 
     def _what(self, failure: Deviation | Exception) -> str:
         if isinstance(failure, Exception):
             error = f"{type(failure).__name__}: {first_line(failure)}"
-            return f"Self-check: {self.model} as it is rewritten for {self.layout.name} fails ({error})."
+            return f"Self-check: {self.model} as rewritten for {self.layout.name} fails ({error})."
         size = f" by {failure.error:.1e} (at most {LARGEST:g} is rounding)" if failure.error == failure.error else ""
         return (
-            f"Self-check: {self.model} as it is rewritten for {self.layout.name} does not compute what it computes whole: {failure.what}"
+            f"Self-check: {self.model} as rewritten for {self.layout.name} does not reproduce the whole model: {failure.what}"
             f" differs{size}."
         )
 
     def _partial(self, name: str) -> str:
         return (
-            f"Likely cause: '{name}' is whole on every rank, but used on each rank's own heads or columns, so that a rank has a part of its"
-            " gradient. Name it in the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
+            f"Likely cause: '{name}' is replicated, but used on each rank's own heads or columns, so that each rank has only a part of its"
+            " gradient. Add it to the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
         )
 
     def _cause(self, owner: str, cuts: Mapping[str, str]) -> str:
@@ -77,18 +78,18 @@ class Explanation:
         tp = self.layout.tp
         if tp > 1 and columns and rows:
             return (
-                f"Likely cause: between {listed(columns)} (cut by columns) and {listed(rows)} (cut by rows) a rank has 1/{tp} of the"
-                " features. The code there must take sizes such as the number of heads from the tensor it finds, for example"
+                f"Likely cause: between {listed(columns)} (column-parallel) and {listed(rows)} (row-parallel) a rank has 1/{tp} of the"
+                " features. The code there must read sizes such as the number of heads from the tensors, for example"
                 " x.unflatten(-1, (-1, head_width)). A layer that packs several matrices (query, key and value; gate and up) needs"
                 " Cut('packed_colwise', parts=(rows of each)) instead of 'colwise'."
             )
         if tp > 1 and (columns or rows):
             missing, there = ("rowwise", columns) if columns else ("colwise", rows)
             return (
-                f"Likely cause: the plan cuts {listed(there)} but names no '{missing}' layer next to it: what a 'colwise' layer splits, a"
+                f"Likely cause: the plan shards {listed(there)} but names no '{missing}' layer next to it: what a 'colwise' layer splits, a"
                 " 'rowwise' layer must join."
             )
-        return "Likely cause: the plan does not say how some layer in it is split over the ranks."
+        return "Likely cause: the plan does not say how some layer of that module is split over the ranks."
 
     def _advice(self) -> str:
         axes = [axis for axis in ("tp", "cp", "ep") if getattr(self.layout, axis) > 1]
@@ -96,12 +97,12 @@ class Explanation:
 
 
 def first_line(error: BaseException | None) -> str:
-    """The first line of an error's message, without its full stop."""
+    """Take the first line of an error's message, without its full stop."""
     return (str(error).strip().splitlines() or ["without a message"])[0].rstrip(".")
 
 
 def _around(name: str, cuts: Mapping[str, str]) -> str:
-    """The module to look at: for a cut layer, or one next to cut layers, the module around them, as its code is what differs."""
+    """Find the module to look at: for a sharded layer, or one next to sharded layers, the module around them, whose code matters."""
     parent = name.rpartition(".")[0]
     has_cuts = any(key.startswith(f"{name}.") for key in cuts)
     siblings = any(key.rpartition(".")[0] == parent for key in cuts)
@@ -109,16 +110,16 @@ def _around(name: str, cuts: Mapping[str, str]) -> str:
 
 
 def _innermost(rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The name of the innermost module that had begun and not returned when the model failed."""
+    """Find the innermost module that had begun and not returned when the model failed."""
     running: list[str] = []
     handles = []
     for stage in rewritten.modules():
         for name, child in stage.named_modules():
 
-            def begin(child: nn.Module, given: Any, name: str = name) -> None:
+            def begin(child: nn.Module, args: Any, name: str = name) -> None:
                 running.append(name)
 
-            def end(child: nn.Module, given: Any, output: Any) -> None:
+            def end(child: nn.Module, args: Any, output: Any) -> None:
                 running.pop()
 
             handles += [child.register_forward_pre_hook(begin), child.register_forward_hook(end)]

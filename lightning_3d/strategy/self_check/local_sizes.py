@@ -1,8 +1,8 @@
-"""What the code between layers cut by columns and by rows must read on a rank: found by trying, not by names.
+"""Finds the sizes that code between column- and row-parallel layers must read on a rank: by trying, not by names.
 
-An attention that writes `x.view(batch, length, self.nh, -1)` needs the number of heads of one rank. Which attributes are such numbers is
-decided by running the module on one rank's shards: with the right ones, what arrives at each row-parallel layer is exactly this rank's
-columns of what arrives there in the whole module. This runs in one process, forward only, and sends nothing.
+An attention that writes `x.view(batch, length, self.nh, -1)` needs the number of heads of one rank. Running the module on one rank's
+shards decides which attributes are such numbers: with the right ones, the input of each row-parallel layer is exactly this rank's
+columns of the input that it has in the whole module. This runs in one process, forward only, and does not communicate.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ _SAME = 1e-4
 
 @dataclass
 class _Owner:
-    """The smallest module in which some layers are cut by columns and by rows.
+    """The smallest module around some column- and row-parallel layers.
 
     Attributes:
-        call: (args, kwargs) of its first call in the whole model. seen: for each row-parallel layer what it got and returned then.
+        name: name of the module.
+        rows: names of its row-parallel layers.
+        call: (args, kwargs) of its first call in the whole model.
+        seen: (input, output) of each row-parallel layer in that call.
     """
 
     name: str
@@ -48,12 +51,14 @@ class _Owner:
 
 
 def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalSizes:
-    """The attributes in modules of the user's own that must change on a rank, with their values there.
+    """Find the attributes in modules of the user's own that must change on a rank, with their values there.
+
+    A module for which no choice of attributes is right is left as it is: the comparison of the ranks with the whole model reports it.
 
     Args:
-        whole: the whole model with values, as it is called with `args` and `kwargs`.
-
-    A module for which no choice of attributes is right is left as it is: the comparison of the ranks with the whole says what is wrong.
+        whole: the whole model with values.
+        args: positional arguments that it is called with.
+        kwargs: keyword arguments that it is called with.
     """
     cuts = resolve(whole, plan, tp)
     owners = list(_owners(whole, cuts))
@@ -69,12 +74,12 @@ def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[
 
 
 def modules_to_try(whole: nn.Module, plan: ParallelPlan, tp: int) -> list[str]:
-    """Names of the modules of the user's own in which attributes may have to change on a rank."""
+    """List the modules of the user's own in which attributes may have to change on a rank."""
     return [owner.name for owner in _owners(whole, resolve(whole, plan, tp))]
 
 
 def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Set the attributes of the modules that are here."""
+    """Set the attributes of the modules that this rank has."""
     modules = dict(module.named_modules())
     for name, value in sizes.items():
         owner, _, key = name.rpartition(".")
@@ -100,18 +105,18 @@ def _owners(whole: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[_Owner]:
 
 
 def _record(whole: nn.Module, owners: list[_Owner], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the whole model, and note what owners and their row-parallel layers were called with."""
+    """Run the whole model, and record what owners and their row-parallel layers were called with."""
     handles = []
     for owner in owners:
 
-        def note_call(module: nn.Module, given: Any, named: Any, owner: _Owner = owner) -> None:
-            owner.call = owner.call or (given, named)
+        def note_call(module: nn.Module, inputs: Any, named: Any, owner: _Owner = owner) -> None:
+            owner.call = owner.call or (inputs, named)
 
         handles.append(whole.get_submodule(owner.name).register_forward_pre_hook(note_call, with_kwargs=True))
         for name in owner.rows:
 
-            def note_row(module: nn.Module, given: Any, output: Tensor, seen: list = owner.seen.setdefault(name, [])) -> None:  # noqa: B008
-                seen.append((given[0], output))
+            def note_row(module: nn.Module, inputs: Any, output: Tensor, seen: list = owner.seen.setdefault(name, [])) -> None:  # noqa: B008
+                seen.append((inputs[0], output))
 
             handles.append(whole.get_submodule(name).register_forward_hook(note_row))
     try:
@@ -123,7 +128,7 @@ def _record(whole: nn.Module, owners: list[_Owner], args: tuple[Any, ...], kwarg
 
 
 def _sizes_of(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: list[dict[str, ShardSpec]], tp: int) -> LocalSizes | None:
-    """The first choice of attributes that is right on the first and on the last rank."""
+    """Find the first choice of attributes that is right on the first and on the last rank."""
     prefix = f"{owner.name}." if owner.name else ""
     module = whole.get_submodule(owner.name)
     shards = [_shard(module, prefix, cuts, of_rank) for of_rank in specs]
@@ -135,7 +140,7 @@ def _sizes_of(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: l
 
 
 def _shard(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], specs: Mapping[str, ShardSpec]) -> nn.Module:
-    """A copy of a module in which every parameter is one rank's shard, and every layer an ordinary one."""
+    """Copy a module with one rank's shard of every parameter, and ordinary layers."""
     shard = deep_copy(module, {id(parameter): parameter for parameter in module.parameters()})
     for name, parameter in list(shard.named_parameters()):
         spec = specs[prefix + name]
@@ -149,7 +154,7 @@ def _shard(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], specs: Mappi
 
 
 def _candidates(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], tp: int) -> Iterator[tuple[str, int]]:
-    """Whole numbers among the attributes of a module and those inside it that one rank could have a part of."""
+    """Find the whole numbers among the attributes of a module, and of those inside it, that could be smaller on a rank."""
     for name, child in module.named_modules():
         if prefix + name in cuts or type(child).__module__.startswith("torch."):
             continue
@@ -158,7 +163,7 @@ def _candidates(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], tp: int
 
 
 def _choices(candidates: Mapping[str, int], likely: Mapping[str, int]) -> Iterator[LocalSizes]:
-    """No attribute, the likely ones, then all subsets, small ones first. The order decides nothing but how long it takes."""
+    """Choose no attribute, the likely ones, then all subsets, small ones first. The order decides only how long the search takes."""
     yield {}
     yield {name: candidates[name] for name in likely if name in candidates}
     tried = 0
@@ -177,11 +182,11 @@ def _named_like_heads(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], 
 
 
 class _Different(Exception):
-    """What arrives at a row-parallel layer is not this rank's part."""
+    """The input of a row-parallel layer is not this rank's shard."""
 
 
 def _is_right(shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, ShardSpec], choice: Mapping[str, int]) -> bool:
-    """Whether the module runs on one rank's shards, and each row-parallel layer gets this rank's columns of what it gets in the whole."""
+    """Return whether the module runs on one rank's shards, with its columns as the input of each row-parallel layer."""
     assert owner.call is not None
     args, kwargs = owner.call
     for name in owner.rows:
@@ -206,7 +211,7 @@ def _is_right(shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, 
 
 
 def _columns(spec: ShardSpec) -> Tensor:
-    """Which columns of a weight a rank has, in its order."""
+    """Indices of the columns of a weight that a rank has, in its order."""
     return spec.cut(torch.arange(spec.global_shape[1]).expand(spec.global_shape))[0]
 
 

@@ -1,4 +1,4 @@
-"""A second instance of a model for the self-check: same modules and buffers, small in memory, with weights that hide nothing."""
+"""A second instance of a model for the self-check: same modules and buffers, little memory, and weights that hide no fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_3d.weights.pretrained import forget_pretrained
 
 
 def copy_without_values(module: nn.Module) -> nn.Module:
-    """A deep copy of `module`, whole, whose floating-point parameters are float32 on the meta device; buffers keep their values.
+    """Copy a whole module, with floating-point parameters as float32 on the meta device; buffers keep their values.
 
     The copy does not draw random numbers: it is in evaluation mode, and its dropout probabilities are 0.
     """
@@ -38,7 +38,7 @@ def copy_without_values(module: nn.Module) -> nn.Module:
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of `module`; attributes that have no copy (locks, open files, results of computations) are shared with it."""
+    """Copy `module` deeply; attributes that cannot be copied (locks, open files, results of computations) are shared with the copy."""
     memo = memo or {}
     try:
         return copy.deepcopy(module, dict(memo))
@@ -47,7 +47,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def _without_copies(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
-    """The attributes that cannot be copied, by id."""
+    """Find the attributes that cannot be copied, by id."""
     scratch: dict[int, Any] = {id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())}
     scratch |= memo
     found: dict[int, Any] = {}
@@ -76,11 +76,14 @@ def _without_dropout(module: nn.Module) -> nn.Module:
 def fill(module: nn.Module, specs: Mapping[str, ShardSpec], seed: int, device: torch.device, blueprint: Any = None) -> None:
     """Give the parameters of a copy values that depend on (seed, canonical name) only, and rebuild its buffers.
 
-    A matrix gets numbers of variance 1 / columns, so that activations keep their size and attention is not uniform; a vector numbers in
-    0.5 .. 1.5. An ordinary initialization hides faults: matrices that begin as zeros and biases of zero take no part in the output.
+    A matrix gets numbers of variance 1 / columns, so that activations keep their size and attention is not uniform; a vector gets numbers
+    in 0.5 .. 1.5. An ordinary initialization hides faults: matrices and biases that are zero do not change the output.
 
     Args:
-        specs: how each parameter is cut; one without a specification is whole.
+        specs: shard of each parameter; one without a specification is whole.
+        seed: seed of the values.
+        device: device of the values.
+        blueprint: initializers of the whole model, for buffers; None takes those of `module`.
     """
     shared: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -114,7 +117,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Skipped(nn.Module):
-    """In the place of a block that is left out of a check: hands on the hidden states in the way in which blocks return them.
+    """Stands for a block that a check skips: passes on the hidden states in the form in which blocks return them.
 
     It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
     """
@@ -131,9 +134,9 @@ class Skipped(nn.Module):
 
 
 def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Indices of the blocks of each kind: those made of the same modules with the same shapes and plain attributes.
+    """Group the indices of blocks by kind: the same modules with the same shapes and plain attributes.
 
-    An attribute that is the index of its block (`layer_idx`) makes no kind.
+    An attribute that is the index of its block (`layer_idx`) does not make a kind.
     """
     entries = [described(block) for block in blocks]
     every: set[str] = set().union(*(entry.keys() for entry in entries))
@@ -146,12 +149,13 @@ def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
 
 
 def _counts_blocks(values: list[Any]) -> bool:
-    """Whether an attribute rises by one from block to block."""
+    """Return whether an attribute rises by one from block to block."""
     numbers = [value - index for index, value in enumerate(values) if isinstance(value, int) and not isinstance(value, bool)]
     return len(numbers) > 1 and len(set(numbers)) == 1
 
 
 def described(block: nn.Module) -> dict[str, Any]:
+    """Classes, plain public attributes and shapes of parameters in a module, by name."""
     found: dict[str, Any] = {}
     for name, child in block.named_modules():
         found[f"{name} class"] = f"{type(child).__module__}.{type(child).__qualname__}"
@@ -164,9 +168,10 @@ def described(block: nn.Module) -> dict[str, Any]:
 
 
 def kept_blocks(kinds: list[tuple[int, ...]]) -> tuple[list[int], int]:
-    """(indices of the blocks that a check runs, rising; the index at which a second stage begins).
+    """Choose the blocks that a check runs: the first and the last of each kind, so that two stages have one of each where there are two.
 
-    The first and the last block of each kind, so that two stages have one of each where there are two.
+    Returns:
+        Indices of the blocks, rising, and the index at which a second stage begins.
     """
     firsts, lasts = [kind[0] for kind in kinds], [kind[-1] for kind in kinds]
     kept = sorted({*firsts, *lasts})
@@ -175,10 +180,11 @@ def kept_blocks(kinds: list[tuple[int, ...]]) -> tuple[list[int], int]:
 
 
 def leave_out_blocks(module: nn.Module, plan: ParallelPlan, kept: list[int], tuples: dict[str, int]) -> None:
-    """Replace all blocks but those of these indices by stubs that hand on, in place.
+    """Replace all blocks except those of these indices by stubs that pass on the hidden states, in place.
 
     Args:
-        tuples: shared by all copies of a model: the first block that runs notes the length of the tuple that blocks return.
+        kept: indices of the blocks that stay.
+        tuples: dictionary shared by all copies of a model: the first block that runs notes the length of the tuple that blocks return.
     """
     layers: Any = module.get_submodule(plan.layers)
 

@@ -1,4 +1,4 @@
-"""Functions of torch that draw random numbers, as constants: whole and rewritten models draw other ones, and neither is wrong."""
+"""Makes torch's random functions constant: whole and rewritten models draw different numbers, and neither is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOISE = {torch.randn_like: torch.zeros_like, torch.rand_like: torch.zeros_like}
 
 
 class WithoutNoise(TorchFunctionMode):
-    """Within it dropout does nothing, and noise shaped like a tensor is zero, even where a model asks for both in evaluation mode."""
+    """Turns off dropout, and makes noise shaped like a tensor zero, even where a model asks for both in evaluation mode."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})

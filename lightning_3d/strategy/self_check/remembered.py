@@ -1,4 +1,4 @@
-"""Which combinations of model, plan, layout and versions have been checked: those that ship with the package, and those of this user."""
+"""Combinations of model, plan, layout and versions that have been checked: those shipped with the package, and those of this user."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lightning_3d.models.parallel_plan import ParallelPlan, read_plan
 from lightning_3d.strategy.self_check.model_copy import described, kinds_of
 
 VERIFIED = Path(__file__).with_name("verified.json")
-"""Families of Transformers that were compared with one process, see `tools/family_matrix.py`: {versions: {identity: axes}}."""
+"""Families of Transformers that were compared with one process: {versions: {family: axes}}, see `tools/family_matrix.py`."""
 
 _AXES = ("tp", "pp", "cp", "ep")
 
 
 def versions() -> str:
-    """Of the libraries that decide what a model computes and how it is rewritten."""
+    """Versions of the libraries that decide what a model computes and how it is rewritten."""
     parts = []
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
@@ -39,7 +39,7 @@ def versions() -> str:
 
 
 def family_of(module: nn.Module) -> str:
-    """Hash of the classes in a model and of the plan that it declares, whatever its sizes and the number of its layers."""
+    """Hash the classes in a model and the plan that it declares, whatever its sizes and number of layers are."""
     kinds = sorted({f"{type(child).__module__}.{type(child).__qualname__}" for child in module.modules()})
     try:
         plan = _plan(read_plan(module))
@@ -49,9 +49,7 @@ def family_of(module: nn.Module) -> str:
 
 
 def is_verified(module: nn.Module, layout: Layout) -> bool:
-    """Whether the family was compared with one process along every axis of the layout, with these versions of libraries and the plan that
-    it declares.
-    """
+    """Return whether the family was compared with one process along each axis of the layout, with these versions and its own plan."""
     axes = _verified().get(versions(), {}).get(family_of(module), ())
     return all(axis in axes for axis in _AXES if getattr(layout, axis) > 1)
 
@@ -62,7 +60,7 @@ def _verified() -> dict[str, dict[str, list[str]]]:
 
 
 def identity(module: nn.Module, plan: ParallelPlan, layout: Layout, more: Any) -> str:
-    """Hash of everything on which the result of a check depends: source of the classes, sizes, plan, layout, versions and `more`."""
+    """Hash everything on which the result of a check depends: source of the classes, sizes, plan, layout, versions and `more`."""
     blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
     rest = {key: value for key, value in described(module).items() if not plan.layers or not key.startswith(f"{plan.layers}.")}
     firsts = [(kind[0], described(blocks[kind[0]])) for kind in kinds_of(blocks)]
@@ -75,7 +73,7 @@ _SIMPLE = (str, int, float, bool, type(None))
 
 
 def _text_of(value: Any, depth: int = 3) -> str:
-    """The plain values in an attribute that is an object, such as a configuration; those of modules themselves are in `described`."""
+    """Describe the plain values in an attribute that is an object, such as a configuration. (`described` has those of modules.)"""
     if isinstance(value, _SIMPLE):
         return repr(value) if depth < 3 else ""
     if isinstance(value, (nn.Module, Tensor)) or depth == 0:
@@ -93,7 +91,7 @@ def _plan(plan: ParallelPlan) -> list[Any]:
 
 
 def _source(kind: type) -> str:
-    """The code of a class and of the file around it, whose functions and constants it may use; of libraries their version stands for it."""
+    """Read the code of a class and of the file around it, whose functions and constants it may use. For libraries the version is enough."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.partition(".")[0] in ("torch", "transformers", "lightning", "lightning_3d", "builtins", "abc", "typing"):
         return name
@@ -120,12 +118,12 @@ def _hash(value: Any) -> str:
 
 
 def cache_folder() -> Path:
-    """Where results are remembered: below XDG_CACHE_HOME, or ~/.cache."""
+    """Folder of remembered results: below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d" / "self_check"
 
 
 def recall(key: str) -> dict[str, int] | None:
-    """The local sizes that a check found; None where it has not passed yet, or its file cannot be read."""
+    """Read the local sizes that a check found; None where it has not passed yet, or its file cannot be read."""
     try:
         found = json.loads((cache_folder() / f"{key}.json").read_text())
         sizes = found["local_sizes"]
@@ -135,7 +133,7 @@ def recall(key: str) -> dict[str, int] | None:
 
 
 def remember(key: str, local_sizes: dict[str, int], model: str) -> None:
-    """Note that a check has passed. Where nothing can be written it runs again next time."""
+    """Write that a check has passed. Where nothing can be written, the check runs again next time."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

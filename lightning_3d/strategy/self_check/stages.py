@@ -1,4 +1,4 @@
-"""A copy of a model as the ranks run it: every stage of a pipeline, one after the other, on each rank."""
+"""A copy of a model as the ranks run it, with all stages of the pipeline one after the other on each rank."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class _Stage:
     chunk: Chunk
 
     def run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool = False) -> Any:
-        """What the last stage returns.
+        """Run the stage. Returns what the last stage returns.
 
         Args:
-            turned: the rows of `received` in another order.
+            received: hidden states of the stage before; None for the first stage.
+            turned: whether to reorder the rows of `received`.
 
         Raises:
-            StageBoundary: it is not the last one.
+            StageBoundary: this is not the last stage.
         """
         received = _turned(received) if turned else received
         with self.state.random.isolated(), self.state.running(self.chunk, received, forward=True):
@@ -45,7 +46,7 @@ class _Stage:
 
 
 def _turned(value: Any) -> Any:
-    """A container in which every tensor has its rows in another order; of a single row, its second dimension."""
+    """Copy a container with the rows of every tensor in another order; with a single row, its second dimension."""
     if isinstance(value, Tensor):
         return value.flip(0 if value.shape[0] > 1 or value.ndim == 1 else 1) if value.ndim else value
     if isinstance(value, dict):
@@ -59,8 +60,13 @@ class RewrittenModel:
     """The stages of a model, partitioned and rewritten by the code that does so for training.
 
     Args:
-        model: whole, without values; it stays as it is. stages: the blocks of each; None: one stage.
-        mesh: of the run.
+        model: the whole model, without values; it is not changed.
+        plan: its parallel plan.
+        mesh: process groups of the run.
+        options: options of the model.
+        stages: blocks of each stage; None for one stage.
+        seed: seed of the values of parameters.
+        device: device of this rank.
     """
 
     def __init__(
@@ -96,8 +102,8 @@ class RewrittenModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all.
 
-        Here all stages are in one process. Where they are in several, none finds what another has left in a class or a global of the code:
-        before a stage runs, the one before it runs once more with the rows in another order, so that what it leaves is of no use.
+        Here all stages are in one process. In training they are in several, where none finds what another left in a class or a global of
+        the code. So before a stage runs, the one before it runs again with the rows in another order: what it leaves is then wrong.
         """
         received: Tensor | None = None
         before: _Stage | None = None
@@ -116,7 +122,7 @@ class RewrittenModel:
         raise AssertionError("the last stage has no boundary")
 
     def sequence_part(self, hidden: Tensor, whole: Tensor) -> Tensor | None:
-        """What this rank's `hidden` must be of the `whole`: the same tensor, or its part of the tokens; None: it cannot be told."""
+        """Select what this rank's `hidden` must equal: `whole`, or this rank's part of its tokens. None where the shapes do not show it."""
         if hidden.shape == whole.shape:
             return whole
         sequence = self._stages[-1].state.sequence
@@ -126,9 +132,8 @@ class RewrittenModel:
         return whole[:, rank * sequence.part : rank * sequence.part + sequence.real(rank)]
 
     def gradients(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """The gradient of each trained parameter, summed over all ranks that have a part of it, by its canonical name.
+        """Sum the gradient of each trained parameter over all ranks that have a part of it; by canonical name.
 
-        With as many data-parallel ranks as see the same input, those of experts that are dealt to ranks are so many times too large.
         Communicates over the tensor, context and expert groups; all ranks have the same parameters in the same order.
         """
         local: dict[str, tuple[Tensor, ShardSpec]] = {}
@@ -142,7 +147,7 @@ class RewrittenModel:
         return {name: (self._total(gradient, spec), spec) for name, (gradient, spec) in local.items()}
 
     def total_of_input(self, gradient: Tensor) -> Tensor:
-        """The gradient of a floating-point input, of which context-parallel ranks have a part each."""
+        """Sum the gradient of a floating-point input over context-parallel ranks, which have a part of it each."""
         total = gradient.detach().contiguous().clone()
         if self._mesh.size("cp") > 1:
             dist.all_reduce(total, group=self._mesh.group("cp"))
@@ -153,7 +158,7 @@ class RewrittenModel:
         if spec.expert:
             if dist.get_world_size(self._mesh.expert_data_group) > 1:
                 dist.all_reduce(total, group=self._mesh.expert_data_group)
-            return total / self._mesh.size("dp")
+            return total / self._mesh.size("dp")  # data-parallel ranks all sent the same input to these experts
         if spec.tp_grad_sum:
             parts = [torch.empty_like(total) for _ in range(self._mesh.size("tp"))]
             dist.all_gather(parts, total, group=self._mesh.group("tp"))

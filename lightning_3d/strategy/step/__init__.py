@@ -1,7 +1,7 @@
-"""One step as the user wrote it, run over micro-batches: cutting the batch, weighting the loss, collecting what was logged."""
+"""Runs the user's step over micro-batches: splitting the batch, weighting the loss, collecting what was logged."""
 
 from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
-from lightning_3d.strategy.step.micro_batches import MicroBatches, cut_batch, repeated_rows
+from lightning_3d.strategy.step.micro_batches import MicroBatches, repeated_rows, split_into_micro_batches
 from lightning_3d.strategy.step.runner import StepResult, StepRunner
 
-__all__ = ["LossWeights", "MicroBatches", "StepResult", "StepRunner", "TokenMeanLoss", "cut_batch", "repeated_rows"]
+__all__ = ["LossWeights", "MicroBatches", "StepResult", "StepRunner", "TokenMeanLoss", "split_into_micro_batches", "repeated_rows"]

@@ -1,4 +1,4 @@
-"""Checks on what the ranks of one model replica see."""
+"""Checks that ranks agree about their batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import tensors_of
 
 ALWAYS = 3
+"""Steps at the beginning that are all checked."""
+
 EVERY = 64
+"""Later, one step in so many is checked."""
 
 
 def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> None:
-    """Refuse data-parallel ranks with different numbers of batches, where those with more would wait for the others for ever.
+    """Refuse data-parallel ranks with different numbers of batches: those with more would wait for the others forever.
 
-    One all-reduce of two numbers over ("cp", "pp", "dp"). Raises DataError on all of them.
+    One all-reduce of two numbers over ("cp", "pp", "dp").
+
+    Raises:
+        DataError: on all ranks.
     """
     extremes = torch.tensor([batches, -batches], dtype=torch.float64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.group("cp", "pp", "dp"))
@@ -27,23 +33,23 @@ def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> Non
     if most != fewest:
         raise DataError(
             f"Data-parallel ranks have different numbers of batches: {fewest:g} to {most:g}. Let Lightning inject its"
-            " DistributedSampler, give your sampler trainer.strategy.distributed_sampler_kwargs, or set limit_train_batches,"
+            " DistributedSampler, pass trainer.strategy.distributed_sampler_kwargs to your sampler, or set limit_train_batches,"
             f" limit_val_batches or limit_predict_batches to {fewest:g}."
         )
 
 
 def most_micro_batches(own: int, mesh: Mesh, device: torch.device) -> int:
-    """The largest number of micro-batches that a data-parallel rank has: one all-reduce of a number over ("cp", "dp")."""
+    """Find the largest number of micro-batches of any data-parallel rank: one all-reduce of a number over ("cp", "dp")."""
     most = torch.tensor(own, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("cp", "dp"))
     return int(most)
 
 
 class SameBatch:
-    """Refuses to go on when ranks that must see the same batch do not.
+    """Refuses different batches on ranks that must read the same one.
 
     Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
-    its own and train on nonsense without any error. One all-reduce of two numbers over ("tp", "cp", "pp") in the first steps and
+    its own, and train on nonsense without any error. One all-reduce of two numbers over ("tp", "cp", "pp") in the first 3 steps and
     in every 64th.
     """
 
@@ -53,6 +59,7 @@ class SameBatch:
         self._seen = 0
 
     def check(self, batch: Any) -> None:
+        """Compare the bytes of a batch between ranks, in a step that is checked. Raises DataError on all ranks."""
         self._seen += 1
         if self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1 or (self._seen > ALWAYS and self._seen % EVERY):
             return
@@ -67,6 +74,6 @@ class SameBatch:
         if highest != lowest:
             raise DataError(
                 "Ranks of one model replica (same data-parallel index, other tp, cp or pp index) read different batches. Let Lightning"
-                " inject its DistributedSampler (use_distributed_sampler=True), or give your sampler"
-                " trainer.strategy.distributed_sampler_kwargs, and seed the order equally on all ranks (seed_everything)."
+                " inject its DistributedSampler (use_distributed_sampler=True), or pass trainer.strategy.distributed_sampler_kwargs to your"
+                " sampler. Seed the order equally on all ranks (seed_everything)."
             )

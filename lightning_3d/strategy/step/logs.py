@@ -21,7 +21,7 @@ from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.mesh import Mesh
 
 _NOT_REPLAYED = {"sync_dist", "sync_dist_group", "enable_graph", "batch_size", "reduce_fx"}
-"""Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank, or stand elsewhere."""
+"""Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank, or that `LogKey` has."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,14 @@ class _Collected:
 class StepLog:
     """Collects the log calls of one step and replays them on every rank.
 
+    Values are reduced over all ranks with this rank's tensor-parallel index: one small all-reduce a step (and a second one where
+    something is logged with reduce_fx max or min), and one broadcast of the keys whenever they change.
+
     Args:
         module: the user's module.
-        mesh: values are reduced over all ranks with this rank's tensor-parallel index: one small all-reduce a step (and a second
-            where something is logged with reduce_fx max or min), and one broadcast of the keys whenever they change.
+        mesh: process groups.
         last_rank: pipeline rank that runs the last stage, the only one whose steps reach their log calls.
+        device: device of this rank.
     """
 
     def __init__(self, module: LightningModule, mesh: Mesh, last_rank: int, device: torch.device) -> None:
@@ -63,6 +66,7 @@ class StepLog:
         self._pending: list[tuple[LogKey, Tensor, float | None]] = []
 
     def begin(self) -> None:
+        """Forget the previous batch."""
         self._collected = {}
 
     @contextmanager
@@ -82,7 +86,7 @@ class StepLog:
         number = forward_value(value) if isinstance(value, Metric) else value
         tensor = torch.as_tensor(0.0 if number is None else number, dtype=torch.float64, device=self._device).detach()
         if tensor.numel() != 1:
-            raise ConfigError(f"self.log('{name}', ...) got a tensor of shape {tuple(tensor.shape)}; log single numbers.")
+            raise ConfigError(f"self.log('{name}', ...) needs a single number; got a tensor of shape {tuple(tensor.shape)}.")
         kept = tuple(sorted((k, v) for k, v in kwargs.items() if k not in _NOT_REPLAYED))
         key = LogKey(name, _combination(kwargs.get("reduce_fx", "mean")), metric, kept)
         self._pending.append((key, tensor.reshape(()), kwargs.get("batch_size")))
@@ -97,7 +101,7 @@ class StepLog:
         )
 
     def weigh(self, weight: Tensor) -> None:
-        """Give what the last micro-batch logged its weight: the one of its loss, or the `batch_size` that the user named."""
+        """Set the weight of what the last micro-batch logged: the weight of its loss, or the `batch_size` that the user passed."""
         for key, value, batch_size in self._pending:
             entry = self._collected.setdefault(key, _Collected())
             named = batch_size is not None and bool(weight > 0)
@@ -106,7 +110,7 @@ class StepLog:
         self._pending = []
 
     def checksum(self) -> float:
-        """A number of 16 bits that tells this step's set of keys from others; 0 for none."""
+        """Checksum (16 bits) of this step's set of keys, different from those of earlier sets; 0 for no keys."""
         keys = tuple(self._collected)
         if not keys:
             return 0.0
@@ -119,7 +123,7 @@ class StepLog:
         """Reduce the values and log them for real, on every rank.
 
         Args:
-            checksum: of the keys that all last stages collected (they agree, see `StepRunner`); 0 when nothing was logged.
+            checksum: checksum of the keys that all last stages collected (see `BatchTotals`); 0 when nothing was logged.
         """
         if checksum == 0:
             return
@@ -137,19 +141,19 @@ class StepLog:
             log(key.name, logged, batch_size=max(1, round(weight)), reduce_fx=key.combine, **dict(key.arguments))
 
     def _agree(self, checksum: int) -> tuple[LogKey, ...]:
-        """The keys behind a checksum; the first time, the last stage tells the others."""
+        """Look up the keys behind a checksum; the first time, the last stage broadcasts them over the pipeline."""
         if checksum not in self._keys:
-            told: list[Any] = [self._own.get(checksum)]
+            keys: list[Any] = [self._own.get(checksum)]
             if self._mesh.size("pp") > 1:
                 source = self._mesh.ranks("pp")[self._last_rank]
-                dist.broadcast_object_list(told, source, group=self._mesh.control)
-            self._keys[checksum] = told[0]
-            for key in told[0]:
+                dist.broadcast_object_list(keys, source, group=self._mesh.control)
+            self._keys[checksum] = keys[0]
+            for key in keys[0]:
                 hush_sync_dist_advice(key.name)
         return self._keys[checksum]
 
     def _reduce(self, keys: tuple[LogKey, ...]) -> list[tuple[Tensor, float]]:
-        """(value, weight) of each key over all micro-batches and data-parallel ranks."""
+        """Reduce (value, weight) of each key over all micro-batches and data-parallel ranks."""
         sums = torch.zeros(len(keys), 2, dtype=torch.float64, device=self._device)
         peaks = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=self._device)
         for i, key in enumerate(keys):
@@ -174,7 +178,7 @@ class StepLog:
 
 
 def _combination(reduce_fx: Any) -> str:
-    """Name of the reduction that the user gave `self.log`, as a string or as torch's function."""
+    """Name of the reduction that the user passed to `self.log`, as a string or as torch's function."""
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
     if name not in ("mean", "sum", "max", "min"):

@@ -1,4 +1,4 @@
-"""What each micro-batch counts in the loss of the global batch."""
+"""The weight of each micro-batch in the loss of the global batch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class LossWeights:
         self._tokens: Tensor | None = None
 
     def begin(self) -> None:
+        """Expect the next micro-batch."""
         self._tokens = None
 
     def count_tokens(self, tokens: Tensor) -> None:
-        """Called by the loss function; calls within one step add up."""
+        """Add target tokens. The loss function calls this; calls in one micro-batch add up."""
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def weight(self, rows: int, device: torch.device) -> Tensor:
-        """Weight of the micro-batch: a float64 tensor without dimension."""
+        """Weight of the micro-batch: a float64 tensor of shape ()."""
         if self._tokens is not None:
             return self._tokens.to(torch.float64)
         return torch.tensor(float(rows), dtype=torch.float64, device=device)
@@ -46,7 +47,9 @@ class TokenMeanLoss:
     normalizes by the target tokens of the global batch itself.
 
     Args:
-        context: the ranks that share the sequences, whose token losses it adds up: one all-reduce of two numbers. None without.
+        weights: receives the number of target tokens.
+        context: ranks that share the sequences, whose token losses are summed by one all-reduce of two numbers; None without context
+            parallelism.
     """
 
     def __init__(self, weights: LossWeights, context: ContextParallel | None = None) -> None:
@@ -67,7 +70,7 @@ class TokenMeanLoss:
         if shift_labels.shape != logits.shape[:-1]:
             raise PlanError(
                 f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. Its forward"
-                " must hand its further arguments (shift_labels) to loss_function."
+                " must pass its further arguments (shift_labels) on to loss_function."
             )
         tokens = (shift_labels != ignore_index).sum()
         total = token_losses(logits, shift_labels, ignore_index).sum()
@@ -79,20 +82,25 @@ class TokenMeanLoss:
 
     @staticmethod
     def count_targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
-        """How many target tokens a call with these labels averages over."""
+        """Count the target tokens that a call with these labels averages over."""
         return (_targets(labels, shift_labels, -100) != -100).sum()
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The token that each position predicts."""
+    """Select the token that each position predicts.
+
+    Raises:
+        PlanError: there are no labels.
+    """
     if shift_labels is not None:
         return shift_labels
-    assert labels is not None
+    if labels is None:
+        raise PlanError("The model's loss got no labels. Its forward must pass labels or shift_labels on to loss_function.")
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel | None = None) -> None:
-    """Put `TokenMeanLoss` in the place of the loss function of every causal LM in `root` that has the usual one.
+    """Replace the loss function of every causal LM in `root` that has the usual one by `TokenMeanLoss`.
 
     Other losses stay: they see the logits of all tokens and the full vocabulary, and are weighted by rows.
     """
@@ -107,6 +115,6 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
 
 
 def _has_no_head(module: nn.Module) -> bool:
-    """A Transformers model without an output head, whose loss function nobody calls."""
+    """Return whether this is a Transformers model without an output head, whose loss function is never called."""
     outputs = getattr(module, "get_output_embeddings", None)
     return outputs is not None and outputs() is None

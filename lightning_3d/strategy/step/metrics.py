@@ -1,4 +1,4 @@
-"""torchmetrics objects in a pipelined step: updated on the last stage only, computed once from all of its data ranks."""
+"""torchmetrics objects in a pipelined step: updated on the last stage only, computed from the states of all its data ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int, refuse: C
 
 @contextmanager
 def unchanged_metrics(module: LightningModule) -> Iterator[None]:
-    """Leave no trace in the torchmetrics objects of `module`: for micro-batches that only fill the schedule."""
+    """Restore the torchmetrics objects of `module` afterwards: for micro-batches that only fill the schedule."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     before = [metric_state(metric) for metric in metrics]
     try:

@@ -1,4 +1,4 @@
-"""A rank's batch -> micro-batches of equal rows."""
+"""Splits a rank's batch into micro-batches of equal rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
-"""`split_batch(batch, n)`: the user's own cut of a batch into n micro-batches of equal size."""
+"""`split_batch(batch, n)`: the user's own split of a batch into n micro-batches of equal size."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class MicroBatches:
     """The micro-batches of one step on one data-parallel rank.
 
     Attributes:
-        batches: as many as the schedule runs, all with the same shapes.
+        batches: the micro-batches that the schedule runs, all with the same shapes.
         rows: rows of each.
-        fillers: how many of the last ones only fill the schedule and have weight zero.
+        fillers: number of micro-batches at the end that only fill the schedule and have weight zero.
     """
 
     batches: tuple[Any, ...]
@@ -41,6 +41,7 @@ class MicroBatches:
         return len(self.batches)
 
     def is_filler(self, index: int) -> bool:
+        """Return whether a micro-batch only fills the schedule."""
         return index >= len(self.batches) - self.fillers
 
     @property
@@ -49,7 +50,7 @@ class MicroBatches:
         return tuple((tuple(t.shape), t.dtype) for t in tensors_of(self.batches[0]))
 
 
-def cut_batch(
+def split_into_micro_batches(
     batch: Any,
     micro_batch_size: int | None,
     *,
@@ -60,19 +61,21 @@ def cut_batch(
     split_batch: SplitBatch | None = None,
     agree: Callable[[int], int] | None = None,
 ) -> MicroBatches:
-    """Cut a batch along dimension 0 of its tensors.
+    """Split a batch along dimension 0 of its tensors.
 
-    A batch whose rows `micro_batch_size` does not divide is cut into the largest equal micro-batches that do. A batch that gives
+    Where `micro_batch_size` does not divide the rows of a batch, micro-batches have the largest smaller size that does. A batch that gives
     the schedule too few micro-batches is filled up with copies of weight zero.
 
     Args:
-        batch: tensors in any nesting of dicts, lists, tuples and dataclasses. Whatever is no tensor goes to every micro-batch.
+        batch: tensors in any nesting of dicts, lists, tuples and dataclasses. Whatever is not a tensor goes to every micro-batch.
         micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough micro-batches.
-        repeated: number of rows -> how many of them, at the end, the sampler repeated to give all data-parallel ranks as many;
-            they are left out.
-        schedule, pp, vp: what the micro-batches are for; None when there is no backward.
-        split_batch: the user's own cut, for batches whose tensors do not all have the rows in dimension 0.
-        agree: this rank's number of micro-batches -> the number to fill up to, where ranks must have as many.
+        repeated: number of rows -> how many of them, at the end, the sampler repeated so that all data-parallel ranks have equally many;
+            they are dropped.
+        schedule: schedule that runs the micro-batches; None when there is no backward.
+        pp: pipeline ranks.
+        vp: stages of each.
+        split_batch: the user's own split, for batches whose tensors do not all have the rows in dimension 0.
+        agree: this rank's number of micro-batches -> the number to fill up to, where ranks must have equally many.
 
     Raises:
         DataError: no tensor in the batch, or tensors that disagree about the number of rows.
@@ -84,11 +87,11 @@ def cut_batch(
     size = _equal_size(kept, micro_batch_size, schedule, pp, vp)
     count = kept // size
     if split_batch is not None:
-        size = gcd(size, rows)  # the user's cut knows nothing of repeated rows, so whole parts of it are left out
+        size = gcd(size, rows)  # the user's split knows nothing of repeated rows, so whole parts of it are dropped
         count = kept // size
         parts = list(split_batch(batch, rows // size))
         if len(parts) != rows // size:
-            raise DataError(f"split_batch was asked for {rows // size} micro-batches and returned {len(parts)}.")
+            raise DataError(f"split_batch must return {rows // size} micro-batches, as many as it was asked for; got {len(parts)}.")
         parts = parts[:count]
     else:
         parts = [rows_of(batch, slice(start, start + size)) for start in range(0, kept, size)]
@@ -103,7 +106,7 @@ def cut_batch(
 
 
 def _equal_size(rows: int, wanted: int | None, schedule: ScheduleInfo | None, pp: int, vp: int) -> int:
-    """The largest size, at most `wanted`, that divides `rows`; without a wish, that gives the schedule enough micro-batches."""
+    """Find the largest size, at most `wanted`, that divides `rows`; for None, the largest that gives the schedule enough micro-batches."""
     sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     if wanted is not None:
         return next(size for size in sizes if size <= wanted)
@@ -111,10 +114,10 @@ def _equal_size(rows: int, wanted: int | None, schedule: ScheduleInfo | None, pp
 
 
 def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
-    """How many rows at the end of this batch a DistributedSampler repeated from the beginning of the data set.
+    """Count the rows at the end of this batch that a DistributedSampler repeated from the beginning of the data set.
 
     Rank r of R reads the samples r, r + R, r + 2R, ... of the shuffled order, which is continued from its start until all ranks
-    have as many. What lies behind the end of the order is a repetition.
+    have equally many. Whatever is behind the end of the order is a repetition.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler) or not loader.batch_size:
@@ -130,26 +133,27 @@ def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
     scalars = sum(tensor.ndim == 0 for tensor in tensors_of(batch))
     if not sizes:
         raise DataError(
-            "The batch contains no tensor with a batch dimension, so it cannot be cut into micro-batches."
-            " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
+            "The batch contains no tensor with a batch dimension, so it cannot be split into micro-batches."
+            " Pass split_batch= to the strategy, a function (batch, n) -> n micro-batches."
         )
     if split_batch is not None:
         return next(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0)
     if len(sizes) > 1 or scalars:
         found = sorted(sizes) + ["no dimension at all"] * bool(scalars)
         raise DataError(
-            f"The tensors of the batch disagree about the number of rows in dimension 0: {', '.join(map(str, found))}."
-            " Give the strategy split_batch=, a function (batch, n) -> n micro-batches."
+            f"The tensors of the batch have different numbers of rows in dimension 0: {', '.join(map(str, found))}."
+            " Pass split_batch= to the strategy, a function (batch, n) -> n micro-batches."
         )
     return sizes.pop()
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
-    """Join what the user's step returned for each micro-batch: rows are concatenated, numbers averaged
-    (counts, which are whole numbers, summed), the rest is the last.
+    """Join what the user's step returned for each micro-batch.
+
+    Rows are concatenated, numbers averaged (counts, which are whole numbers, summed); of anything else the last one is kept.
 
     Args:
-        weights: of the micro-batches, as in their loss; float64 tensors of shape ().
+        weights: weights of the micro-batches, as in their loss; float64 tensors of shape ().
     """
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -170,12 +174,12 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """The same, with all tokens and the full vocabulary in the place of tensors that only look whole: now, while all ranks are here."""
+    """Gather tensors that report the full shape and hold one shard (of tokens, of the vocabulary), while all ranks take part."""
     return whole_arguments(whole_arguments(value, WholeSequence), VocabParallelLogits)
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Mean of those values that have a weight, a plain one where none has; shape ()."""
+    """Weighted mean of the values with a weight above 0; the plain mean where none has one. Shape ()."""
     weights = weights.to(values.device)
     counted = weights > 0
     if not counted.any():

@@ -25,21 +25,22 @@ from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
+from lightning_3d.strategy.step.totals import BatchTotals
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.trace import REDUCE, StepTrace
 
 
 @dataclass
 class StepResult:
-    """What one optimizer step did, the same numbers on every rank.
+    """The numbers of one optimizer step, the same on every rank.
 
     Attributes:
         loss: mean over the global batch (per target token, or per row where the loss did not come through `loss_function`).
         weight: target tokens (or rows) of the global batch.
-        grad_norm: global norm before clipping; None until it was computed.
-        routers: of a mixture of experts; their losses are not in `loss`.
-        trace: where the step was traced; its events are on rank 0.
-        skipped: the optimizer did not take it, because loss or norm is not finite.
+        grad_norm: norm of all gradients before clipping; None until it is computed.
+        routers: statistics of the routers of a mixture of experts, whose losses are not in `loss`.
+        trace: trace of the step; None where it was not traced. Only rank 0 has its events.
+        skipped: whether the optimizer skipped the step, because loss or norm is not finite.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StepResult:
 
     @property
     def tokens(self) -> float:
+        """Target tokens (or rows) of the global batch."""
         return self.weight
 
 
@@ -59,19 +61,24 @@ class StepRunner:
 
     Args:
         module: the user's module.
-        context: a new precision context for each call of the user's step, by hook name.
-        after_first_backward: called once, when the first step has its unreduced gradients.
-        routers: of a mixture of experts.
-        tracer: of the step, which the caller begins.
+        engine: the pipeline schedule.
+        mesh: process groups.
+        weights: weight of the micro-batch that is running.
+        random: random streams of dropout.
+        device: device of this rank.
+        context: function that makes a precision context for a call of the user's step, by hook name.
+        after_first_backward: function that is called once, when the first step has its unreduced gradients.
+        routers: routers of a mixture of experts.
+        tracer: tracer of the step, which the caller begins.
 
     Attributes:
-        inside: the user's step is running, and other ranks may not be in it as often: it may not communicate.
-        totals: what all ranks learned about the last batch, see `_share`.
-        told: in a dry run these numbers where this rank does not compute them: no other rank does.
+        inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
+        totals: totals of the last batch over all ranks; None before the first.
+        known_totals: totals of every batch in a dry run, on a rank that does not compute them: the ranks that do are absent.
     """
 
-    totals: tuple[float, ...] = ()
-    told: tuple[float, ...] | None = None
+    totals: BatchTotals | None = None
+    known_totals: BatchTotals | None = None
 
     def __init__(
         self,
@@ -113,11 +120,16 @@ class StepRunner:
         place: int = 0,
         ends: bool = True,
     ) -> tuple[StepResult, dict[str, Any]]:
-        """Forward and backward of one batch, and after the last of an optimizer step the reduction; the gradients are those of the
-        mean loss over all its batches.
+        """Run forward and backward of one batch, and after the last batch of an optimizer step reduce the gradients.
+
+        The reduced gradients are those of the mean loss over all batches of the step.
 
         Args:
-            step: optimizer steps so far. place: of this batch among those of the step. ends: it is the last of them.
+            rest: further arguments of the user's step.
+            backend: gradients and parameters of the data-parallel ranks.
+            step: number of optimizer steps before this one.
+            place: index of this batch among those of the step.
+            ends: whether it is the last of them.
 
         Returns:
             The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
@@ -126,25 +138,27 @@ class StepRunner:
             self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
+            # Before the reduction: it compares the unreduced gradients of tensor-parallel ranks.
             if self.after_first_backward is not None:
                 self.after_first_backward()
                 self.after_first_backward = None
-            loss, weight, checksum, extras = self._share()
-            routers = self._routers.finish(weight) if self._routers is not None else None
-            self._accumulated = weight + (self._accumulated if place else 0.0)
+            totals = self._share()
+            routers = self._routers.finish(totals.weight) if self._routers is not None else None
+            self._accumulated = totals.weight + (self._accumulated if place else 0.0)
+            # Only now is the weight of the whole step known, by which its gradients are divided.
             if ends:
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
                     backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
-        self._log.replay(checksum)
+        self._log.replay(totals.checksum)
         outputs = self._merged(micro_batches) or {}
-        if extras:
-            outputs = self._tell(outputs, whole=False)
-        outputs["loss"] = torch.tensor(loss, device=self._device, dtype=torch.get_default_dtype())
-        return StepResult(loss, weight, routers=routers), outputs
+        if totals.extras:
+            outputs = self._broadcast(outputs, whole=False)
+        outputs["loss"] = torch.tensor(totals.mean_loss, device=self._device, dtype=torch.get_default_dtype())
+        return StepResult(totals.mean_loss, totals.weight, routers=routers), outputs
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
-        """Forward only: `hook` is "validation", "test" or "predict".
+        """Run the forward of one batch. `hook` is "validation", "test" or "predict".
 
         Returns:
             What the user's step returned, joined over micro-batches. Predictions go to every rank of the pipeline; of other
@@ -156,12 +170,11 @@ class StepRunner:
                 len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
             )
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
-            _, _, checksum, _ = self._share()
-            self._log.replay(checksum)
-        return self._tell(self._merged(micro_batches), whole=hook == "predict")
+            self._log.replay(self._share().checksum)
+        return self._broadcast(self._merged(micro_batches), whole=hook == "predict")
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
-        """What the user's step returned for the whole batch; None before the last stage and where it returned nothing."""
+        """Join what the user's step returned for the batch; None before the last stage and where it returned nothing."""
         kept = [pair for index, pair in enumerate(self._outputs) if not micro_batches.is_filler(index)]
         if not kept or kept[0][0] is None:
             return None
@@ -197,25 +210,29 @@ class StepRunner:
         return self._account(hook, output, weight)
 
     def _explain_shape(self, error: RuntimeError) -> None:
-        """Say what a wrong shape comes from most often, where tensor parallelism has cut layers."""
+        """Add the most frequent cause of a wrong shape to an error, where tensor parallelism has sharded layers."""
         tp = self._mesh.size("tp")
         if tp > 1 and re.search(r"is invalid for input of size|must match the size|shapes cannot be multiplied|doesn't match", str(error)):
             error.add_note(
-                f"With tp {tp}, a rank has 1/{tp} of what a layer makes that the plan cuts by columns. Code between it and the layer that"
-                " is cut by rows must read sizes from what it finds, such as the number of heads: x.unflatten(-1, (-1, head_width)) instead"
-                " of x.view(batch, length, heads, head_width), and x.flatten(-2) behind the attention. See docs/your_model.md."
+                f"With tp {tp}, a rank has 1/{tp} of the output of a column-parallel layer. Code between it and the row-parallel layer must"
+                " read sizes, such as the number of heads, from the tensors. Write x.unflatten(-1, (-1, head_width)) instead of"
+                " x.view(batch, length, heads, head_width), and x.flatten(-2) after the attention. See docs/your_model.md."
             )
 
     def refuse_inside(self, what: str) -> None:
-        """Refuse communication of the user's own inside a step: some ranks would wait for others for ever."""
+        """Refuse communication of the user's own inside a step: some ranks would wait for others forever.
+
+        Raises:
+            ConfigError: the user's step is running.
+        """
         if self.inside:
             raise ConfigError(
-                f"The step communicates with all ranks ({what}). It runs once for each micro-batch and stage, not equally often on all"
-                " ranks. Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
+                f"The step communicates with all ranks ({what}), but runs once per micro-batch and stage, not equally often on all ranks."
+                " Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
             )
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:
-        """What runs next belongs to this rank's part of a micro-batch: set its random state, which no other of the step shares."""
+        """Set the random state of this rank's part of a micro-batch, which no other part of the step shares, before it runs."""
         batch = self._place * self._mesh.size("dp") + self._mesh.index("dp")
         part = (batch * len(micro_batches) + index) * self._mesh.size("cp") + self._mesh.index("cp")
         self._random.begin(self._step, part)
@@ -223,9 +240,9 @@ class StepRunner:
             self._routers.enter(index)
 
     def _account(self, hook: str, output: Any, weight: Tensor) -> Tensor | None:
-        """Keep what the last stage produced; return the loss times its weight, to be differentiated.
+        """Keep what the last stage produced. Returns the loss times its weight, to be differentiated.
 
-        Context-parallel ranks compute the same loss, and each answers for its share of it.
+        Context-parallel ranks compute the same loss, and each counts 1/cp of it.
         """
         if hook != "training":
             self._outputs.append((output, weight))
@@ -239,40 +256,36 @@ class StepRunner:
         return loss * weight.to(loss.dtype)
 
     def has_finite_loss(self) -> bool:
-        """Whether what this rank added to the loss of the last batch is finite; True before the last stage. Local."""
+        """Return whether this rank's own part of the last batch's loss is finite; True before the last stage. No communication."""
         return not self._sums or bool(torch.stack(self._sums).isfinite().all())
 
-    def _share(self) -> tuple[float, float, int, bool]:
-        """(mean loss, total weight, checksum of the log keys, whether a step returned more than a loss) over all micro-batches and
-        data-parallel ranks: one all-reduce.
-        """
-        totals = torch.zeros(6, dtype=torch.float64, device=self._device)
-        if self._engine.owns_last:
-            checksum = self._log.checksum()
-            if self._sums:
-                totals[:2] = torch.stack(self._sums).sum(0)
-            extras = float(any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1]))
-            totals[2:] = torch.tensor([checksum, checksum**2, 1.0, extras], dtype=torch.float64)
-        all_reduce_flat(totals, self._mesh.group("cp", "pp", "dp"))
-        self.totals = tuple(totals.tolist()) if self.told is None else self.told
-        loss, weight, checksum, squares, sources, extras = self.totals
-        if squares * sources != checksum**2:
-            raise ConfigError(
-                "The names given to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
-            )
-        return (loss / weight if weight > 0 else float("nan")), weight, round(checksum / sources), extras > 0
+    def _share(self) -> BatchTotals:
+        """Sum the totals over all micro-batches and data-parallel ranks: one all-reduce over ("cp", "pp", "dp").
 
-    def _tell(self, outputs: Any, *, whole: bool) -> Any:
+        Raises:
+            ConfigError: ranks logged different names.
+        """
+        packed = BatchTotals.nothing(self._device)
+        if self._engine.owns_last:
+            extras = any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1])
+            packed = BatchTotals.pack(self._sums, self._log.checksum(), extras=extras, device=self._device)
+        all_reduce_flat(packed, self._mesh.group("cp", "pp", "dp"))
+        self.totals = BatchTotals.unpack(packed) if self.known_totals is None else self.known_totals
+        self.totals.require_equal_keys()
+        return self.totals
+
+    def _broadcast(self, outputs: Any, *, whole: bool) -> Any:
+        """Broadcast outputs of the last stage over the pipeline. Without `whole`, the other ranks get the scalars among them."""
         if self._mesh.size("pp") == 1:
             return outputs
-        told = [move_data_to_device(outputs if whole else _scalars(outputs), "cpu")]
-        dist.broadcast_object_list(told, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
-        return outputs if self._engine.owns_last else move_data_to_device(told[0], self._device)
+        objects = [move_data_to_device(outputs if whole else _scalars(outputs), "cpu")]
+        dist.broadcast_object_list(objects, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
+        return outputs if self._engine.owns_last else move_data_to_device(objects[0], self._device)
 
 
 @dataclass(frozen=True)
 class _UserStep:
-    """What the engine calls for each micro-batch and stage."""
+    """The function that the engine calls for each micro-batch and stage."""
 
     runner: StepRunner
     hook: str
@@ -291,12 +304,12 @@ def _loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         got = "None" if output is None else type(output).__name__
         raise ConfigError(
-            f"training_step returned {got}; it must return the loss as a tensor, or a dict with the key 'loss'."
-            " Skipping a step by returning None is not possible when several ranks work on it."
+            f"training_step must return the loss as a tensor, or a dict with the key 'loss'; got {got}."
+            " A step cannot be skipped by returning None, because several ranks work on it."
         )
     if loss.numel() != 1:
         raise ConfigError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be a single number: average it, for example"
+            f"training_step must return a loss that is a single number; got shape {tuple(loss.shape)}. Average it, for example"
             " with loss.mean()."
         )
     return loss.reshape(())
@@ -307,7 +320,7 @@ def _detached(value: Any) -> Any:
 
 
 def _scalars(value: Any) -> Any:
-    """The numbers among an output."""
+    """Select the numbers among an output."""
     if isinstance(value, Mapping):
         return {key: _scalars(item) for key, item in value.items() if _scalars(item) is not None}
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Decides which steps are traced, and puts together on rank 0 what the ranks recorded."""
+"""Decides which steps are traced, and combines on rank 0 what the ranks recorded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.tracing.clocks import Round, clock_name, clock_offsets, meet
 from lightning_3d.tracing.memory import MemoryWatch
 from lightning_3d.tracing.recorder import Recorder
@@ -22,21 +23,21 @@ from lightning_3d.tracing.trace import OPTIMIZER, Event, Memory, RankTrace, Step
 
 
 class StepTracer:
-    """Of one rank. A step that is not traced costs a comparison for each action.
+    """Traces steps of one rank. A step that is not traced costs a comparison for each action.
 
-    At the end of a traced step all ranks send what they recorded to rank 0, which tells them all what came of it: two collectives
+    At the end of a traced step all ranks send what they recorded to rank 0, which broadcasts the result: two collectives
     over the world, and a few more of one number where ranks are on several machines, to compare their clocks.
 
     Args:
-        every: steps whose number is a multiple of it are traced; None: only those that are asked for.
+        every: trace every n-th step; None: only steps requested with `trace_next_step`.
 
     Raises:
-        ConfigError: `every` is no positive whole number.
+        ConfigError: `every` is not a positive whole number.
     """
 
     def __init__(self, every: int | None = None) -> None:
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ConfigError(f"trace_every_n_steps is {every!r}; it must be a whole number of at least 1, or None: no step is traced.")
+            raise ConfigError(f"trace_every_n_steps must be a whole number of at least 1, or None to trace no step; got {every!r}.")
         self._every = every
         self.recorder = Recorder()
         self._module: nn.Module | None = None
@@ -48,7 +49,7 @@ class StepTracer:
         self._clocks: list[str] = []
 
     def connect(self, module: nn.Module, device: torch.device, layout: Layout, schedule: str, *, hooks: bool) -> Recorder:
-        """Before the first step, with what is traced. Returns what takes the times.
+        """Set what is traced, before the first step. Returns the recorder of times.
 
         Args:
             hooks: see `MemoryWatch`.
@@ -63,10 +64,11 @@ class StepTracer:
 
     @contextmanager
     def batch(self, step: int, place: int) -> Iterator[None]:
-        """Holds forward, backward and reduction of a batch.
+        """Wrap forward, backward and reduction of a batch.
 
         Args:
-            step: number of the optimizer step, 1 for the first. place: of this batch among those of the step.
+            step: number of the optimizer step, 1 for the first.
+            place: index of this batch among those of the step.
         """
         if place == 0:
             self._begin(step)
@@ -80,7 +82,7 @@ class StepTracer:
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
-        """Holds a part of the optimizer step, outside `batch`."""
+        """Wrap a part of the optimizer step, outside `batch`."""
         with self._recording(), self.recorder.span(OPTIMIZER):
             yield
 
@@ -96,25 +98,25 @@ class StepTracer:
         self._tracing = self._asked or (self._every is not None and step % self._every == 0)
         self._asked, self._watch = False, None
         if self._tracing:
-            assert self._module is not None
             self._step = step
-            self._watch = MemoryWatch(self._module, self._device, hooks=self._hooks)
+            self._watch = MemoryWatch(require(self._module, "a model to trace", BUILT), self._device, hooks=self._hooks)
             self.recorder.begin()
 
     def before_reduction(self, backend: DataParallelBackend) -> None:
-        """When the gradients of the step are complete on this rank: most of them are there."""
+        """Note the gradients, when those of the step are complete on this rank: now they take most memory."""
         if self._watch is not None:
-            self._watch.note_gradients(backend.gradient_tensors())
+            self._watch.note_gradients(backend.held()["gradients"])
 
     def finish(self, backend: DataParallelBackend) -> StepTrace | None:
-        """When the optimizer step is over: what came of it, on every rank the same but for the events, which rank 0 has. None where the
-        step was not traced. Collective over the world.
+        """End the optimizer step. Returns its trace, the same on every rank except for the events, which only rank 0 has.
+
+        Collective over the world where the step was traced; returns None otherwise.
         """
         if not self._tracing or self._watch is None:
             return None
         self._tracing, watch, self._watch = False, self._watch, None
         parts = [value for shard in backend.weight_shards() for value in shard.values.values() if isinstance(value, Tensor)]
-        return self._collect(tuple(self.recorder.take()), watch.measure(parts, backend.optimizer_tensors()))
+        return self._collect(tuple(self.recorder.take()), watch.measure(parts, backend.held()["optimizer"]))
 
     def _collect(self, events: tuple[Event, ...], memory: Memory) -> StepTrace:
         rank = dist.get_rank()
@@ -123,18 +125,18 @@ class StepTracer:
             dist.all_gather_object(self._clocks, clock_name())
         rounds = meet(self._device) if len(set(self._clocks)) > 1 else []
         kept = events if rank in chosen_ranks(self._layout) else None
-        said = (RankTrace(rank, socket.gethostname(), memory, work_of(events), kept), rounds)
-        told: list[Any] = [None]
+        own = (RankTrace(rank, socket.gethostname(), memory, work_of(events), kept), rounds)
+        without_events: list[Any] = [None]
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(said, gathered if rank == 0 else None, dst=0)
-        trace = self._put_together(gathered) if rank == 0 else None
+        dist.gather_object(own, gathered if rank == 0 else None, dst=0)
+        trace = self._combine(gathered) if rank == 0 else None
         if trace is not None:
-            told = [replace(trace, ranks=tuple(replace(each, events=None) for each in trace.ranks))]
-        dist.broadcast_object_list(told, src=0)
-        return trace or told[0]
+            without_events = [replace(trace, ranks=tuple(replace(each, events=None) for each in trace.ranks))]
+        dist.broadcast_object_list(without_events, src=0)
+        return trace or without_events[0]
 
-    def _put_together(self, said: list[tuple[RankTrace, list[Round]]]) -> StepTrace:
-        offsets = clock_offsets(self._clocks, [rounds for _, rounds in said])
-        ranks = tuple(each.shifted(-offset) for (each, _), (offset, _) in zip(said, offsets, strict=True))
+    def _combine(self, gathered: list[tuple[RankTrace, list[Round]]]) -> StepTrace:
+        offsets = clock_offsets(self._clocks, [rounds for _, rounds in gathered])
+        ranks = tuple(each.shifted(-offset) for (each, _), (offset, _) in zip(gathered, offsets, strict=True))
         error = max(uncertain for _, uncertain in offsets)
         return StepTrace(self._step, self._layout.name, self._layout.order, self._schedule, ranks, error, self._device.type)

@@ -1,4 +1,4 @@
-"""Callbacks for any Trainer. `MetricsCSV`, `ProgressBar` and `Summary` stand under these names in the configurations of saved runs."""
+"""Callbacks for any Trainer. The configurations of saved runs name `MetricsCSV`, `ProgressBar` and `Summary` in this package."""
 
 from lightning_3d.training.callbacks.metrics_csv import MetricsCSV
 from lightning_3d.training.callbacks.progress_bar import ProgressBar

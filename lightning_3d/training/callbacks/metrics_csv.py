@@ -13,46 +13,42 @@ from typing import Any, TextIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.runs.metrics_file import column
+from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
-from lightning_3d.training.step_clock import StepClock
+from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
     "bubble", "memory", "tokens_seen", "mfu",
 )  # fmt: skip
-"""Columns of `metrics.csv`; an empty cell is a number that does not exist for that step.
+"""Columns of `metrics.csv`. An empty cell means that the step has no such number.
 
-Of a mixture of experts: the balancing loss, and of the layer where they are largest the tokens of the fullest expert divided by the mean,
-and the fraction of tokens that found no room.
+Mixture of experts: `aux_loss` is the balancing loss; `max_load` is the tokens of the fullest expert divided by the mean, and `dropped`
+the fraction of tokens that exceeded the capacity, each for the layer where it is largest.
 
-Of a step that was traced: the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`), and the bytes of the fullest rank at its peak.
+Traced steps: `bubble` is the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`); `memory` is the peak memory in bytes of the
+rank that used most.
 
-`tokens_seen` are those of all steps up to this one, `mfu` is the share of the devices' peak rate that the model's operations take,
-0 to 1."""
+`tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the devices' peak rate, 0 to 1."""
 
 TOKENS_SEEN = "step/tokens_seen"
-"""What loggers get it as, with all else of the same step."""
-
-
-def last_val_loss(trainer: Trainer) -> float | None:
-    value = trainer.callback_metrics.get("val_loss")
-    return None if value is None else float(value)
+"""Name under which loggers get `tokens_seen`."""
 
 
 class MetricsCSV(Callback):
-    """Writes one row per optimizer step, complete on disk when the step ends; where gradients accumulate, a row adds up its batches. A
-    validation is put into the row of the step before it. The same numbers go to the loggers, as `step/loss` and so on, every
-    `log_every_n_steps` of the Trainer and of steps that were traced. With them go the memory of each rank of a traced step, as
-    `memory/rank_0` in bytes, where there are not more than 64, and what each router of a mixture of experts did, as `router/max_load/NAME`.
+    """Writes one row per optimizer step, complete on disk when the step ends. Accumulated batches share a row.
 
-    Where the disk is full, training continues: a warning says so once, and rows are missing.
+    A validation loss is added to the row of the step before it. Loggers get the same numbers (`step/loss` and so on) every
+    `log_every_n_steps` of the Trainer and for every traced step. For a traced step of at most 64 ranks they also get the memory of each
+    rank in bytes (`memory/rank_0`), and for a mixture of experts the load of each router (`router/max_load/NAME`).
 
-    A resumed run goes on in the same file: rows of steps that it repeats are removed first. How many tokens it has seen is in checkpoints.
+    If the disk is full, training continues without further rows, after one warning.
+
+    A resumed run continues the same file; rows of steps that it repeats are removed first. Checkpoints hold the number of tokens seen.
 
     Args:
-        path: of the file, usually `metrics.csv` in the run folder; its folder is created.
-        full_speed: tokens a second at which the model's operations would take all of the devices' peak rate, for `mfu`; None: not known.
+        path: the file, usually `metrics.csv` in the run folder; its folder is created.
+        full_speed: tokens per second at which the model's operations would use the devices' full peak rate, for `mfu`; None if unknown.
     """
 
     def __init__(self, path: str | Path, full_speed: float | None = None) -> None:
@@ -70,7 +66,7 @@ class MetricsCSV(Callback):
         if not trainer.is_global_zero:
             return
         self._clock = StepClock()
-        kept = rows_until(self._path, trainer.global_step)
+        kept = read_rows(self._path, last_step=trainer.global_step)
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,13 +108,13 @@ class MetricsCSV(Callback):
         if numbers.trace is not None:
             self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
             self._row["memory"] = numbers.trace.peak_memory
-        self._row_start = None  # of a row that is not written
+        self._row_start = None  # stays None if the row cannot be written
         with self._surviving():
             self._row_start = self._file.tell()
             self._write_row()
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
-            told = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
-            _tell(trainer, numbers.step, told | _of_ranks(numbers.trace) | _of_routers(numbers.routers))
+            row = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
+            _log(trainer, numbers.step, row | _of_ranks(numbers.trace) | _of_routers(numbers.routers))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,17 +127,17 @@ class MetricsCSV(Callback):
                 self._file.seek(self._row_start)
                 self._file.truncate()
                 self._write_row()
-        _tell(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
+        _log(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Warn, once, of what the storage refuses: metrics are not worth a run."""
+        """Turn the first error of the storage into a warning and ignore the others: metrics are not worth a run."""
         try:
             yield
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"{self._path} misses rows from here on, and training continues: {error}", stacklevel=2)
+                warnings.warn(f"Cannot write to {self._path}; training continues and some rows will be missing: {error}", stacklevel=2)
 
     def _write_row(self) -> None:
         assert self._file is not None
@@ -165,8 +161,8 @@ class MetricsCSV(Callback):
             self._row = {}
 
 
-def _tell(trainer: Trainer, step: int, numbers: dict[str, float]) -> None:
-    """Hand numbers of a step to all loggers: the one place where that is done."""
+def _log(trainer: Trainer, step: int, numbers: dict[str, float]) -> None:
+    """Log numbers of a step to all loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(numbers, step=step)
 
@@ -181,17 +177,6 @@ def _of_routers(routers: Any) -> dict[str, float]:
         return {}
     numbers = {"router/aux_loss": routers.aux_loss, "router/z_loss": routers.z_loss}
     return numbers | {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, routers.max_over_mean, strict=True)}
-
-
-def rows_until(path: Path, step: int) -> list[dict[str, str]]:
-    """Rows of a metrics file whose step is at most `step`; none when there is no file. A last row cut off by a crash is
-    left out.
-    """
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
-    return [row for row in rows if int(row["step"]) <= step]
 
 
 def _csv_lines(rows: Iterable[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""`PeriodicCheckpoint`: saves while a fit goes on, at its end, and when a signal ends it, and keeps the newest."""
+"""The callback that saves during a fit, at its end, and when a signal ends it, and keeps the newest checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LEAST_STEPS, MOST_STEPS, SHARE = 50, 1000, 10
 
 
 class PeriodicCheckpoint(ModelCheckpoint):
-    """`ModelCheckpoint` that a fit can rely on: it also saves the last step, and the step at which Ctrl-C or SIGTERM ends the fit.
+    """A `ModelCheckpoint` that also saves the last step, and the step at which Ctrl-C or SIGTERM ends the fit.
 
-    After an error nothing is saved: its step may be half done. What was saved before stays.
+    After an error nothing is saved, because the step may be incomplete. Earlier checkpoints stay.
 
     Args:
         dirpath: folder or URL; None as in `ModelCheckpoint`.
         every_n_train_steps: optimizer steps between saves. None: a tenth of the fit, at least 50 and at most 1000.
-        save_top_k: the newest checkpoints that are kept, or the best ones with `monitor`; -1: all.
-        monitor: metric by which checkpoints are kept; None: the newest.
+        save_top_k: number of newest checkpoints to keep, or of best ones with `monitor`; -1 keeps all.
+        monitor: metric that decides which checkpoints to keep; None keeps the newest.
         options: further arguments of `ModelCheckpoint`.
     """
 
@@ -96,14 +96,16 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
     @override
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Whether a checkpoint that is no longer among the newest goes. Lightning (2.6) keeps the one that the fit resumed from: a run that
-        is started again and again would leave one each time."""
+        """Return whether to remove a checkpoint that is no longer among the newest.
+
+        Lightning 2.6 keeps the one that the fit resumed from, so a run that is restarted often would leave one each time.
+        """
         if self._keeps_newest and "://" not in previous and self.dirpath is not None:
             return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
         return super()._should_remove_checkpoint(trainer, previous, current)
 
     def _save_newest(self, trainer: pl.Trainer) -> None:
-        """Save this step, unless it is saved or only the best of a metric are wanted."""
+        """Save this step, unless it is saved already or only the best checkpoints are kept."""
         if self._keeps_newest and not self._should_skip_saving_checkpoint(trainer):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
@@ -111,12 +113,12 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
 
 def interval(steps: int | None) -> int:
-    """Optimizer steps between saves of a fit of so many; None: of a fit without an end."""
+    """Choose the optimizer steps between saves for a fit of `steps` steps; None: a fit without an end."""
     return MOST_STEPS if steps is None else min(MOST_STEPS, max(LEAST_STEPS, -(-steps // SHARE)))
 
 
 def steps_of_fit(trainer: pl.Trainer) -> int | None:
-    """Optimizer steps of a whole fit, if nothing ends it earlier; None where it has no end."""
+    """Optimizer steps of a whole fit, if nothing ends it earlier; None if it has no end."""
     by_epochs = None
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and trainer.num_training_batches != float("inf"):
         by_epochs = trainer.max_epochs * -(-int(trainer.num_training_batches) // max(1, trainer.accumulate_grad_batches))
@@ -125,7 +127,7 @@ def steps_of_fit(trainer: pl.Trainer) -> int | None:
 
 
 def _ends_after_this_batch(trainer: pl.Trainer) -> bool:
-    """Whether no batch comes after the one that just ended, as far as is known then."""
+    """Return whether the batch that just ended is the last one, as far as is known now."""
     loop = trainer.fit_loop
     if trainer.should_stop or (trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps):
         return True

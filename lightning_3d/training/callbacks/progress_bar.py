@@ -1,4 +1,4 @@
-"""The callback that shows progress: one line on a terminal, lines in a log elsewhere."""
+"""The callback that shows progress: one line on a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from typing_extensions import override
 
-from lightning_3d.training.callbacks.metrics_csv import last_val_loss
-from lightning_3d.training.step_clock import StepClock, StepNumbers
+from lightning_3d.training.step_clock import StepClock, StepNumbers, last_val_loss
 
 
 class ProgressBar(LightningProgressBar):
@@ -22,8 +21,9 @@ class ProgressBar(LightningProgressBar):
     tokens/s are means over the last `window` steps.
 
     Args:
-        every: steps between lines when the output is no terminal.
-        stream: where to write; None is the standard output of the moment.
+        every: steps between lines when the output is not a terminal.
+        window: steps that speeds are averaged over.
+        stream: text stream to write to; None is `sys.stdout` at the time of writing.
     """
 
     def __init__(self, every: int = 10, *, window: int = 20, stream: TextIO | None = None) -> None:
@@ -92,17 +92,17 @@ class ProgressBar(LightningProgressBar):
             self._end_line()
 
     def _end_line(self) -> None:
-        """Leave the line that is being rewritten."""
+        """Move on from the line that is being rewritten."""
         if self._width:
             self._out.write("\n")
             self._width = 0
 
 
 def progress_line(recent: Iterable[StepNumbers], total: int | None) -> str:
-    """One line on the latest of some consecutive steps; speeds are means over them.
+    """Format the latest of some consecutive steps as one line; speeds are means over them.
 
     Args:
-        total: steps of the run, None when it has no end.
+        total: steps of the run; None if it has no end.
     """
     steps = list(recent)
     latest = steps[-1]
@@ -126,7 +126,7 @@ def _total_steps(trainer: Trainer) -> int | None:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0:42`, `12:05`, `3:07:30`."""
+    """Format a duration as `0:42`, `12:05` or `3:07:30`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind, on rank 0: a progress line, a metrics file, a closing table."""
+"""The callback that prints a table when a fit has ended."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_3d.checkpoint.outcome import NotSaved, SaveOutcome
-from lightning_3d.training.callbacks.metrics_csv import last_val_loss
 from lightning_3d.training.callbacks.progress_bar import format_seconds
-from lightning_3d.training.step_clock import StepClock
+from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 
 class Summary(Callback):
-    """Prints a table when a fit has ended: model, layout, steps, speed, losses beside the entropies of the text,
-    checkpoint.
+    """Prints a table when a fit has ended: model, layout, steps, speed, losses, entropies of the text, checkpoint.
 
     Args:
-        model_name: name of the model for the first row; None is the type of the configuration or the module's class.
-        stream: where to write; None is the standard output of the moment.
+        model_name: model name for the first row; None uses the type of the configuration or the module's class.
+        stream: text stream to write to; None is `sys.stdout` at the time of writing.
     """
 
     def __init__(self, model_name: str | None = None, *, stream: TextIO | None = None) -> None:
@@ -66,7 +64,7 @@ class Summary(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, NotSaved):  # all steps were made
+        if isinstance(exception, NotSaved):  # all steps were taken, only the last checkpoint is missing
             self._show(trainer, pl_module)
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +73,7 @@ class Summary(Callback):
             print("\n" + format_table(self.rows(trainer, pl_module)), file=out, flush=True)
 
     def rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
-        """The rows of the table, as (label, value)."""
+        """Rows of the table, as (label, value)."""
         unit = getattr(trainer.datamodule, "unit", "token")  # type: ignore[attr-defined]
         rows = [("model", self._describe_model(pl_module)), ("layout", _describe_layout(trainer))]
         rows.append(
@@ -105,7 +103,7 @@ class Summary(Callback):
 
 
 def _describe_layout(trainer: Trainer) -> str:
-    """Layout, schedule and ZeRO stage, of strategies that have them."""
+    """Describe layout, schedule and ZeRO stage, where the strategy has them."""
     strategy = trainer.strategy
     layout = getattr(strategy, "layout", None)
     if layout is None:
@@ -120,18 +118,18 @@ def _describe_layout(trainer: Trainer) -> str:
 
 
 def _describe_checkpoint(trainer: Trainer) -> str:
-    """The best checkpoint of the run, or the newest, if it is there: a save may have failed."""
+    """Name the best checkpoint of the run; after a failed save, the newest complete one."""
     outcome: SaveOutcome | None = getattr(trainer.strategy, "save_outcome", None)
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
     if outcome is None or outcome.lost is None:
         return best or "none"
     newest = f"{outcome.saved.path} (step {outcome.saved.step})" if outcome.saved is not None else "none"
     missing = outcome.missing
-    return newest if missing is None else f"{newest}; that of step {missing.step} could not be written"
+    return newest if missing is None else f"{newest}; the checkpoint of step {missing.step} could not be written"
 
 
 def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:
-    """The held-out loss beside what models of frequencies alone would reach."""
+    """Rows with the held-out loss, and the losses that unigram and bigram frequencies alone would reach."""
     value = last_val_loss(trainer)
     if value is None:
         return []
@@ -144,7 +142,7 @@ def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:
 
 
 def format_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Two aligned columns between two rules, in plain text."""
+    """Format rows as two aligned columns between two rules, in plain text."""
     rows = list(rows)
     width = max(len(label) for label, _ in rows)
     lines = [f"{label:{width}}  {value}" for label, value in rows]

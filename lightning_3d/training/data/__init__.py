@@ -1,4 +1,4 @@
-"""Data modules that pack text into samples of equal length, and the table by which a `data/` config file names them."""
+"""Data modules that pack text into samples of equal length, and the names that `data/` config files have for them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DATA_MODULES: dict[str, str] = {
     "huggingface": "lightning_3d.training.data.huggingface:HuggingFaceText",
     "instructions": "lightning_3d.training.data.instructions:Instructions",
 }
-"""Where the data module behind each `data.name` is. Imported when it is asked for."""
+"""Module and class for each `data.name`. Imported on demand."""
 
 
 def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModule:
     """Build the data module that a `data/` config file describes.
 
     Args:
-        config: `name`, one of `DATA_MODULES`, and the arguments of that data module; "???" is a missing one, as in
+        config: `name`, one of `DATA_MODULES`, and the arguments of that data module; "???" marks a missing one, as in
             Hydra.
-        **given: arguments that stand elsewhere in the configuration, such as `global_batch_size`, `vocab_size` and
+        **given: arguments from elsewhere in the configuration, such as `global_batch_size`, `vocab_size` and
             `seed`.
 
     Raises:
-        ConfigError: an unknown name, or arguments that are missing, unknown, or given twice with different values.
-        DataError: a place on disk that does not exist.
+        ConfigError: the name is unknown, or an argument is missing, unknown, or given twice with different values.
+        DataError: a path does not exist.
     """
     arguments = {str(key): None if value == "???" else value for key, value in config.items()}
     name = arguments.pop("name", None)
@@ -45,7 +45,7 @@ def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModul
         if arguments.get(key) is None:
             arguments[key] = value
         elif arguments[key] != value:
-            raise ConfigError(f"data.{key} is {arguments[key]}, but the run says {value}. Give it once.")
+            raise ConfigError(f"data.{key} is {arguments[key]}, but the rest of the configuration says {value}. Set it in one place.")
     module_name, class_name = DATA_MODULES[name].split(":")
     data_module: Callable[..., PackedDataModule] = getattr(import_module(module_name), class_name)
     _check_arguments(data_module, arguments, f"data={name}")
@@ -53,7 +53,7 @@ def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModul
 
 
 def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse an argument that the data module does not take, and the absence of one that it needs."""
+    """Refuse unknown and missing arguments of a data module."""
     known = _parameters(data_module)
     for key in arguments:
         if key not in known:
@@ -70,7 +70,7 @@ def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) 
 
 
 def _parameters(data_module: Any) -> dict[str, Parameter]:
-    """Keyword arguments of a class, those that it passes on to its parents included."""
+    """Keyword arguments of a class, including those that it passes to its parents."""
     known: dict[str, Parameter] = {}
     for parent in data_module.__mro__:
         if "__init__" not in parent.__dict__:

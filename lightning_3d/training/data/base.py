@@ -1,4 +1,4 @@
-"""The data module behind all packed text: samplers, loaders, checks and the position in the data."""
+"""Base class of the data modules of packed text: samplers, loaders, checks and the position in the data."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
 
 _FULL_SCAN = 1 << 30
-"""Bytes up to which a run of tokens is checked as a whole before training. Each sample is checked when it is read."""
+"""Bytes up to which all tokens are checked before training. Each sample is also checked when it is read."""
 
 
 class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
-    """Order of samples that depends on the seed and the epoch only, whatever the number of data-parallel ranks.
+    """Order of samples that depends only on the seed and the epoch, not on the number of data-parallel ranks.
 
-    The samples of a step are the next global batch of one shuffled order, of which this rank reads every
-    `num_replicas`-th. In a resumed epoch those that were used before are left out.
+    The samples of a step are the next global batch of one shuffled order; this rank reads every `num_replicas`-th of
+    them. A resumed epoch skips the samples that were already used.
 
     Args:
-        position: returns (epoch, samples used in it), asked when an epoch begins.
+        position: function that returns (epoch, samples used in it); called when an epoch starts.
     """
 
     def __init__(self, dataset: PackedDataset, position: Callable[[], tuple[int, int]], **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
 
 
 class TrainLoader(DataLoader[dict[str, Tensor]]):
-    """A loader whose position Lightning puts into checkpoints and restores: it looks for these two methods."""
+    """A loader whose position Lightning saves and restores, by these two methods."""
 
     data_module: PackedDataModule
 
@@ -55,24 +55,24 @@ class TrainLoader(DataLoader[dict[str, Tensor]]):
 class PackedDataModule(LightningDataModule):
     """Training and held-out tokens, packed into samples of equal length.
 
-    The number of data-parallel ranks comes from the trainer's strategy (its `data_parallel_size`, or what it tells
-    Lightning's samplers); each reads `global_batch_size / ranks` rows a step. `train_dataloader` drops the last
+    The number of data-parallel ranks comes from the trainer's strategy (`data_parallel_size`, or the number of
+    replicas that it gives Lightning's samplers). Each reads `global_batch_size / ranks` rows a step. `train_dataloader` drops the last
     incomplete global batch of an epoch. The position in the data is part of Lightning's checkpoints, and a run that
     resumes without one is refused.
 
     Args:
-        sequence_length: tokens of a sample.
-        global_batch_size: samples of a step over all ranks.
-        val_sequences: held-out samples that a validation runs over, spread evenly over the split; None for all.
-        seed: of the order of documents and samples.
-        vocab_size: of the model, against which token ids are checked; None: no check.
+        sequence_length: tokens per sample.
+        global_batch_size: samples per step, over all ranks.
+        val_sequences: number of held-out samples per validation, spread evenly over the split; None for all.
+        seed: seed of the order of documents and samples.
+        vocab_size: vocabulary size of the model; token ids are checked against it. None: no check.
         predict_across_documents: see `PackedDataset`.
-        num_workers: processes that read ahead, per rank; 0 reads in the rank itself, which memory-mapped tokens are
-            fast enough for.
+        num_workers: processes per rank that read ahead; 0 reads in the rank itself, which is fast enough for
+            memory-mapped tokens.
     """
 
     unit = "token"
-    """What one token is, for figures per token."""
+    """Name of one token, for figures per token."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class PackedDataModule(LightningDataModule):
         super().__init__()
         if sequence_length < 2:
             raise ConfigError(
-                f"data.sequence_length is {sequence_length}; it must be at least 2: an input and its target."
+                f"data.sequence_length must be at least 2 (an input and its target); got {sequence_length}."
             )
         if global_batch_size < 1:
-            raise ConfigError(f"The global batch has {global_batch_size} samples; it must have at least 1.")
+            raise ConfigError(f"The global batch must have at least 1 sample; got {global_batch_size}.")
         if val_sequences is not None and val_sequences < 1:
             raise ConfigError(
-                f"data.val_sequences is {val_sequences}; give a positive number, or null for the whole split."
+                f"data.val_sequences must be a positive number, or null for the whole split; got {val_sequences}."
             )
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
@@ -117,7 +117,7 @@ class PackedDataModule(LightningDataModule):
         """Read the tokens and check them.
 
         Raises:
-            DataError: a token id outside the vocabulary, or fewer samples than one global batch.
+            DataError: a token id is outside the vocabulary, or there are fewer samples than one global batch.
         """
         if self.train_set is not None:
             return
@@ -152,14 +152,14 @@ class PackedDataModule(LightningDataModule):
             return
         works = f"Use a global batch of at most {samples}" if samples else "Use more data"
         raise DataError(
-            f"{tokens.name} has {len(tokens)} tokens to train on, which is {samples} samples of {self.sequence_length}:"
-            f" fewer than one global batch of {self.global_batch_size}. {works} or a shorter data.sequence_length."
+            f"{tokens.name} has {len(tokens)} tokens to train on: {samples} sample{'s' * (samples != 1)} of {self.sequence_length}, fewer"
+            f" than one global batch of {self.global_batch_size}. {works} or a shorter data.sequence_length."
         )
 
     # Loaders
 
     def _replicas(self) -> tuple[int, int]:
-        """(number of data-parallel ranks, index of this one)."""
+        """Return (number of data-parallel ranks, index of this one)."""
         if self.trainer is None:
             return 1, 0
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
@@ -172,7 +172,7 @@ class PackedDataModule(LightningDataModule):
             lower = self.global_batch_size // replicas * replicas
             near = " or ".join(str(size) for size in (lower, lower + replicas) if size)
             raise ConfigError(
-                f"A global batch of {self.global_batch_size} cannot be dealt evenly to {replicas} data-parallel ranks."
+                f"A global batch of {self.global_batch_size} cannot be split evenly over {replicas} data-parallel ranks."
                 f" Use {near}."
             )
         return self.global_batch_size // replicas
@@ -188,17 +188,17 @@ class PackedDataModule(LightningDataModule):
         return loader
 
     def _position(self) -> tuple[int, int]:
-        """(epoch, samples used in it) where training goes on.
+        """Return (epoch, samples used in it) where training continues.
 
         Raises:
-            DataError: the run was resumed from a checkpoint that does not say.
+            DataError: the run was resumed from a checkpoint without a position.
         """
         if self._restored is not None:
             return self._restored["epoch"], self._restored["samples"]
         if self.trainer is not None and self.trainer.global_step > 0 and self.trainer.ckpt_path is not None:
             raise DataError(
-                f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but holds no position"
-                " in the data: training would silently see the first samples again. Resume with the data module that"
+                f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but has no position"
+                " in the data, so training would repeat the first samples. Resume with the data module that"
                 " wrote it, or start a new run from its weights."
             )
         return 0, 0
@@ -217,7 +217,7 @@ class PackedDataModule(LightningDataModule):
             "pin_memory": torch.cuda.is_available(),
         }
 
-    # What others ask for
+    # For reports and checkpoints
 
     def entropy(self) -> Entropy | None:
         """Unigram and bigram entropy of the held-out split in nats per token; None without one."""
@@ -226,7 +226,7 @@ class PackedDataModule(LightningDataModule):
         return self._entropy
 
     def position_state(self) -> dict[str, int]:
-        """Where training is: samples used in the order of this epoch, and what that order depends on."""
+        """Position of training: samples used in the order of this epoch, and what that order depends on."""
         assert self.trainer is not None and self.train_set is not None
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return {
@@ -239,10 +239,10 @@ class PackedDataModule(LightningDataModule):
         }
 
     def go_on_from(self, state: dict[str, int]) -> None:
-        """Take a position that `position_state` returned.
+        """Restore a position that `position_state` returned.
 
         Raises:
-            DataError: the order that it counts in is not the one of this data module.
+            DataError: this data module has a different order of samples.
         """
         assert self.train_set is not None, "setup() comes first"
         present = {
@@ -254,7 +254,7 @@ class PackedDataModule(LightningDataModule):
         different = [f"{key} {state[key]}, now {value}" for key, value in present.items() if state[key] != value]
         if different:
             raise DataError(
-                f"The checkpoint's position in the data does not fit this run: {'; '.join(different)}. Set them back,"
+                f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Restore these values,"
                 " or start a new run from the checkpoint's weights."
             )
         self._restored = dict(state)

@@ -1,4 +1,4 @@
-"""What a model that knows only frequencies would reach: the yardstick beside a validation loss."""
+"""Losses that a model of token frequencies alone would reach, to compare with a validation loss."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Entropy:
-    """Entropies of a run of tokens, in nats per token, under the frequencies of that run itself.
+    """Entropies of a sequence of tokens, in nats per token, under its own frequencies.
 
     Attributes:
         unigram: H(x_t), the loss of a model that ignores its context.
-        bigram: H(x_t | x_{t-1}), the loss of a model that sees one token back.
+        bigram: H(x_t | x_{t-1}), the loss of a model that sees the previous token.
     """
 
     unigram: float
@@ -23,10 +23,10 @@ class Entropy:
 
 
 def entropy(tokens: np.ndarray) -> Entropy:
-    """Count tokens and pairs of neighbours.
+    """Compute unigram and bigram entropy from counts of tokens and of neighbouring pairs.
 
-    Both are lower bounds for models of that kind: the frequencies are taken from the run that is measured. For a
-    vocabulary far larger than the run the bigram value is near zero and says little.
+    Both are lower bounds for such models, because the frequencies are those of the measured tokens. If the vocabulary is
+    far larger than the number of tokens, the bigram value is near zero and says little.
 
     Args:
         tokens: (tokens,) of an unsigned integer type, at least two.
@@ -41,7 +41,7 @@ def entropy(tokens: np.ndarray) -> Entropy:
 
 
 def _count_pairs(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """Counts of the pairs that occur, in no particular order."""
+    """Count the pairs that occur, in no particular order."""
     if vocab * vocab <= 1 << 24:
         total = np.zeros(vocab * vocab, dtype=np.int64)
         for start in range(0, len(tokens) - 1, _CHUNK):

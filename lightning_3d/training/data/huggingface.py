@@ -1,4 +1,4 @@
-"""Text from the `datasets` library, tokenized by a tokenizer of Transformers. Both are imported when they are used."""
+"""Text from the `datasets` library, tokenized by Transformers. Both are imported on first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BATCH = 1000
 
 
 class HuggingFaceText(PackedDataModule):
-    """Documents of a data set, tokenized once per node into a cached token file that all ranks then map into memory.
+    """Documents of a data set, tokenized once per node into a cached token file that all ranks map into memory.
 
     Each document ends with the tokenizer's end-of-sequence token. Documents keep the order of the data set; samples are
     shuffled.
@@ -34,10 +34,10 @@ class HuggingFaceText(PackedDataModule):
         dataset: configuration of the data set, for those on the hub that have several.
         split: training split.
         val_split: held-out split; None holds out the end of the training split.
-        val_fraction: share of the training split's samples that is held out when there is no `val_split`; 0: no
+        val_fraction: fraction of the training split's samples that is held out if there is no `val_split`; 0: no
             validation.
         text_column: column that holds the text.
-        max_documents: use only the first ones of each split; None for all.
+        max_documents: number of documents to use, the first ones of each split; None for all.
         cache_dir: folder of the token files; None is `lightning_3d` in the user's cache folder (XDG_CACHE_HOME).
         **kwargs: see `PackedDataModule`.
     """
@@ -58,7 +58,7 @@ class HuggingFaceText(PackedDataModule):
     ) -> None:
         super().__init__(**kwargs)
         if not 0 <= val_fraction < 1:
-            raise ConfigError(f"data.val_fraction is {val_fraction}; it must be at least 0 and less than 1.")
+            raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
         if is_local(path) and not Path(path).exists():
             raise DataError(f"The data set {path} does not exist. Give a folder, a file, or a name on the hub.")
         if is_local(tokenizer) and not Path(tokenizer).exists():
@@ -72,7 +72,7 @@ class HuggingFaceText(PackedDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Tokenize what is not in the cache yet. Lightning calls it on one rank per node while the others wait."""
+        """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while the others wait."""
         for split in self._splits():
             path = self.token_path(split)
             if index_path(path).is_file() and path.is_file():
@@ -95,9 +95,7 @@ class HuggingFaceText(PackedDataModule):
         return Tokens(values, f"split '{split}' of {self.path}", index.document_separator)
 
     def token_path(self, split: str) -> Path:
-        """Token file of a split. Its name is a hash of all that its content depends on, local files' sizes and times
-        included.
-        """
+        """Token file of a split. Its name is a hash of everything its content depends on, including sizes and times of local files."""
         sources = {
             "data": [self.path, self.dataset, split, self.text_column, self.max_documents, state_of(self.path)],
             "tokenizer": [self.tokenizer, state_of(self.tokenizer)],
@@ -105,7 +103,7 @@ class HuggingFaceText(PackedDataModule):
         return self.cache_dir / f"{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]}.bin"
 
     def _tokenize(self, split: str) -> tuple[np.ndarray, int, int]:
-        """(tokens, vocabulary size, separator) of a split."""
+        """Return (tokens, vocabulary size, separator) of a split."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
@@ -126,7 +124,7 @@ class HuggingFaceText(PackedDataModule):
         return join_documents(documents, separator), len(tokenizer), separator
 
     def _texts(self, split: str) -> Iterator[list[str]]:
-        """The documents of a split, `_BATCH` at a time."""
+        """Yield the documents of a split, `_BATCH` at a time."""
         dataset = load_split(self.path, self.dataset, split)
         if self.text_column not in dataset.column_names:
             columns = listed(dataset.column_names)
@@ -140,10 +138,10 @@ class HuggingFaceText(PackedDataModule):
 
 
 def load_split(path: str, name: str | None, split: str) -> Any:
-    """One split as a `datasets.Dataset`, from disk or from the hub.
+    """Load one split as a `datasets.Dataset`, from disk or from the hub.
 
     Raises:
-        DataError: there is no such split, no file of a known type, or the library cannot read it.
+        DataError: the split does not exist, no file has a known type, or the library cannot read it.
     """
     import datasets
 
@@ -165,11 +163,11 @@ def load_split(path: str, name: str | None, split: str) -> Any:
 
 
 def local_files(place: Path) -> tuple[str, list[str]]:
-    """(reader of `datasets`, files) of a folder or of one file; a folder's most frequent known type counts."""
+    """Return (reader of `datasets`, files) of a folder or file; of a folder, the files of its most frequent known type."""
     found = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
     known = [path for path in found if path.suffix in _READERS]
     if not known:
-        raise DataError(f"{place} holds no file of a known type ({', '.join(_READERS)}).")
+        raise DataError(f"{place} has no file of a known type ({', '.join(_READERS)}).")
     readers = [_READERS[path.suffix] for path in known]
     reader = max(sorted(set(readers)), key=readers.count)
     return reader, [str(path) for path in known if _READERS[path.suffix] == reader]
@@ -180,12 +178,12 @@ def default_cache() -> Path:
 
 
 def is_local(name: str) -> bool:
-    """Whether the user means a place on disk: names on the hub are `name` or `owner/name`."""
+    """Return whether the user means a path on disk: names on the hub are `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in _READERS
 
 
 def state_of(name: str) -> list[Any]:
-    """Relative path, size and time of change of each file, for something local; empty for a name on the hub."""
+    """List relative path, size and modification time of each local file; empty for a name on the hub."""
     place = Path(name)
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
     return [[path.relative_to(place).as_posix(), path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -1,4 +1,4 @@
-"""Prompts and answers for supervised fine-tuning: the loss is that of the answers' tokens alone."""
+"""Prompts and answers for supervised fine-tuning: only the tokens of answers count in the loss."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lightning_3d.training.data.packing import IGNORE_INDEX, PackedDataset, Toke
 from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
 
 _OPEN = 64
-"""How many samples that are not full yet the packing looks at."""
+"""Number of samples with room that packing considers."""
 
 _TOKENIZER = (".json", ".jinja", ".model", ".txt")
-"""Kinds of files that a tokenizer consists of."""
+"""Suffixes of a tokenizer's files."""
 
 Example = tuple[list[int], list[bool]]
-"""Tokens of a conversation, and which of them are targets."""
+"""Tokens of a conversation, and True for those that are targets."""
 
 
 class Instructions(PackedDataModule):
-    """Conversations, whole ones packed into samples of `sequence_length` and padded; attention is not cut between them.
+    """Conversations, packed whole into padded samples of `sequence_length`; attention crosses their borders.
 
-    Which sample a conversation is in depends on the data alone, the order of samples on the seed and the global batch.
+    The sample that holds a conversation depends only on the data; the order of samples on the seed and the global batch.
 
     Args:
-        path, dataset, split, val_split, val_fraction, cache_dir: as those of `HuggingFaceText`.
-        tokenizer: folder of a tokenizer, or name on the hub; with a chat template for rows that have `messages`.
-        max_examples: use only the first ones of each split.
+        path, dataset, split, val_split, val_fraction, cache_dir: see `HuggingFaceText`.
+        tokenizer: folder of a tokenizer, or name on the hub; needs a chat template for rows with `messages`.
+        max_examples: number of examples to use, the first ones of each split; None for all.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -59,7 +59,7 @@ class Instructions(PackedDataModule):
     ) -> None:
         super().__init__(**kwargs)
         if not 0 <= val_fraction < 1:
-            raise ConfigError(f"data.val_fraction is {val_fraction}; it must be at least 0 and less than 1.")
+            raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
         for what, name in (("data set", path), ("tokenizer", tokenizer)):
             if is_local(name) and not Path(name).exists():
                 raise DataError(f"The {what} {name} does not exist. Give a folder, or a name on the hub.")
@@ -71,7 +71,7 @@ class Instructions(PackedDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Tokenize what is not in the cache yet. Lightning calls it on one rank per node while the others wait."""
+        """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while the others wait."""
         for split in dict.fromkeys([self.split, self.val_split or self.split]):
             tokens, targets = self.paths(split)
             if not (index_path(tokens).is_file() and index_path(targets).is_file()):
@@ -87,9 +87,9 @@ class Instructions(PackedDataModule):
         return train.hold_out(self.val_fraction, self.sequence_length)
 
     def paths(self, split: str) -> tuple[Path, Path]:
-        """Files of the tokens of a split, and of which of them are targets, named by a hash of all that they depend on."""
+        """Files with the tokens of a split and with their target marks, named by a hash of everything they depend on."""
         sources = [self.path, self.dataset, split, self.max_examples, self.sequence_length, state_of(self.path)]
-        # The folder may be that of the weights, with much else below it.
+        # The tokenizer may be in the folder of the weights, among many other files.
         sources += [self.tokenizer, [state_of(str(file)) for file in sorted(Path(self.tokenizer).glob("*.*")) if file.suffix in _TOKENIZER]]
         name = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
         return self.cache_dir / f"{name}.bin", self.cache_dir / f"{name}_targets.bin"
@@ -108,27 +108,27 @@ class Instructions(PackedDataModule):
 
     @override
     def entropy(self) -> Entropy | None:
-        """None: the loss is that of answers given their prompts, which counts of tokens say nothing about."""
+        """Return None: token frequencies say nothing about the loss of answers given their prompts."""
         return None
 
     def _tokenize(self, split: str) -> tuple[np.ndarray, np.ndarray, int]:
-        """(tokens, which of them are targets, vocabulary size) of a split, in samples."""
+        """Return (tokens, target marks, vocabulary size) of a split, packed into samples."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         if tokenizer.eos_token_id is None:
-            raise DataError(f"The tokenizer {self.tokenizer} has no end-of-sequence token to end an answer with. Set its eos_token.")
-        length, kept, cut, count = self.sequence_length, [], 0, 0
+            raise DataError(f"The tokenizer {self.tokenizer} has no end-of-sequence token to mark the end of an answer. Set its eos_token.")
+        length, kept, truncated, count = self.sequence_length, [], 0, 0
         for row in self._rows(split):
             ids, targets = encode(row, tokenizer, f"Row {count} of {self.path}")
             count += 1
-            cut += len(ids) > length
-            if any(targets[1:length]):  # the first token has nothing to be predicted from
+            truncated += len(ids) > length
+            if any(targets[1:length]):  # the first token has no context to be predicted from
                 kept.append((ids[:length], targets[:length]))
-        if cut or len(kept) < count:
+        if truncated or len(kept) < count:
             warnings.warn(
-                f"{cut} of {count} conversations in {self.path} are longer than data.sequence_length={length} and cut; {count - len(kept)}"
-                " have no answer within it and are left out.",
+                f"{truncated} of {count} conversations in {self.path} are longer than data.sequence_length={length} and are truncated;"
+                f" {count - len(kept)} have no answer within it and are left out.",
                 stacklevel=2,
             )
         if not kept:
@@ -148,7 +148,7 @@ class AnswerDataset(PackedDataset):
     """Samples in which only some tokens are targets; the labels of the others are -100.
 
     Args:
-        targets: (tokens,), 1 for a target.
+        targets: (tokens,); 1 marks a target.
     """
 
     def __init__(self, tokens: Tokens, targets: np.ndarray, sequence_length: int, **kwargs: Any) -> None:
@@ -164,13 +164,14 @@ class AnswerDataset(PackedDataset):
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
-    """The tokens of a row, and which of them the model is to learn: those of answers, with what ends them.
+    """Tokenize a row and mark its targets: the tokens of answers and the token that ends each.
 
     Args:
-        row: `messages`, or `prompt` and `response`, which are a conversation of two where the tokenizer has a chat template.
+        row: `messages`, or `prompt` and `response`; with a chat template the latter are a conversation of two turns.
+        where: name of the row, for messages.
 
     Raises:
-        DataError: other columns, no chat template, or one that changes earlier turns when later ones come.
+        DataError: the columns are missing, there is no chat template, or it changes earlier turns when later ones follow.
     """
     messages, prompt, response = row.get("messages"), row.get("prompt"), row.get("response")
     if not messages and not (isinstance(prompt, str) and isinstance(response, str)):
@@ -182,25 +183,25 @@ def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
     if not tokenizer.chat_template:
         raise DataError(f"{where} has messages, but the tokenizer has no chat template. Set data.tokenizer to that of an instructed model.")
     turns = messages or [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    ids = _laid_out(turns, tokenizer)
+    ids = _apply_template(turns, tokenizer)
     targets = [False] * len(ids)
     for index in (index for index, turn in enumerate(turns) if turn["role"] == "assistant"):
-        before, after = _laid_out(turns[:index], tokenizer, answer=True), _laid_out(turns[: index + 1], tokenizer)
+        before, after = _apply_template(turns[:index], tokenizer, answer=True), _apply_template(turns[: index + 1], tokenizer)
         if ids[: len(after)] != after or after[: len(before)] != before:
             raise DataError(
-                f"{where}: the tokenizer's chat template lays out earlier turns in another way when later ones follow, so it cannot be said"
-                " which tokens are answers. Use rows with one answer, or another tokenizer."
+                f"{where}: the tokenizer's chat template changes earlier turns when later ones follow, so it is unknown which tokens are"
+                " answers. Use rows with one answer, or another tokenizer."
             )
         targets[len(before) : len(after)] = [True] * (len(after) - len(before))
     return ids, targets
 
 
-def _laid_out(turns: Any, tokenizer: Any, *, answer: bool = False) -> list[int]:
+def _apply_template(turns: Any, tokenizer: Any, *, answer: bool = False) -> list[int]:
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=answer, tokenize=True, return_dict=True)["input_ids"])
 
 
 def pack(examples: list[Example], length: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put each example whole into the first of the last few samples that has room, else into a new one.
+    """Put each example whole into the first of the last few samples that has room, or into a new one.
 
     Returns:
         (tokens, targets), both (samples * length,).
@@ -223,6 +224,6 @@ def pack(examples: list[Example], length: int, padding: int) -> tuple[np.ndarray
         for ids, which in sample:
             tokens[row, start : start + len(ids)] = ids
             targets[row, start : start + len(ids)] = which
-            targets[row, start] = 0  # it would be predicted from the conversation before
+            targets[row, start] = 0  # its context would be the previous conversation
             start += len(ids)
     return tokens.reshape(-1), targets.reshape(-1)

@@ -1,4 +1,4 @@
-"""Documents of tokens -> samples of equal length."""
+"""Packing of tokenized documents into samples of equal length."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils.data import Dataset
 from lightning_3d.errors import DataError
 
 IGNORE_INDEX = -100
-"""Label of a target that does not count in the loss, as in torch's cross-entropy and Transformers."""
+"""Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
 
 _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A run of tokens: documents one after the other, each followed by a separator.
+    """A sequence of tokens: documents one after the other, each followed by a separator.
 
     Attributes:
         values: (tokens,) of uint16 or uint32; an array in memory or a memory-mapped file.
-        name: where they come from, for messages.
-        separator: token at the end of each document; None when documents are not marked.
+        name: source of the tokens, for messages.
+        separator: token at the end of each document; None if documents are not marked.
         first: position of `values[0]` in the source, for messages.
     """
 
@@ -41,18 +41,18 @@ class Tokens:
         return Tokens(self.values[start:stop], self.name, self.separator, self.first + start)
 
     def hold_out(self, fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]:
-        """(training part, held-out part): the last samples are held out, at least one; None when `fraction` is 0."""
+        """Split into (training, held-out): the last samples are held out, at least one; None if `fraction` is 0."""
         if fraction == 0:
             return self, None
         samples = len(self) // sequence_length
-        cut = max(0, samples - max(1, round(samples * fraction))) * sequence_length
-        return self.part(0, cut), self.part(cut, len(self))
+        first = max(0, samples - max(1, round(samples * fraction))) * sequence_length
+        return self.part(0, first), self.part(first, len(self))
 
     def check_vocabulary(self, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
-        """Refuse a token id that the model has no row for.
+        """Refuse token ids outside the model's vocabulary.
 
         Raises:
-            DataError: with the first such id and its position.
+            DataError: names the first such id and its position.
         """
         stop = len(self.values) if stop is None else stop
         for begin in range(start, stop, _CHUNK):
@@ -67,7 +67,7 @@ class Tokens:
 
 
 def join_documents(documents: Iterable[np.ndarray], separator: int) -> np.ndarray:
-    """Put documents one after the other, a separator behind each.
+    """Concatenate documents, with a separator after each.
 
     Args:
         documents: arrays of token ids; empty ones are left out.
@@ -87,25 +87,25 @@ def join_documents(documents: Iterable[np.ndarray], separator: int) -> np.ndarra
 
 
 def smallest_dtype(largest_id: int) -> np.dtype:
-    """The smaller one of the two types that token files have."""
+    """Choose the smaller of the two dtypes of token files that holds this id."""
     return np.dtype(np.uint16 if largest_id < 1 << 16 else np.uint32)
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Samples of `sequence_length` tokens, cut from a run of tokens without gaps and without overlap.
+    """Consecutive samples of `sequence_length` tokens, without gaps or overlap.
 
     A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of Transformers: labels
-    equal the inputs, and the model shifts them. A sample may hold the end of one document and the beginning of the
-    next; attention is not cut there. The separator is a target like any other, so the model learns where documents end,
-    and by default so is the first
-    token after it: the separator stands for the beginning of a document too. The tail that fills no sample is left out.
+    equal the inputs, and the model shifts them. A sample may contain the end of one document and the start of the
+    next; attention crosses that border. The separator is a target like any other, so the model learns where documents
+    end. By default the first token after it is a target too, because the separator also marks the start of a document.
+    An incomplete last sample is left out.
 
     Args:
-        tokens: the run.
-        sequence_length: tokens of a sample.
-        vocab_size: of the model; each sample is checked before it is handed out. None: no check.
-        predict_across_documents: False gives the first token after a separator the label -100: the one target whose
-            context belongs to another document does not count.
+        tokens: the tokens.
+        sequence_length: tokens per sample.
+        vocab_size: vocabulary size of the model; each sample is checked when it is read. None: no check.
+        predict_across_documents: False gives the first token after a separator the label -100, because its context
+            belongs to another document.
         samples: indices of samples to use, in this order; None for all.
     """
 
@@ -140,7 +140,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 def spread(available: int, wanted: int | None) -> np.ndarray:
-    """Indices of `wanted` samples, spread evenly over `available` ones (all of them when None or too few)."""
+    """Choose `wanted` samples, spread evenly over `available` ones (all if None or if there are fewer)."""
     if wanted is None or wanted >= available:
         return np.arange(available)
     return np.arange(wanted) * available // wanted

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the source code of Python's standard library, as bytes."""
+"""Text that every machine has: the source code of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.packing import Tokens, join_documents
 
 SEPARATOR = 256
-"""Token behind each file; tokens 0 to 255 are the bytes."""
+"""Token after each file; tokens 0 to 255 are the bytes."""
 
 VOCAB_SIZE = 257
 
@@ -27,13 +27,13 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 class PythonStdlib(PackedDataModule):
     """Every `.py` file under the standard library's folder, without installed packages and tests.
 
-    A document is a file, a token is a byte, and a document ends with `SEPARATOR`: 257 token ids. Whether a file is held
-    out is a hash of its path, so that the split is the same in every run; the order of the files is a hash of the seed
-    and the path. About 700 files and 12 million tokens, read in about 0.1 s per process and kept as two bytes a token.
+    A document is a file, a token is a byte, and a document ends with `SEPARATOR`: 257 token ids. A hash of its path
+    decides whether a file is held out, so every run has the same split; a hash of seed and path decides the order of
+    the files. About 700 files and 12 million tokens, read in about 0.1 s per process and kept as two bytes a token.
 
     Args:
-        val_fraction: share of the files that are held out, more than 0 and less than 1.
-        root: another folder of `.py` files; None is the standard library of the running interpreter.
+        val_fraction: fraction of the files that are held out, more than 0 and less than 1.
+        root: folder of `.py` files; None is the standard library of the running interpreter.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -45,7 +45,7 @@ class PythonStdlib(PackedDataModule):
         super().__init__(**kwargs)
         if not 0 < val_fraction < 1:
             raise ConfigError(
-                f"data.val_fraction is {val_fraction}; it must be more than 0 and less than 1, for example 0.05."
+                f"data.val_fraction must be more than 0 and less than 1, for example 0.05; got {val_fraction}."
             )
         self.val_fraction = val_fraction
         self.root = Path(root if root is not None else sysconfig.get_paths()["stdlib"])
@@ -65,7 +65,7 @@ class PythonStdlib(PackedDataModule):
 
 
 def source_files(root: Path) -> Iterator[str]:
-    """Relative paths, with forward slashes, of the `.py` files under `root`, in no particular order."""
+    """List the `.py` files under `root` by relative path, with forward slashes, in no particular order."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         for name in files:
@@ -74,11 +74,12 @@ def source_files(root: Path) -> Iterator[str]:
 
 
 def is_held_out(path: str, fraction: float) -> bool:
-    """Whether the file belongs to the held-out split: a function of its relative path alone.
+    """Return whether the file belongs to the held-out split; depends only on its relative path.
 
-    With these eight bytes of the hash the 5 % are text like the rest (unigram and bigram entropy 3.22 and 2.44
-    nats/byte in Python 3.11, 3.24 and 2.42 for all files). Others hold out `pydoc_data/topics.py`, a table of prose
-    that would be most of the split."""
+    With these eight bytes of the hash the 5 % resemble the rest (unigram and bigram entropy 3.22 and 2.44
+    nats/byte in Python 3.11, 3.24 and 2.42 for all files). Other bytes hold out `pydoc_data/topics.py`, a table of prose
+    that would be most of the split.
+    """
     return int.from_bytes(_digest(path)[-8:], "big") < fraction * 2**64
 
 

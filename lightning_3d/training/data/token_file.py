@@ -1,4 +1,4 @@
-"""Files of tokens: a `.bin` of uint16 or uint32 in little-endian order, and a JSON of the same name beside it.
+"""Files of tokens: a `.bin` of uint16 or uint32 in little-endian order, with a JSON file of the same name next to it.
 
 `corpus.bin` goes with `corpus.json`:
 
@@ -25,12 +25,13 @@ DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What the JSON beside a token file says.
+    """Contents of the JSON of a token file.
 
     Attributes:
-        tokens: how many the file holds.
-        vocab_size: ids are smaller than this.
-        document_separator: id behind each document; None when documents are not marked.
+        dtype: "uint16" or "uint32".
+        tokens: number of tokens in the file.
+        vocab_size: upper limit of token ids, exclusive.
+        document_separator: id after each document; None if documents are not marked.
     """
 
     dtype: str
@@ -61,7 +62,7 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
         reason = (
             f"its size fits {other}: correct dtype in the JSON"
             if other
-            else "it is truncated or of another version: copy it again"
+            else "it is truncated or from another version: copy it again"
         )
         raise DataError(
             f"{path} has {size} bytes, which is {held} of {index.dtype}, but {index_path(path).name} says"
@@ -73,44 +74,44 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
 
 
 def read_index(path: Path) -> TokenIndex:
-    """Read and check the JSON beside the token file `path`.
+    """Read and check the JSON of the token file `path`.
 
     Raises:
-        DataError: it is missing, is no JSON object, or has a wrong or unknown entry.
+        DataError: it is missing, is not a JSON object, or has a wrong or unknown entry.
     """
-    beside = index_path(path)
+    sidecar = index_path(path)
     try:
-        entries = json.loads(beside.read_text())
+        entries = json.loads(sidecar.read_text())
     except FileNotFoundError:
         raise DataError(
-            f"{path} has no {beside.name} beside it. Write one such as"
+            f"{path} has no {sidecar.name} next to it. Write one such as"
             ' {"dtype": "uint16", "tokens": 1200000, "vocab_size": 50257, "document_separator": 50256}.'
         ) from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{beside} cannot be read as JSON: {error}.") from None
-    return _check_entries(beside, entries)
+        raise DataError(f"{sidecar} cannot be read as JSON: {error}.") from None
+    return _check_entries(sidecar, entries)
 
 
-def _check_entries(beside: Path, entries: Any) -> TokenIndex:
+def _check_entries(sidecar: Path, entries: Any) -> TokenIndex:
     if not isinstance(entries, dict):
         raise DataError(
-            f"{beside} holds {type(entries).__name__}, not a JSON object with dtype, tokens and vocab_size."
+            f"{sidecar} holds {type(entries).__name__}, not a JSON object with dtype, tokens and vocab_size."
         )
     required, known = {"dtype", "tokens", "vocab_size"}, set(TokenIndex.__dataclass_fields__)
     for wrong, names in (("lacks", required - entries.keys()), ("has the unknown entry", entries.keys() - known)):
         if names:
-            raise DataError(f"{beside} {wrong} {', '.join(sorted(names))}. Its entries are {', '.join(sorted(known))}.")
+            raise DataError(f"{sidecar} {wrong} {', '.join(sorted(names))}. Its entries are {', '.join(sorted(known))}.")
     if entries["dtype"] not in DTYPES:
-        raise DataError(f"dtype in {beside} is {entries['dtype']!r}. Token files hold {' or '.join(DTYPES)}.")
+        raise DataError(f"dtype in {sidecar} must be {' or '.join(DTYPES)}; got {entries['dtype']!r}.")
     for name, least in (("tokens", 0), ("vocab_size", 1), ("document_separator", 0)):
         value = entries.get(name)
         optional = value is None and name not in required
         if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise DataError(f"{name} in {beside} is {value!r}; it must be a whole number of at least {least}.")
+            raise DataError(f"{name} in {sidecar} must be an integer of at least {least}; got {value!r}.")
     separator = entries.get("document_separator")
     if separator is not None and separator >= entries["vocab_size"]:
         raise DataError(
-            f"document_separator in {beside} is {separator}, outside its vocab_size of {entries['vocab_size']}."
+            f"document_separator in {sidecar} is {separator}, which is outside its vocab_size of {entries['vocab_size']}."
         )
     return TokenIndex(**entries)
 
@@ -118,10 +119,10 @@ def _check_entries(beside: Path, entries: Any) -> TokenIndex:
 def write_tokens(
     path: str | os.PathLike[str], tokens: np.ndarray, *, vocab_size: int, document_separator: int | None = None
 ) -> None:
-    """Write a token file and its JSON. A reader sees the old files or the new ones, never a part.
+    """Write a token file and its JSON. A reader sees the old or the new files, never an incomplete one.
 
     Args:
-        path: of the `.bin`.
+        path: path of the `.bin`.
         tokens: (tokens,) of uint16 or uint32.
     """
     path = Path(path)
@@ -131,7 +132,7 @@ def write_tokens(
             f"Tokens of type {index.dtype} cannot be written to {path}. Convert them to {' or '.join(DTYPES)}."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may write the same cache file: each has its own temporary one, and the JSON comes last.
+    # Several processes may write the same cache file: each has its own temporary file, and the JSON comes last.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tofile(temporary)

@@ -1,4 +1,4 @@
-"""Tokens that were prepared before: memory-mapped `.bin` files with a JSON beside them (see `token_file`)."""
+"""Prepared tokens: memory-mapped `.bin` files with their JSON (see `token_file`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TokenFiles(PackedDataModule):
     """Samples from a token file. The operating system keeps one copy in memory for all ranks of a node.
 
     Args:
-        train_path: the `.bin` to train on.
-        val_path: a held-out `.bin`; None holds out the end of `train_path`.
-        val_fraction: share of `train_path` that is held out when there is no `val_path`; 0 for no validation.
+        train_path: `.bin` to train on.
+        val_path: held-out `.bin`; None holds out the end of `train_path`.
+        val_fraction: fraction of `train_path` that is held out if there is no `val_path`; 0 for no validation.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -34,7 +34,7 @@ class TokenFiles(PackedDataModule):
     ) -> None:
         super().__init__(**kwargs)
         if not 0 <= val_fraction < 1:
-            raise ConfigError(f"data.val_fraction is {val_fraction}; it must be at least 0 and less than 1.")
+            raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
         self.train_path = Path(train_path)
         self.val_path = Path(val_path) if val_path is not None else None
         self.val_fraction = val_fraction
@@ -48,7 +48,7 @@ class TokenFiles(PackedDataModule):
 
 
 def map_tokens(path: Path) -> Tokens:
-    """A token file as a run of tokens.
+    """Map a token file into memory.
 
     Raises:
         DataError: see `open_tokens`.

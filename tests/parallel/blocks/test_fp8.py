@@ -240,7 +240,7 @@ def fit_then_evaluate() -> tuple[int, int]:
     ("device", "capability", "words"),
     [
         ("cpu", None, "precision=fp8 needs NVIDIA GPUs, but this run is on the CPU. Use precision=bf16."),
-        ("cuda", (8, 0), "compute capability 8.9 or higher, such as H100; those of this machine have 8.0. Use precision=bf16."),
+        ("cuda", (8, 0), "compute capability 8.9 or higher, such as H100; the GPUs of this machine have 8.0. Use precision=bf16."),
     ],
 )
 def test_f17_devices_without_float8(device: str, capability: tuple[int, int] | None, words: str) -> None:

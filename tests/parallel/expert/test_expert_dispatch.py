@@ -13,7 +13,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
-from lightning_3d.parallel.expert import ExpertParallel, choose_products, deal_experts
+from lightning_3d.parallel.expert import ExpertParallel, choose_products, shard_experts
 from lightning_3d.parallel.expert.dispatch import exchange
 from lightning_3d.parallel.expert.losses import fits
 from lightning_3d.parallel.sharding import cut_along
@@ -73,7 +73,7 @@ def dispatch(loads: list[tuple[int, int | None]]) -> Results:
     module = model()
     share = EXPERTS // size
     specs = {name: cut_along(name, value.shape, 0, [(rank * share, share)], tp_replicas=(0,)) for name, value in module.named_parameters()}
-    deal_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank))
+    shard_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank))
     hidden, chosen, weights = tokens_of(rank, *loads[rank])
     waits: list[None] = []
     tolist = Tensor.tolist

@@ -15,7 +15,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, read_plan
 from lightning_3d.parallel.expert.experts import expert_specs
 from lightning_3d.parallel.tensor import fit_styles, resolve
-from lightning_3d.parallel.tensor import fit_styles as probe
+from lightning_3d.parallel.tensor import style_trials as probe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 

@@ -158,7 +158,7 @@ def test_blocks_that_may_mix_tokens_are_named() -> None:
     model = sharded.build("llama")
     plan = read_plan(model, None)
     model.model.layers[1].mixer = Mixer()
-    with pytest.raises(PlanError, match=r"'model.layers.1.mixer' \(Mixer\) is not cut"):
+    with pytest.raises(PlanError, match=r"'model.layers.1.mixer' \(Mixer\) is not sharded"):
         find_regions(model, plan, resolve(model, plan, 2))
 
 

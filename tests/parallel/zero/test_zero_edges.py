@@ -225,7 +225,7 @@ def small_buckets() -> Any:
     """Buckets that hold one small layer."""
     from lightning_3d.parallel.zero import make_backend
 
-    return patch("lightning_3d.strategy.strategy.make_backend", partial(make_backend, bucket_bytes=4 * WIDTH * WIDTH))
+    return patch("lightning_3d.strategy.build.make_backend", partial(make_backend, bucket_bytes=4 * WIDTH * WIDTH))
 
 
 def weights_of(module: nn.Module) -> Tensor:

@@ -293,6 +293,6 @@ def test_no_compiler() -> None:
 
 
 def test_stages_that_cannot() -> None:
-    for stage, offload, words in ((0, "optimizer", "zero_stage=1 or more, not 0"), (2, "parameters", "zero_stage=3, not 2")):
+    for stage, offload, words in ((0, "optimizer", "zero_stage=1 or more; got 0"), (2, "parameters", "zero_stage=3; got 2")):
         with pytest.raises(LayoutError, match=words):
             ZeroOptions(stage, offload=offload).resolve("1F1B", 1)

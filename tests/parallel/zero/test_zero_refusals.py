@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError, LayoutError
-from lightning_3d.layout import Layout
+from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along, replicated
 from lightning_3d.parallel.zero import make_backend
@@ -75,10 +75,10 @@ SCRIPT = """
     from torch import nn
 
     from lightning_3d.layout import Layout
-    from lightning_3d.mesh import Mesh
-    from lightning_3d.sharding import replicated
-    from lightning_3d.zero import make_backend
-    from lightning_3d.zero_options import ZeroOptions
+    from lightning_3d.parallel.mesh import Mesh
+    from lightning_3d.parallel.sharding import replicated
+    from lightning_3d.parallel.zero import make_backend
+    from lightning_3d.config.options.zero import ZeroOptions
 
     assert "deepspeed" not in sys.modules, "DeepSpeed takes a second to import; stage 0 does not need it"
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
@@ -111,7 +111,7 @@ def test_deepspeed_is_silent_and_imports_no_compiler(tmp_path: Path) -> None:
 PRELOADED = """
     import os, sys
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from lightning_3d.launch import can_fork
+    from lightning_3d.ranks.supervisor import can_fork
     from lightning_3d.training.run import preload
 
     preload({"model": {"config": {"model_type": "llama"}}, "parallelism": {"zero_stage": 1}, "cluster": {"accelerator": "cpu"}})

@@ -6,9 +6,9 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignif
 const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let place = 0;
-  while (value >= 1024 && place + 1 < units.length) { value /= 1024; place += 1; }
+  while (value >= 999.5 && place + 1 < units.length) { value /= 1000; place += 1; }
   return `${place === 0 || value >= 100 ? whole.format(value) : value.toPrecision(3)} ${units[place]}`;
 }
 function seconds(value) {
@@ -91,7 +91,7 @@ function ticks(low, high, count, integers) {
 }
 // Of bytes, round numbers in their unit.
 function ticksOf(format, low, high, count) {
-  const unit = format === bytes ? 1024 ** Math.floor(Math.log(Math.max(Math.abs(low), Math.abs(high), 1)) / Math.log(1024)) : 1;
+  const unit = format === bytes ? 1000 ** Math.floor(Math.log10(Math.max(Math.abs(low), Math.abs(high), 1)) / 3) : 1;
   return ticks(low / unit, high / unit, count).map((mark) => mark * unit);
 }
 // The same numbers with as many digits as tell them apart, where they have no unit.

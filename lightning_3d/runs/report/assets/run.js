@@ -41,7 +41,7 @@ function drawTimeline() {
     scroll.replaceChildren();
     const wide = Math.max(width, 560) * zoom, high = AXIS + ranks.length * ROW;
     const across = (time) => (time / trace.seconds) * (wide - 24) + 8;
-    const label = `What each rank did in step ${trace.step}, ${seconds(trace.seconds)}; bubble ${percent(trace.bubble)}`;
+    const label = `Actions of each rank in step ${trace.step}, ${seconds(trace.seconds)}; bubble ${percent(trace.bubble)}`;
     const picture = svg("svg", { width: wide, height: high, role: "img", "aria-label": label }, scroll);
     for (const mark of ticks(0, trace.seconds, Math.max(4, wide / 140))) {
       svg("line", { class: "grid", x1: across(mark), x2: across(mark), y1: AXIS - 6, y2: high }, picture);

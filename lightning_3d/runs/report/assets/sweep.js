@@ -60,7 +60,7 @@ function drawPareto() {
     const jobs = having(x, y), best = frontier(jobs, x, y);
     const note = document.getElementById("pareto-note");
     if (!jobs.length) { note.textContent = ""; return empty(place, "No job has both numbers."); }
-    note.textContent = `filled and joined: no other job is better in both (${data.numbers[x].name}: ${data.numbers[x].better}, ${data.numbers[y].name}: ${data.numbers[y].better})`;
+    note.textContent = `filled points, joined by a line: no other job is better in both numbers (${data.numbers[x].name}: ${data.numbers[x].better}, ${data.numbers[y].name}: ${data.numbers[y].better})`;
     place.replaceChildren();
     const height = 310, top = 30, bottom = 40, right = 16;
     const [left_, right_] = extent(jobs.map((job) => job.numbers[x])), [low, high] = extent(jobs.map((job) => job.numbers[y]));

@@ -1,7 +1,7 @@
-"""ZeRO in a dry run, where tensors have shapes and no values: what DeepSpeed's engine would do is done to shapes.
+"""ZeRO in a dry run, where tensors have shapes but no values: DeepSpeed's engine for shapes.
 
-Reduction, norm, clipping and gathering are ours and run as ever. DeepSpeed's part of stages 1 to 3 is small: flat buffers, master weights,
-the optimizer's step on them, and the all-gather of parameters after it. It cannot work on fake tensors, so this takes the place of
+Reduction, norm, clipping and gathering are ours and run unchanged. DeepSpeed's part of stages 1 to 3 is small: flat buffers, master
+weights, the optimizer's step on them, and the all-gather of parameters after it. It cannot work on fake tensors, so this takes the place of
 `deepspeed_compat`, function by function, with the same allocations and the same collectives.
 """
 
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.deepspeed import DeepSpeedGroup
 from lightning_3d.compat.torch import all_gather_by_name
-from lightning_3d.parallel.zero.deepspeed_backend import DeepSpeedBackend
-from lightning_3d.parallel.zero.sharded_backend import ShardedBackend
 
 ALIGNMENT = 2
 """Elements of each rank's part of a flat buffer are a multiple of this (`nccl_start_alignment_factor` of DeepSpeed 0.19)."""
@@ -34,7 +32,7 @@ class _Group:
 
 
 class ShapeOnlyEngine:
-    """What `DeepSpeedEngine` does with ZeRO stage 1: as `DeepSpeedZeroOptimizer` (0.19), but for tensors without values."""
+    """DeepSpeed's engine with ZeRO stage 1: as `DeepSpeedZeroOptimizer` (0.19), but for tensors without values."""
 
     def __init__(self, optimizer: Any, groups: Any, *, offload: bool, on_host: bool, expert_group: Any) -> None:
         self._optimizer = optimizer
@@ -125,15 +123,3 @@ class ShapeOnly:
     @staticmethod
     def release_deepspeed(engine: ShapeOnlyEngine) -> None:
         engine.groups = []
-
-
-class ShapeOnlyDeepSpeedBackend(DeepSpeedBackend):
-    """ZeRO 1 and 2 on shapes."""
-
-    library = ShapeOnly
-
-
-class ShapeOnlyShardedBackend(ShardedBackend):
-    """ZeRO 3 on shapes."""
-
-    library = ShapeOnly

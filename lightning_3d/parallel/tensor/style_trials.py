@@ -1,9 +1,9 @@
-"""Whether the parts of an MLP or of a mixture's experts add up to the whole.
+"""Styles for which the shards of an MLP or of a mixture's experts add up to the whole.
 
-A style says how a tensor is cut, but only the forward says what that means. A fused `gate_up_proj` that a forward splits into halves has
-to be cut in both halves (`packed_colwise`), one whose gate and up are interleaved in one run (`colwise`); families declare the wrong one.
-An activation that looks at a whole row (Gemma 3n's sparse one) allows no cut between the layers at all. So each kind of module runs here
-once, whole and cut, on a few random tokens and weights, in float32 on the CPU: no rank communicates, and the model may be on meta.
+A style says how a tensor is sharded, but its meaning depends on the forward. If a forward splits a fused `gate_up_proj` into halves, both
+halves must be sharded (`packed_colwise`); if gate and up are interleaved, the whole is (`colwise`). Families declare the wrong one. An
+activation that needs a whole row (Gemma 3n's sparse one) allows no sharding between the layers at all. So each kind of module runs here
+once, whole and sharded, on a few random tokens and weights, in float32 on the CPU: no rank communicates, and the model may be on meta.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisibl
 from lightning_3d.parallel.tensor.resolve_plan import cut_dimension, resolve, share
 
 _TOKENS = 5
-_EXPERTS = 2  # all of them would not fit
-_LARGE = 2**24  # elements of the tensors of one expert, which are made small then, or are one expert's
+_EXPERTS = 2  # experts that run; all of them would not fit in memory
+_LARGE = 2**24  # elements of one expert's tensors above which a copy with small widths runs
 _HIDDEN = 12  # small width of tokens
-_TOLERANCE = 1e-3  # relative to the whole; another function is off by about 1
+_TOLERANCE = 1e-3  # relative to the whole; a different function is off by about 1
 _COLUMNS = ("packed_colwise", "colwise")
 _GATHERED = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 _KNOWN: dict[tuple[Any, ...], dict[str, str] | None] = {}
@@ -42,9 +42,9 @@ Trial = tuple[Values, list[tuple[Tensor, ...]]]
 
 
 def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelPlan:
-    """`plan` with the styles of experts and MLPs as their forwards need them.
+    """Return `plan` with the styles of experts and MLPs that their forwards need.
 
-    A declared style stays where the parts add up, and where a module cannot be run on its own. An MLP for which no cut adds up gets a
+    A declared style stays where the parts add up, and where a module cannot be run on its own. An MLP for which no sharding adds up gets a
     gather pair, between whose layers every rank sees the whole.
 
     Args:
@@ -62,7 +62,7 @@ def fit_styles(module: nn.Module, plan: ParallelPlan, tp_size: int) -> ParallelP
 
 
 def _fitted(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> dict[str, Cut]:
-    """The cuts that have another style than declared, by exact name."""
+    """The cuts with another style than declared, by exact name."""
     fitted: dict[str, Cut] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in cuts):
         inside = {name.rpartition(".")[2]: cut for name, cut in cuts.items() if name.rpartition(".")[0] == parent}
@@ -76,8 +76,8 @@ def _fitted(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> dict[str, 
             continue
         if styles is None:
             raise PlanError(
-                f"The plan cuts the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their parts do not add"
-                " up to the whole: the forward uses the tensors in another way than the plan says. Use tp=1, or ep where the model has a"
+                f"The plan shards the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their shards do not"
+                " add up to the whole. The forward uses the tensors in another way than the plan says. Use tp=1, or ep if the model has a"
                 " plan for it."
             )
         fitted |= {f"{parent}.{key}": replace(inside[key], style=style) for key, style in styles.items() if inside[key].style != style}
@@ -89,7 +89,8 @@ class _Probe:
     """A module that runs alone.
 
     Attributes:
-        cuts: by name in it. fused: those of them that may be cut by columns in one way or another.
+        cuts: by name in it.
+        fused: names of those that can be sharded by columns in more than one way.
         idle: experts without weights, which one rank counts.
         trials: each makes random tensors for all of its parameters, and what it may be called with; the first one that runs counts.
         run: (module, values, inputs, rank) -> its output.
@@ -131,7 +132,7 @@ class _Probe:
             for inputs in several:
                 try:
                     whole = self.run(self.module, values, inputs, 0)
-                except Exception:  # not called like that, or nothing that can be run alone
+                except Exception:  # it has other arguments, or cannot run alone
                     continue
                 if isinstance(whole, Tensor) and bool(whole.isfinite().all()) and bool(whole.any()):
                     return values, inputs, whole
@@ -148,7 +149,7 @@ class _Probe:
         return bool((total - whole).abs().max() <= _TOLERANCE * whole.abs().max())
 
     def _part(self, name: str, value: Tensor, styles: Styles, rank: int) -> Tensor:
-        """What a rank has of a parameter. The bias of a row-parallel layer is added once."""
+        """Shard of a parameter. The bias of a row-parallel layer is added once."""
         layer = name if name in styles else name.rpartition(".")[0]
         if layer not in styles:
             return value
@@ -161,7 +162,7 @@ class _Probe:
 
 
 def _experts(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) -> _Probe | None:
-    """For the experts called `name`, with parameters (experts, ...) of their own; one or two of them run, in a loop."""
+    """Fit the experts called `name`, with parameters (experts, ...) of their own; one or two of them run, in a loop."""
     experts = module.get_submodule(name)
     shapes = {key: tuple(parameter.shape) for key, parameter in experts.named_parameters()}
     if not shapes or any("." in key for key in shapes):
@@ -200,7 +201,7 @@ def _experts_trial(shapes: Shapes, some: int, *, idle: bool) -> Trial:
 
 
 def _narrow(shapes: Shapes, cuts: Mapping[str, Cut], tp_size: int) -> Shapes | None:
-    """The same experts with small widths; None where it is not clear which dimensions are the cut ones."""
+    """Copy experts with small widths; None if it is unclear which dimensions are sharded."""
     inner: set[int] = set()
     outer: set[int] = set()
     for key, cut in cuts.items():
@@ -217,7 +218,7 @@ def _narrow(shapes: Shapes, cuts: Mapping[str, Cut], tp_size: int) -> Shapes | N
 
 
 def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) -> _Probe | None:
-    """For the module called `name` with column- and row-parallel layers and nothing else that is trained, unless it is an attention."""
+    """Fit the module called `name` with column- and row-parallel layers and nothing else that is trained, unless it is an attention."""
     parent = module.get_submodule(name)
     layers = {key: layer for key, child in parent.named_children() if isinstance(layer := base_layer(child), nn.Linear)}
     columns = [key for key, cut in cuts.items() if cut.style in _COLUMNS]
@@ -228,7 +229,7 @@ def _mlp(module: nn.Module, name: str, cuts: Mapping[str, Cut], tp_size: int) ->
     if not columns or not rows or len(columns) + len(rows) < len(cuts) or not is_plain or heads_of(module, name, full_names) is not None:
         return None
     if any(cut.parts is not None or cut.units is not None for cut in cuts.values()):
-        return None  # somebody has said more than a style
+        return None  # the plan has more than a style
     inner = [layers[key].out_features for key in columns] + [layers[key].in_features for key in rows]
     unit, base, hidden = 4 * tp_size, math.gcd(*inner), _HIDDEN
 
@@ -261,7 +262,7 @@ def _clone(module: nn.Module) -> Any:
     clone = copy.copy(module)
     clone.__dict__ = dict(vars(module))
     clone._buffers = {key: None if value is None else torch.zeros(value.shape, dtype=value.dtype) for key, value in module._buffers.items()}
-    large = {key for key, child in module._modules.items() if isinstance(base_layer(child), nn.Linear)}  # put in by who runs it
+    large = {key for key, child in module._modules.items() if isinstance(base_layer(child), nn.Linear)}  # the caller replaces these
     clone._modules = {key: child if key in large else copy.deepcopy(child) for key, child in module._modules.items()}
     if hasattr(clone, "config"):
         config: Any = copy.copy(clone.config)
@@ -272,6 +273,6 @@ def _clone(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def _call(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The forward of its class: hooks are the model's."""
+    """Call the forward of its class, without hooks, which belong to the model."""
     output: Tensor = type(module).forward(module, *inputs)
     return output

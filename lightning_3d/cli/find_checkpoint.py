@@ -1,0 +1,32 @@
+"""The checkpoint that a command line names. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_3d.errors import CheckpointError
+from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in
+from lightning_3d.storage.remote_path import Place, RemotePath, place
+
+CHECKPOINT = "a checkpoint, or a run folder, whose newest checkpoint is taken"
+NO_VERIFY = "do not compare the files with their hashes, for which all of them are read"
+
+
+def find_checkpoint(name: str) -> Place:
+    """Find the checkpoint that `name` stands for: itself, or the newest complete one in a run folder or below a URL.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+    from lightning_3d.runs.folder import newest_checkpoint
+
+    path = place(name if "://" in name else Path(name).expanduser())
+    if isinstance(path, RemotePath):
+        found = [] if (path / MANIFEST).is_file() else checkpoints_in(path)
+        return found[0] if found else path
+    if (path / "config.yaml").is_file() and not (path / MANIFEST).is_file():
+        newest = newest_checkpoint(path)
+        if newest is None:
+            raise CheckpointError(f"The run folder {path} has no complete checkpoint.")
+        return place(newest)
+    return path

@@ -1,0 +1,208 @@
+"""The parts of each ZeRO stage: reductions of its gradients and the stepper of its parameters.
+
+| stage | parameters | optimizer | gradients |
+|---|---|---|---|
+| 0 | whole | the user's, on all of them | all-reduced |
+| 1, 2 | whole | DeepSpeed's, on this rank's part | reduced to partitions, or overlapped |
+| 3 | sharded | DeepSpeed's, on this rank's pieces | overlapped |
+
+Gradients are reduced by `FlatGradients`, once in each step, or by `EagerReduction`, in every backward. DeepSpeed's own reduction
+(`coalesce_grad_reduction`) sends even when the rank raised inside it and keeps float32 sums of bf16 gradients only under another stage. Its
+hooks do not see the gradients of a split backward. So its stage 1 is used for stages 1 to 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.compat import deepspeed as deepspeed_compat
+from lightning_3d.config.options.zero import MICRO_BATCH, STEP, ZeroOptions
+from lightning_3d.parallel.zero.deepspeed_stepper import DeepSpeedStepper
+from lightning_3d.parallel.zero.flat_partition import slots_of
+from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, Slot, end_to_end, sum_dtype
+from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction, Share
+from lightning_3d.parallel.zero.parameter_store import ParameterStore
+from lightning_3d.parallel.zero.plain_stepper import PlainStepper
+from lightning_3d.parallel.zero.reducer import (
+    AddedToPieces,
+    AllReduced,
+    Overlapped,
+    ReducedToPartitions,
+    Reducer,
+    Reduction,
+    UnsharedGradients,
+)
+from lightning_3d.parallel.zero.sharded_parameters import ShardedParameters
+from lightning_3d.parallel.zero.stepper import Stepper
+from lightning_3d.parallel.zero.trained import TrainedParameters
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Builds the stepper and the reducer of a stage, once the optimizer is known.
+
+    Attributes:
+        zero: resolved options.
+        bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter.
+        library: `compat.deepspeed`, or what takes its place in a dry run.
+    """
+
+    zero: ZeroOptions
+    bucket_bytes: int
+    library: Any = deepspeed_compat
+
+    def build(self, trained: TrainedParameters, store: ParameterStore, optimizer: Optimizer) -> tuple[Stepper, Reducer]:
+        """Take over the gradients of `trained` and the step of `optimizer`."""
+        tensors = store.tensors_to_train(trained)
+        sums = GradientSums(trained.parameters)
+        if self.zero.stage == 0:
+            plain = PlainStepper(trained, sums, optimizer)
+            return plain, Reducer(trained, sums, self._all_reductions(trained, sums))
+        sharded = not isinstance(store, ShardedParameters)
+        stepper = DeepSpeedStepper(trained, tensors, optimizer, self.zero, sharded=sharded, library=self.library)
+        if isinstance(store, ShardedParameters):
+            return stepper, self._reducer_of_units(trained, sums, stepper, store)
+        return stepper, self._reducer_of_partitions(trained, sums, stepper)
+
+    def _all_reductions(self, trained: TrainedParameters, sums: GradientSums) -> list[Reduction]:
+        """Stage 0: one flat buffer for each type of gradients and each group of ranks."""
+        reductions: list[Reduction] = []
+        for experts, group in ((False, trained.group), (True, trained.expert_group)):
+            members = [entry.parameter for entry in trained.entries if entry.spec.expert == experts]
+            if dist.get_world_size(group) == 1:
+                reductions.append(UnsharedGradients(members, sums))
+                continue
+            for dtype in sorted({sum_dtype(parameter) for parameter in members}, key=str):
+                slots = end_to_end(parameter for parameter in members if sum_dtype(parameter) == dtype)
+                flat = self._flat(trained, slots, alone=[] if experts else trained.reduced_alone())
+                reductions.append(AllReduced(flat, group, sums))
+        return reductions
+
+    def _reducer_of_partitions(self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper) -> Reducer:
+        """Stages 1 and 2: all gradients in DeepSpeed's flat buffers, one behind the other."""
+        dense = [partition for partition in stepper.partitions if not partition.experts]
+        experts = [partition for partition in stepper.partitions if partition.experts]
+        scatters = self._scatters(trained)
+        overlapped = None
+        slots = slots_of(dense)
+        # A part that is reduce-scattered whole would wait for the last of several stages.
+        if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.stages) > 1)):
+            shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.group)))]
+            eager = self._eager(trained, trained.stages, slots, shares, at_once=self.zero.reduce == MICRO_BATCH)
+            overlapped = self._overlapped(eager, sums, lambda: [_gradient(partition) for partition in dense], trained)
+        reductions: list[Reduction] = []
+        if overlapped is not None:
+            reductions.append(overlapped)
+            reductions += self._rest(trained, sums, stepper, [slot.parameter for slot in slots if slot.parameter not in overlapped])
+        frees = self.zero.stage > 1
+        for partitions, group in ((dense if overlapped is None else [], trained.group), (experts, trained.expert_group)):
+            if partitions:
+                ends = [(partition.base, partition.base + partition.numel) for partition in partitions]
+                flat = FlatGradients(
+                    slots_of(partitions),
+                    ends[-1][1],
+                    bucket_bytes=self.bucket_bytes,
+                    alone=trained.reduced_alone(),
+                    waves=trained.waves,
+                    scattered=ends if scatters else None,
+                )
+                reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees))
+        return Reducer(trained, sums, reductions, accumulated=dense if overlapped is not None else (), frees=frees)
+
+    def _reducer_of_units(
+        self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper, store: ShardedParameters
+    ) -> Reducer:
+        """Stage 3: gradients in the order of the units, of which each rank keeps those of its pieces."""
+        experts = [entry.parameter for entry in trained.entries if entry.spec.expert]
+        expert_ids = {id(parameter) for parameter in experts}
+        dense = [parameter for parameter in trained.parameters if id(parameter) not in expert_ids]
+        slots = end_to_end(store.in_unit_order(dense))
+        # Where blocks are gathered in the backward too, both kinds of messages need one order on all ranks, whatever gradients they
+        # have: those of a block are sent when the next one is gathered.
+        at_once = self.zero.reduce == MICRO_BATCH and self.zero.gather == STEP
+        stages = trained.stages
+        if not at_once:  # parameters outside the blocks are sent last
+            outside = {id(parameter) for parameter in store.units.outside_blocks}
+            stages = [sorted(stage, key=lambda parameter: id(parameter) not in outside) for stage in stages]
+        eager = self._eager(trained, stages, slots, store.shares(slots, trained.group), at_once=at_once) if slots else None
+        pieces = {id(piece.entry.parameter): piece for piece in stepper.owned if not piece.entry.spec.expert}
+        kept = [pieces[id(slot.parameter)] for slot in slots if id(slot.parameter) in pieces]
+        overlapped = self._overlapped(eager, sums, lambda: [piece.gradient for piece in kept], trained)
+        reductions: list[Reduction] = []
+        if overlapped is not None:
+            reductions.append(overlapped)
+            store.on_block_finished = overlapped.block_finished
+        rest = [slot.parameter for slot in slots if overlapped is None or slot.parameter not in overlapped]
+        reductions += self._rest(trained, sums, stepper, rest)
+        if experts:
+            flat = self._flat(trained, end_to_end(store.in_unit_order(experts)))
+            reductions.append(AddedToPieces(flat, trained.expert_group, sums, stepper.owned))
+        return Reducer(trained, sums, reductions, accumulated=stepper.partitions, frees=True)
+
+    def _flat(self, trained: TrainedParameters, slots: Sequence[Slot], *, alone: Iterable[nn.Parameter] = ()) -> FlatGradients:
+        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self.bucket_bytes, alone=alone, waves=trained.waves)
+
+    def _rest(
+        self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper, parameters: Sequence[nn.Parameter]
+    ) -> list[Reduction]:
+        """The reduction of what is summed over other ranks first, and therefore once in each step."""
+        if not parameters:
+            return []
+        flat = self._flat(trained, end_to_end(parameters), alone=trained.reduced_alone())
+        return [AddedToPieces(flat, trained.group, sums, stepper.owned)]
+
+    def _overlapped(
+        self, eager: EagerReduction | None, sums: GradientSums, targets: Any, trained: TrainedParameters
+    ) -> Overlapped | None:
+        if eager is None:
+            return None
+        return Overlapped(eager, sums, targets, trained, each_micro_batch=self.zero.reduce == MICRO_BATCH)
+
+    def _eager(
+        self,
+        trained: TrainedParameters,
+        stages: Sequence[Sequence[nn.Parameter]],
+        slots: Iterable[Slot],
+        shares: Sequence[Share],
+        *,
+        at_once: bool,
+    ) -> EagerReduction | None:
+        """The reduction of parameters that one stage uses and whose gradients are whole on this rank; None if there are none."""
+        places = {id(slot.parameter): slot for slot in slots}
+        whole = {id(e.parameter) for e in trained.entries if len(e.spec.tp_grad_sum) <= 1 and len(e.spec.pp_replicas) <= 1}
+        uses = Counter(id(parameter) for stage in stages for parameter in stage)
+        chosen = {key for key in whole & places.keys() if uses[key] == 1}
+        of_stages = [[places[id(p)] for p in stage if id(p) in chosen] for stage in stages]
+        if not any(of_stages):
+            return None
+        return EagerReduction(
+            of_stages,
+            shares,
+            trained.group,
+            bucket_bytes=self.bucket_bytes,
+            alone=trained.reduced_alone(),
+            to_owners=self._scatters(trained),
+            at_once=at_once,
+        )
+
+    def _scatters(self, trained: TrainedParameters) -> bool:
+        """True if gradients are sent only to their owners.
+
+        Buffers that differ between tensor-parallel ranks would be split differently on them, and copies would not stay bit-equal.
+        """
+        if trained.order_matters and trained.any_uneven:
+            return False
+        wanted = self.zero.reduce_scatter
+        return wanted if wanted is not None else trained.device.type == "cuda"
+
+
+def _gradient(partition: Any) -> Tensor:
+    assert partition.gradient is not None
+    return partition.gradient

@@ -1,0 +1,286 @@
+"""Gradients of one rank: added up over micro-batches, and summed over the ranks that share their parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
+from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, scale_
+from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction
+from lightning_3d.parallel.zero.partial_gradients import PartialSums
+from lightning_3d.parallel.zero.trained import TrainedParameters
+
+
+class Reduction(ABC):
+    """One way to sum the gradients of some parameters over the data-parallel ranks."""
+
+    def begin(self) -> None:  # noqa: B027 - a reduction need not have state
+        """Forget the gradients of the step before."""
+
+    def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - most wait for the last micro-batch
+        """After each backward action of a stage with these parameters."""
+
+    def start(self, wave: int) -> None:  # noqa: B027 - what is not started is reduced by `finish`
+        """Begin to sum the gradients of a wave, which are complete."""
+
+    @abstractmethod
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        """Complete the sums and multiply them by `scale`. Returns the parameters that no rank had a gradient for."""
+
+    def takes_at_once(self, parameter: nn.Parameter) -> bool:
+        """True if the gradient of a parameter is taken in every micro-batch; `local` then has this rank's part of the sum."""
+        return False
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        return None
+
+    def buffers(self) -> list[Tensor]:
+        """Buffers of gradients that are held at the moment, apart from the gradients themselves."""
+        return []
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of the parameters."""
+
+
+class UnsharedGradients(Reduction):
+    """Gradients of parameters that no other data-parallel rank has: only multiplied."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: GradientSums) -> None:
+        self._parameters, self._sums = parameters, sums
+
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        if not (isinstance(scale, float) and scale == 1.0):
+            scale_([gradient for gradient in map(self._sums.__getitem__, self._parameters) if gradient is not None], scale)
+        return []
+
+
+class _Buffered(Reduction):
+    """Gradients that are copied into one flat buffer, whose messages are sent wave by wave."""
+
+    def __init__(self, flat: FlatGradients, group: dist.ProcessGroup, sums: GradientSums) -> None:
+        self._flat, self._group, self._sums = flat, group, sums
+
+    def begin(self) -> None:
+        self._flat.forget()
+
+    def start(self, wave: int) -> None:
+        self._flat.start(wave, self._sums, self._group)
+
+    def buffers(self) -> list[Tensor]:
+        return self._flat.buffers
+
+
+class AllReduced(_Buffered):
+    """Every rank gets all of every gradient (stage 0)."""
+
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        self._flat.all_reduce(self._sums, self._group, scale)
+        return self._flat.absent
+
+
+class ReducedToPartitions(_Buffered):
+    """Gradients in DeepSpeed's own layout, so that the part that a rank owns is a view and nothing is copied twice (stages 1 and 2).
+
+    Args:
+        scatters: one reduce-scatter for each partition instead of all-reduces of buckets.
+        frees: keep only the owned part, not the buffer that it is a view of.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGradients,
+        group: dist.ProcessGroup,
+        sums: GradientSums,
+        partitions: Sequence[Partition],
+        *,
+        scatters: bool,
+        frees: bool,
+    ) -> None:
+        super().__init__(flat, group, sums)
+        self._partitions, self._scatters, self._frees = partitions, scatters, frees
+
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        if self._scatters:
+            parts = self._flat.reduce_scatter(self._sums, self._group, scale)
+        else:
+            flat = self._flat.all_reduce(self._sums, self._group, scale)
+            parts = [partition.owned_part(flat) for partition in self._partitions]
+            if self._frees:
+                parts = [part.clone() for part in parts]
+        for partition, part in zip(self._partitions, parts, strict=True):
+            partition.gradient = part
+        return self._flat.absent
+
+
+class AddedToPieces(_Buffered):
+    """Gradients that are all-reduced and of which this rank adds its pieces to what their partitions have already."""
+
+    def __init__(self, flat: FlatGradients, group: dist.ProcessGroup, sums: GradientSums, pieces: Sequence[OwnedPiece]) -> None:
+        super().__init__(flat, group, sums)
+        self._pieces = pieces
+
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        flat = self._flat.all_reduce(self._sums, self._group, scale)
+        places = {id(slot.parameter): slot for slot in self._flat.slots}
+        for piece in self._pieces:
+            place = places.get(id(piece.entry.parameter))
+            if place is not None:
+                target, first = piece.gradient, place.start + piece.first
+                target += flat[first : first + target.numel()]
+        return self._flat.absent
+
+
+class Overlapped(Reduction):
+    """Gradients that are reduced while the backward still runs.
+
+    Args:
+        eager: the reduction.
+        sums: where gradients add up over micro-batches.
+        targets: zeros that the sums of this rank's shares are added to, at the start of a step.
+        trained: parameters of this rank.
+        each_micro_batch: gradients are reduced in every micro-batch; otherwise once, when those of a stage are complete.
+    """
+
+    def __init__(
+        self,
+        eager: EagerReduction,
+        sums: GradientSums,
+        targets: Callable[[], list[Tensor]],
+        trained: TrainedParameters,
+        *,
+        each_micro_batch: bool,
+    ) -> None:
+        self._eager, self._sums, self._targets, self._trained = eager, sums, targets, trained
+        self._each_micro_batch = each_micro_batch
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._eager
+
+    def begin(self) -> None:
+        self._eager.begin(self._targets(), None if self._each_micro_batch else self._take)
+
+    def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._each_micro_batch:
+            self._eager.flush(parameters)
+
+    def block_finished(self, parameters: list[nn.Parameter]) -> None:
+        """The backward of a micro-batch through a block is over, on all ranks at the same point."""
+        if self._each_micro_batch:
+            self._eager.finished(parameters)
+
+    def start(self, wave: int) -> None:
+        if not self._each_micro_batch:
+            stages = self._trained.stages
+            self._eager.flush(stages[len(stages) - 1 - wave])
+
+    def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
+        return self._eager.finish(scale, self._take)
+
+    def takes_at_once(self, parameter: nn.Parameter) -> bool:
+        return self._each_micro_batch and parameter in self._eager
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        # Ranks with other sizes have other pieces, which cannot be compared.
+        return None if self._trained.any_uneven else self._eager.local(parameter)
+
+    def close(self) -> None:
+        self._eager.close()
+
+    def _take(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = self._sums[parameter]
+        self._sums[parameter] = None
+        return gradient
+
+
+class Reducer:
+    """Makes the gradients of the whole batch out of those of this rank's micro-batches.
+
+    Args:
+        trained: parameters of this rank.
+        sums: where their gradients add up over micro-batches.
+        reductions: how each parameter is summed over the data-parallel ranks, in the order in which all ranks send.
+        accumulated: partitions whose gradient is a sum of pieces, and starts each step at zero.
+        frees: after the reduction drop the gradients in `sums`; the optimizer steps with those of its partitions.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedParameters,
+        sums: GradientSums,
+        reductions: Sequence[Reduction],
+        *,
+        accumulated: Sequence[Partition] = (),
+        frees: bool = False,
+    ) -> None:
+        self._trained, self._sums, self._reductions = trained, sums, reductions
+        self._accumulated, self._frees = accumulated, frees
+        self._partial = PartialSums(trained.mesh, [(entry.parameter, entry.spec) for entry in trained.entries], trained.waves)
+        self._finished: set[int] = set()
+        self._wave = 0
+        self.overlaps = False
+
+    def clear(self) -> None:
+        """Drop all gradients of this rank's micro-batches."""
+        self._sums.clear()
+
+    def begin(self) -> None:
+        """Start an optimizer step, after `clear`."""
+        self._finished, self._wave = set(), 0
+        for partition in self._accumulated:
+            partition.new_gradient()
+        for reduction in self._reductions:
+            reduction.begin()
+
+    def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int, last: bool) -> None:
+        """See `DataParallelBackend.after_backward`."""
+        parameters = list(parameters)
+        for reduction in self._reductions:
+            reduction.after_backward(parameters)  # before the sums: these gradients never get there
+        self._sums.absorb(parameters)
+        if last and self.overlaps:
+            self._finished.add(stage)
+            while self._wave < self._trained.last_wave and len(self._trained.stages) - 1 - self._wave in self._finished:
+                self._complete_wave()
+
+    def _complete_wave(self) -> None:
+        """All gradients of the next wave have arrived. All ranks complete the waves in the same order."""
+        # Partial gradients first: what is summed over the data-parallel ranks must be whole.
+        self._partial.reduce(self._sums, self._wave)
+        for reduction in self._reductions:
+            reduction.start(self._wave)
+        self._wave += 1
+
+    def reduce(self, scale: float | Tensor) -> list[nn.Parameter]:
+        """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient for."""
+        self._sums.absorb()
+        while self._wave < self._trained.last_wave:
+            self._complete_wave()
+        self._partial.reduce(self._sums, self._trained.last_wave)
+        self._partial.reduce_tied(self._sums)  # after the partial sums: a tied copy is sent when it is whole
+        absent = [parameter for reduction in self._reductions for parameter in reduction.finish(scale)]
+        if self._frees:
+            self._sums.clear()
+        return absent
+
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `DataParallelBackend.local_gradient`."""
+        for reduction in self._reductions:
+            if reduction.takes_at_once(parameter):
+                return reduction.local(parameter)
+        return self._sums[parameter]
+
+    def held(self) -> list[Tensor]:
+        """Gradients and their buffers; several may share their memory."""
+        arrived = [parameter.grad for parameter in self._trained.parameters if parameter.grad is not None]
+        buffers = [buffer for reduction in self._reductions for buffer in reduction.buffers()]
+        return [*self._sums.present(), *arrived, *buffers]
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self.clear()
+        for reduction in self._reductions:
+            reduction.close()

@@ -1,0 +1,88 @@
+"""The interface to the optimizer of a rank: what it trains, how it steps, and its state for checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.parallel.sharding import OptimizerShard
+
+
+class Stepper(ABC):
+    """Steps what this rank's optimizer trains, with gradients that are reduced.
+
+    Every method is local, except `gradient_norm` and `step`, which all ranks call.
+    """
+
+    @abstractmethod
+    def follow_writes(self) -> None:
+        """Copy what a callback (one that clips weights, for example) wrote into parameters into the master weights, before a step."""
+
+    def take_gradients(self) -> None:  # noqa: B027 - only separate master weights have gradients of their own
+        """After the reduction: give the optimizer's tensors their gradients."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[Tensor]:
+        """The reduced gradients that this rank's optimizer steps with."""
+
+    @abstractmethod
+    def gradient_norm(self) -> float:
+        """Norm of the reduced gradients of the whole model: one all-reduce."""
+
+    @abstractmethod
+    def step(self, without_gradient: Sequence[nn.Parameter]) -> None:
+        """Run the optimizer and bring the new weights to all ranks that use them.
+
+        Args:
+            without_gradient: parameters that no rank has a gradient for, which stay as they are.
+        """
+
+    def discard(self) -> None:  # noqa: B027 - gradients may be in `GradientSums` alone
+        """Drop the reduced gradients."""
+
+    @abstractmethod
+    def refresh_master_weights(self) -> None:
+        """Copy the module's parameters, written from outside, into the master weights."""
+
+    @abstractmethod
+    def create_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
+        """See `DataParallelBackend.create_optimizer_state`."""
+
+    @abstractmethod
+    def shards(self, *, to_save: bool) -> list[OptimizerShard]:
+        """See `DataParallelBackend.optimizer_shards`."""
+
+    @abstractmethod
+    def held(self) -> dict[str, list[Tensor]]:
+        """See `DataParallelBackend.held`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the optimizer and all process groups."""
+
+
+def new_state(template: Tensor | float, like: Tensor, full_shape: Sequence[int], group: Mapping[str, object]) -> Tensor | float:
+    """One state of `like`, a trained tensor that is a part of a parameter of shape `full_shape`.
+
+    Args:
+        template: see `DataParallelBackend.create_optimizer_state`.
+        like: the trained tensor.
+        full_shape: shape of the parameter in an unsharded model.
+        group: the optimizer's parameter group; capturable and fused optimizers want their step count on the device.
+    """
+    if not isinstance(template, Tensor):
+        return template
+    if not template.is_meta:
+        return template.to(like.device if group.get("capturable") or group.get("fused") else "cpu")
+    shape = like.shape if tuple(template.shape) == tuple(full_shape) else template.shape
+    dtype = like.dtype if template.is_floating_point() else template.dtype
+    return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """All tensors that an optimizer keeps."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -1,0 +1,200 @@
+"""The parameters that a rank trains: who shares them, in which order their gradients are complete, and what cannot be trained exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.sharding import ShardSpec
+
+DATA_AXES = ("dp", "cp")
+"""Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
+
+WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")
+"""Optimizers whose update of an element depends on other elements of its tensor."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that the optimizer trains on this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
+
+
+class TrainedParameters:
+    """The trained parameters of one rank, in the order of every flat buffer.
+
+    They are sorted by name, which is the same order on all ranks of a pipeline stage. Those whose size differs between tensor-parallel
+    ranks come last: what lies before them has the same place on all ranks that hold a copy of it.
+
+    Args:
+        mesh: process groups.
+        entries: the parameters, sorted by name.
+        stages: for each pipeline stage of this rank all its parameters, in the order in which the forward uses them.
+        device: device of the gradients.
+
+    Attributes:
+        waves: by id of a parameter, the wave of a step in which its gradient is complete: 0, 1, ..., `last_wave`.
+    """
+
+    def __init__(self, mesh: Mesh, entries: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
+        self.mesh, self.stages, self.device = mesh, stages, device
+        self.entries = sorted(entries, key=self.is_uneven)
+        self.waves = self._find_waves()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [entry.parameter for entry in self.entries]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The data-parallel ranks."""
+        return self.mesh.group(*DATA_AXES)
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """The ranks of this stage that hold the same experts; without expert parallelism, the data-parallel ranks."""
+        return expert_group(self.mesh)
+
+    @property
+    def last_wave(self) -> int:
+        """The wave of gradients that are complete only at the end of the step: those of parameters tied to another pipeline rank's."""
+        return len(self.stages)
+
+    def _find_waves(self) -> dict[int, int]:
+        """Number the waves.
+
+        The backward reaches the last stage of a rank first, so its gradients are complete in wave 0. A parameter that two stages use waits
+        for the earlier one; those tied to another rank's wait for the end.
+        """
+        waves = {
+            id(parameter): len(self.stages) - 1 - index
+            for index, stage in reversed(list(enumerate(self.stages)))
+            for parameter in stage
+        }
+        tied = {id(entry.parameter) for entry in self.entries if len(entry.spec.pp_replicas) > 1}
+        ids = [id(entry.parameter) for entry in self.entries]
+        return {key: self.last_wave if key in tied else waves.get(key, self.last_wave) for key in ids}
+
+    def is_uneven(self, entry: Trained) -> bool:
+        """True if the size of a parameter differs between tensor-parallel ranks."""
+        return entry.spec.is_uneven(self.mesh.size("tp"))
+
+    @property
+    def any_uneven(self) -> bool:
+        return any(self.is_uneven(entry) for entry in self.entries)
+
+    @property
+    def order_matters(self) -> bool:
+        """True if a sum over the data-parallel ranks depends on its order: above two ranks."""
+        return self.mesh.size("dp") * self.mesh.size("cp") > 2
+
+    def reduced_alone(self) -> list[nn.Parameter]:
+        """Parameters that are reduced in collectives of their own, so that copies on several ranks stay bit-equal.
+
+        Those that another pipeline stage holds a copy of, and those of uneven size, where the order of a sum matters.
+        """
+        if not self.order_matters:
+            return []
+        return [e.parameter for e in self.entries if len(e.spec.pp_replicas) > 1 or self.is_uneven(e)]
+
+    def counts(self, entry: Trained) -> bool:
+        """True if this rank adds a parameter's gradient, which every data-parallel rank has all of, to the global norm."""
+        mesh = self.mesh
+        if entry.spec.expert:
+            return mesh.rank == mesh.expert_data_ranks[0]
+        first = mesh.index("cp") == 0 and (mesh.layout.ep == 1 or mesh.index("dp") == 0)
+        return first and entry.spec.counts_in_norm(mesh.index("tp"), mesh.index("pp"))
+
+
+def expert_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of a stage that hold the same experts; without expert parallelism, the data-parallel ranks."""
+    return mesh.expert_data_group if mesh.layout.ep > 1 else mesh.group(*DATA_AXES)
+
+
+def find_trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardSpec]) -> list[Trained]:
+    """The parameters that `optimizer` trains, in the order of their names, the same on all ranks of a stage.
+
+    Raises:
+        ConfigError: the optimizer has parameters that are not in the module, or that were added after it was sharded.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    trained = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            name = names.get(id(parameter))
+            if name is None:
+                raise ConfigError(
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module."
+                    " Build the optimizer from the module's own parameters, in configure_optimizers."
+                )
+            if name not in specs:
+                raise ConfigError(
+                    f"The parameter '{name}' was added to the module after it was sharded for this layout. Add everything that is trained,"
+                    " including adapters, before the first fit; or save a checkpoint, rebuild the module and load it with ckpt_path=."
+                )
+            trained.append(Trained(name, parameter, specs[name]))
+    return sorted(trained, key=lambda entry: entry.name)
+
+
+def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
+    """Refuse parameters whose type this precision does not train exactly."""
+    for name, parameter in ((entry.name, entry.parameter) for entry in trained):
+        if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            raise ConfigError(
+                f"The parameter '{name}' is {parameter.dtype}; only float32, float64 and bfloat16 parameters can be trained."
+            )
+        if parameter.dtype == torch.bfloat16 and precision != "bf16":
+            raise ConfigError(
+                f"The parameter '{name}' is bfloat16 but the precision is {precision}. Use precision bf16-true."
+            )
+
+
+def check_optimizer(optimizer: Optimizer, *, sharded: bool) -> None:
+    """Refuse optimizers that cannot be exact: those with a closure and, if tensors are sharded, those that need whole ones."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
+        raise ConfigError(
+            "LBFGS calls the loss several times in a step, which a pipeline cannot do. Use AdamW, Adam or SGD."
+        )
+    if sharded and name in WHOLE_TENSOR_OPTIMIZERS:
+        raise ConfigError(
+            f"{name} computes its update from whole weight matrices, but this layout shards them. Use an element-wise"
+            " optimizer such as AdamW, or a layout with tp1 and zero_stage=0."
+        )
+
+
+def check_zero(trained: Sequence[Trained], optimizer: Optimizer, stage: int) -> None:
+    """Refuse what a ZeRO stage above 0 cannot train exactly."""
+    name = type(optimizer).__name__
+    if name in WHOLE_TENSOR_OPTIMIZERS:
+        raise ConfigError(f"{name} needs whole weight matrices, but zero_stage={stage} shards them. Use zero_stage=0, or AdamW.")
+    if name == "Adagrad":
+        raise ConfigError(
+            "DeepSpeed replaces Adagrad with a copy that learning-rate schedulers do not reach. Use zero_stage=0, or RMSprop."
+        )
+    unsharded = [f"{e.spec.name} {tuple(e.parameter.shape)}" for e in trained if not (e.parameter.ndim and e.parameter.numel())]
+    if unsharded:
+        raise ConfigError(
+            f"zero_stage={stage} cannot shard parameters without a dimension or without an element: {listed(unsharded)}. Give a"
+            " single number the shape (1,), freeze it, or use zero_stage=0."
+        )
+    dtypes = {entry.parameter.dtype for entry in trained}
+    if torch.float64 in dtypes:
+        raise ConfigError(
+            f"zero_stage={stage} cannot train float64 parameters: DeepSpeed's master weights are float32. Use zero_stage=0."
+        )
+    if len(dtypes) > 1:
+        types = ", ".join(sorted(map(str, dtypes)))
+        raise ConfigError(f"zero_stage={stage} needs trained parameters of one type; found {types}. Use zero_stage=0.")

@@ -1,0 +1,161 @@
+"""Constants of the software that trains, and the points at which other software differs. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_3d.layout.balance import split_layers
+from lightning_3d.layout.layout import Layout
+from lightning_3d.planner.machine import Group, Machine
+
+Split = Callable[[int, int, float, float], tuple[list[int], int]]
+"""(blocks of a model, stages, work of a block, work of the output head) -> (blocks of each stage, index of the stage with the head)."""
+
+
+def balanced(layers: int, stages: int, block: float, head: float) -> tuple[list[int], int]:
+    """Split blocks so that the largest share of the work is as small as possible."""
+    parts = split_layers([block] * layers, [block] * layers, stages, last_extra=(head, head))
+    return [len(part) for part in parts], stages - 1
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds that the host needs to start kernels.
+
+    Attributes:
+        block: forward and backward of one block for a micro-batch.
+        collectives: addition for each block that tensor parallelism shards.
+        step: constant for each optimizer step.
+    """
+
+    block: float = 1.0e-3
+    collectives: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that operations bound by memory read and write.
+
+    Attributes:
+        elementwise: element-wise operations of a block, as a multiple of what fused ones move.
+        logit: one logit in the loss.
+        parameter: one parameter in the optimizer's step.
+    """
+
+    elementwise: float = 1.5
+    logit: float = 24.0
+    parameter: float = 30.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that the software holds in GPU memory.
+
+    Attributes:
+        gradient: accumulated gradient of a parameter.
+        spare_gradient: further copy of that gradient during the backward pass.
+        logit: one logit, over all copies that live at once.
+        saved: per token and unit of hidden size, beyond what the backward pass of a block needs.
+        saved_inner: per token and unit of an MLP's inner width, beyond what its backward pass needs.
+        context: CUDA, the buffers of collectives, and libraries.
+        allocator: factor of the caching allocator on activations and loss.
+    """
+
+    gradient: float = 4.0
+    spare_gradient: float = 0.0
+    logit: float = 8.0
+    saved: float = 0.0
+    saved_inner: float = 0.0
+    context: float = 0.0
+    allocator: float = 1.0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Communication that runs while the GPU computes.
+
+    Attributes:
+        all_reduce: reduction of gradients at ZeRO stage 0, during the last backward pass.
+        data: reduction of gradients at ZeRO stages 1 to 3, during the last backward pass.
+        gather: gathering of parameters, during the first forward pass.
+    """
+
+    all_reduce: bool = True
+    data: bool = True
+    gather: bool = True
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Software that trains: facts that are the same for all models and layouts.
+
+    The methods and properties are the points at which other software differs; `benchmarks/planner_accuracy/software.py` overrides them.
+
+    Attributes:
+        flash: attention is one kernel that keeps no scores.
+    """
+
+    flash: bool = True
+    host: Host = field(default_factory=Host)
+    traffic: Traffic = field(default_factory=Traffic)
+    footprint: Footprint = field(default_factory=Footprint)
+    overlap: Overlap = field(default_factory=Overlap)
+
+    @property
+    def split(self) -> Split:
+        """Rule by which blocks are split into stages."""
+        return balanced
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Bytes of a gradient that is sent."""
+        return 4.0
+
+    @property
+    def scatters(self) -> bool:
+        """True if ZeRO scatters gradients; otherwise it reduces all of them on every rank."""
+        return True
+
+    def host_seconds(self, layout: Layout, machine: Machine) -> float:
+        """Return the seconds that the host needs to start forward and backward of a block."""
+        return self.host.block if layout.tp == 1 else self.host.block + self.host.collectives
+
+    def attention_rate(self, machine: Machine) -> float:
+        """Return the operations a second of fused attention."""
+        return machine.peak * machine.efficiency.attention
+
+    def attention_saved(self, key_width: int) -> float:
+        """Return the bytes that attention keeps of a token beyond what its backward pass needs.
+
+        Args:
+            key_width: width of keys and values together.
+        """
+        return 0.0
+
+    def selective_bytes(self, whole: float, core: float) -> float:
+        """Return the bytes that a block keeps with selective recomputation.
+
+        Args:
+            whole: bytes without recomputation.
+            core: half of the bytes that attention itself keeps.
+        """
+        return whole - core
+
+    def logit_bytes(self, micro_batches: int) -> float:
+        """Return the bytes of one logit at the peak of a step."""
+        return self.footprint.logit
+
+    def optimizer_bytes(self, stepped: float, held: float) -> float:
+        """Return the bytes that are read and written in an optimizer step.
+
+        Args:
+            stepped: trained parameters whose step this rank does.
+            held: trained parameters of this rank.
+        """
+        return stepped * self.traffic.parameter
+
+    def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
+        """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None where gathering overlaps."""
+        return None

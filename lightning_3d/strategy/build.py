@@ -1,0 +1,180 @@
+"""Builds this rank's part of the user's model, and puts backend, engine and step runner around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+
+from lightning_3d.config.options.model import ModelOptions
+from lightning_3d.config.options.precision import precision_of
+from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.parallel.blocks import Compilation
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline import PipelineEngine
+from lightning_3d.parallel.random_streams import global_seed
+from lightning_3d.parallel.tensor import check_replicated_gradients
+from lightning_3d.parallel.zero import DataParallelBackend, make_backend
+from lightning_3d.strategy.assembly import assemble
+from lightning_3d.strategy.built_model import BuiltModel
+from lightning_3d.strategy.float8 import multiply_in_float8
+from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
+from lightning_3d.strategy.nonfinite import StepGuard
+from lightning_3d.strategy.self_check.check import SelfCheck
+from lightning_3d.strategy.step import LossWeights, StepRunner
+from lightning_3d.strategy.step.loss_weights import weigh_loss
+from lightning_3d.strategy.step.micro_batches import SplitBatch
+from lightning_3d.strategy.step.splitter import BatchSplitter
+from lightning_3d.strategy.step.tracer import StepTracer
+
+
+@dataclass(frozen=True)
+class ModelSources:
+    """The sources of a model's plan and values, and the check of both.
+
+    Attributes:
+        plan: the user's parallel plan, for a model that declares none.
+        pipeline_module: name of the submodule that is parallelized; None where one has a plan.
+        self_check: "auto", "always" or "never".
+        seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
+    """
+
+    plan: dict[str, Any] | None = None
+    pipeline_module: str | None = None
+    self_check: str = "auto"
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The user's options for a model and its training.
+
+    Attributes:
+        fp8: whether linear layers of blocks multiply in float8.
+        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough of them.
+        split_batch: the user's own function, for batches that cannot be split along dimension 0.
+    """
+
+    model: ModelOptions
+    zero: ZeroOptions
+    sources: ModelSources
+    fp8: bool = False
+    micro_batch_size: int | None = None
+    split_batch: SplitBatch | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The parts of a strategy that exist before its model is built.
+
+    Attributes:
+        precision: Lightning's plugin.
+        materialize: function that gives parameters on meta values, as `initialize` does.
+        shape_only: tensors have no values (a dry run), so that nothing is checked or judged by them.
+    """
+
+    precision: Precision
+    tracer: StepTracer
+    guard: StepGuard
+    materialize: Callable[..., None]
+    shape_only: bool = False
+
+
+def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings) -> BuiltModel:
+    """Turn the user's module into this rank's part of it, in place, and put backend, engine and step runner around it.
+
+    A module that an earlier Trainer partitioned for the same layout keeps its parts.
+
+    Raises:
+        PlanError, LayoutError, ConfigError, CheckpointError: see `assemble` and `Partition.hand_over`.
+    """
+    earlier = Partition.of(module)
+    parts = _assemble(module, mesh, device, options, around) if earlier is None else earlier.hand_over(mesh.layout, options.model)
+    model, precision = options.model, precision_of(str(around.precision.precision))
+    compilation = Compilation(device, model.schedule, len(parts.blocks)) if model.blocks.compile else None
+    multiply_in_float8(parts.blocks, on=options.fp8)
+    # The backend before the engine, which calls it after each backward.
+    stages = list(parts.parameters.values())
+    backend = make_backend(options.zero, mesh, parts.specs, stages=stages, precision=precision, shape_only=around.shape_only)
+    # Hooks that measure memory inside a block would break the graph of a compiled one.
+    recorder = around.tracer.connect(module, device, mesh.layout, model.schedule, hooks=not model.blocks.compile)
+    engine = PipelineEngine(
+        mesh,
+        parts.assignment,
+        parts.parameters,
+        schedule=model.schedule,
+        vp=mesh.layout.vp,
+        state=parts.state,
+        device=device,
+        after_backward=backend.after_backward,
+        recorder=recorder,
+    )
+    runner = _make_runner(module, parts, mesh, device, options, around, engine, backend)
+    splitter = BatchSplitter(mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch)
+    guard = None if around.shape_only else around.guard
+    return BuiltModel(
+        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, around.tracer, guard, compilation
+    )
+
+
+def _assemble(
+    module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings
+) -> LocalModel:
+    """Assemble the parts of a whole module, and arrange for its self-check."""
+    sources = options.sources
+    check = SelfCheck("never" if around.shape_only else sources.self_check, mesh, options.model, device)
+    parts = assemble(
+        module,
+        mesh,
+        options.model,
+        seed=sources.seed if sources.seed is not None else global_seed(),
+        device=device,
+        weights_device=torch.device("cpu") if options.zero.stage == 3 else None,  # where ZeRO-3 shards them, before they go to `device`
+        materialize=around.materialize,
+        user_plan=sources.plan,
+        pipeline_module=sources.pipeline_module,
+        inspect=check.inspect,
+    )
+    check.attach(parts.module)
+    return parts
+
+
+def _make_runner(
+    module: pl.LightningModule,
+    parts: LocalModel,
+    mesh: Mesh,
+    device: torch.device,
+    options: BuildOptions,
+    around: Surroundings,
+    engine: PipelineEngine,
+    backend: DataParallelBackend,
+) -> StepRunner:
+    weights = LossWeights()
+    weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)
+    check = None
+    if mesh.size("tp") > 1:
+        check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"), backend.local_gradient)
+    return StepRunner(
+        module,
+        engine,
+        mesh,
+        weights,
+        parts.state.random,
+        device,
+        context=partial(_precision_context, around.precision),
+        after_first_backward=check,
+        routers=parts.routers,
+        tracer=around.tracer,
+    )
+
+
+def _precision_context(precision: Precision, hook: str) -> AbstractContextManager[Any]:
+    """A new context of Lightning's precision plugin for one call of the user's step."""
+    names = {"training": "train_step_context", "validation": "val_step_context", "test": "test_step_context"}
+    return getattr(precision, names.get(hook, "predict_step_context"))()

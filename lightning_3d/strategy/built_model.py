@@ -1,0 +1,170 @@
+"""This rank's part of the model with everything that trains it. It exists once `Lightning3DStrategy.setup` has built it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_3d.checkpoint import Names
+from lightning_3d.compat.lightning import steps_after_this_batch
+from lightning_3d.compat.lightning_data import evaluation_place
+from lightning_3d.layout.batch_rules import few_micro_batches
+from lightning_3d.parallel.blocks import Compilation
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
+from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.local_model import LocalModel, Partition
+from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_weights
+from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
+from lightning_3d.strategy.step.splitter import Splitter
+from lightning_3d.strategy.step.tracer import StepTracer
+from lightning_3d.tracing.trace import OPTIMIZER
+
+
+@dataclass(eq=False)
+class BuiltModel:
+    """This rank's part of the model, and what runs and trains it.
+
+    Attributes:
+        module: the user's module, partitioned in place.
+        parts: the parts of the pipelined module that this rank holds.
+        backend: gradients, optimizer states and sharded parameters of the data-parallel ranks.
+        engine: the pipeline schedule.
+        runner: the user's step on micro-batches, driven by the engine.
+        splitter: batches to micro-batches.
+        tracer: records steps that are traced.
+        guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
+        compilation: of the blocks; None without `compile`.
+        group_names: names of the parameters in each group of the optimizer; empty before `setup_optimizers`.
+    """
+
+    module: pl.LightningModule
+    parts: LocalModel
+    mesh: Mesh
+    device: torch.device
+    schedule: str
+    backend: DataParallelBackend
+    engine: PipelineEngine
+    runner: StepRunner
+    splitter: Splitter
+    tracer: StepTracer
+    guard: StepGuard | None
+    compilation: Compilation | None = None
+    group_names: Names = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._advised = self._reported_breaks = False
+        self.begin_fit()
+
+    def is_of(self, module: pl.LightningModule) -> bool:
+        """Return whether `module` is the one that was built, and its partition is still there."""
+        earlier = Partition.of(module)
+        return earlier is not None and earlier.parts is self.parts
+
+    def begin_fit(self) -> None:
+        """Expect the first batch of an optimizer step: an earlier fit may have ended between two batches of one."""
+        self._place = 0
+
+    def shard(self) -> None:
+        """Shard parameters over the data-parallel ranks, with ZeRO-3."""
+        self.backend.shard(self.module, self.parts.blocks, self.device, runs_now)
+
+    def train(self, batch: Any, rest: tuple[Any, ...]) -> tuple[StepResult, dict[str, Any]]:
+        """Run forward and backward of a batch, and after the last batch of an optimizer step the reduction of gradients.
+
+        Args:
+            rest: further arguments of the user's `training_step`.
+
+        Returns:
+            The numbers of the step, for `judge`, and what `training_step` returned.
+        """
+        trainer = self.module.trainer
+        micro_batches = self.splitter.split(batch, trainer, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
+        self._advise(micro_batches)
+        place, ends = self._place, steps_after_this_batch(trainer)
+        self._place = 0 if ends else place + 1
+        if place == 0 and self.guard is not None:
+            self.guard.begin_step()
+        steps = trainer.global_step
+        with self.tracer.batch(steps + 1, place):
+            result, outputs = self.runner.train(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+            if ends:
+                # After the reduction, which the norm is of; before the guard and callbacks, which read it.
+                with self.tracer.recorder.span(OPTIMIZER):
+                    result.grad_norm = self.backend.grad_norm()
+        if ends and self.compilation is not None and not self._reported_breaks:
+            self._reported_breaks = True
+            self.compilation.warn()
+        return result, outputs
+
+    def judge(self, step: StepResult) -> None:
+        """Stop, or mark the step to be skipped, where its loss or norm is not finite: before the optimizer changes anything.
+
+        Loss and norm are the same on every rank, so that all ranks take the same branches here.
+
+        Raises:
+            NonFiniteError: one of them is not finite, and the guard is to stop then.
+        """
+        if self.guard is None:
+            return
+        self.guard.note(step.loss, step.weight, lost_here=not isfinite(step.loss) and not self.runner.has_finite_loss())
+        if step.grad_norm is None or self.guard.accepts(step.grad_norm):
+            return
+        trainer, layout = self.module.trainer, self.mesh.layout
+        gradients, weights = self.backend.reduced_gradients(), trained_weights(self.module, self.backend)
+        found = find_nonfinite(self.guard, gradients, weights, layout, self.mesh.rank, self.device)
+        lr = float(trainer.optimizers[0].param_groups[0]["lr"])
+        rank_zero_warn(self.guard.refuse(trainer.global_step + 1, step.grad_norm, found, layout, lr, str(trainer.precision)))
+        step.skipped = True
+
+    def evaluate(self, hook: str, batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Run the forward of a batch. `hook` is "validation", "test" or "predict". Returns what the user's step returned."""
+        trainer = self.module.trainer
+        loader, index = evaluation_place(trainer) if hook != "predict" else (None, 0)
+        micro_batches = self.splitter.split(batch, trainer, loader, index, training=False)
+        with self.backend.parameters_in_use():
+            return self.runner.evaluate(hook, micro_batches, rest)
+
+    def step_optimizer(self) -> None:
+        """Step with the reduced gradients."""
+        with self.tracer.optimizer():
+            self.backend.step()
+            # After the step, so that a checkpoint has the biases of routers that belong to its weights.
+            self.parts.after_optimizer_step()
+
+    def skip_optimizer(self) -> None:
+        """Forget the gradients of a step that is not taken."""
+        self.backend.discard()
+        self.parts.after_skipped_step()
+
+    def clip(self, limit: float, algorithm: str) -> None:
+        """Clip the reduced gradients by their norm over all ranks ("norm"), or each element ("value")."""
+        with self.tracer.optimizer():
+            self.backend.clip(**{"value" if algorithm == "value" else "max_norm": limit})
+
+    def close(self, *, whole: bool) -> None:
+        """End a fit.
+
+        Args:
+            whole: gather what is sharded, so that the module can be used without a strategy: a collective. Without it, parameters of
+                which other ranks have the values are lost.
+        """
+        if whole:
+            self.backend.make_whole()
+        else:
+            self.parts.lost = self.backend.abandon()
+        self.backend.teardown()
+
+    def _advise(self, micro_batches: MicroBatches) -> None:
+        """Warn once when the pipeline is predicted to idle for lack of micro-batches."""
+        if self._advised:
+            return
+        self._advised = True
+        advice = few_micro_batches(self.mesh.layout, self.schedule, len(micro_batches) - micro_batches.fillers)
+        if advice is not None:
+            rank_zero_warn(f"{advice} Use a larger batch_size or a smaller micro_batch_size.")

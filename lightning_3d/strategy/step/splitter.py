@@ -1,0 +1,91 @@
+"""Splits the batches of a rank into micro-batches, after checking that the ranks agree about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_3d.compat.lightning_data import batches_to_come
+from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.strategy.data_order import require_equal_orders
+from lightning_3d.strategy.step.checks import SameBatch, check_equal_batches, most_micro_batches
+from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch, repeated_rows, split_into_micro_batches
+
+
+class Splitter(Protocol):
+    """Splits a rank's batches into micro-batches, see `BatchSplitter.split`."""
+
+    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches: ...
+
+
+@dataclass
+class BatchSplitter:
+    """Splits each batch of one data-parallel rank into the micro-batches that its pipeline runs.
+
+    Attributes:
+        schedule: name of the pipeline schedule.
+        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough of them.
+        split_batch: the user's own function, for batches that cannot be split along dimension 0.
+    """
+
+    mesh: Mesh
+    device: torch.device
+    schedule: str
+    zero: ZeroOptions
+    micro_batch_size: int | None = None
+    split_batch: SplitBatch | None = None
+
+    def __post_init__(self) -> None:
+        self._same_batch = SameBatch(self.mesh, self.device)
+
+    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches:
+        """Check a batch against the other ranks' and split it.
+
+        Args:
+            loader: the data loader that the batch came from; None where it is unknown.
+            index: of the batch in the loader.
+
+        Communicates: a few all-reduces of two numbers, see `checks`.
+
+        Raises:
+            DataError: ranks have different numbers of batches, orders of samples or batches, or the batch cannot be split.
+        """
+        layout = self.mesh.layout
+        # Data-parallel ranks may predict different numbers of batches, unless a forward of theirs communicates.
+        counted = not trainer.predicting or self.zero.stage == 3 or layout.ep > 1
+        to_come = batches_to_come(trainer) if counted else None
+        # First the number of batches: a rank that has run out of them would not take part in the checks that follow.
+        if to_come is not None and layout.dp > 1:
+            check_equal_batches(to_come, self.mesh, self.device)
+        if to_come is not None and not trainer.predicting:
+            require_equal_orders(loader, self.device)
+        self._same_batch.check(batch)
+        return self.split_unchecked(batch, loader, index, training=training)
+
+    def split_unchecked(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
+        """Split a batch without comparing it with other ranks'.
+
+        Communicates: the number of micro-batches, where data-parallel ranks must run equally many.
+        """
+        layout = self.mesh.layout
+        return split_into_micro_batches(
+            batch,
+            self.micro_batch_size,
+            repeated=partial(repeated_rows, loader, index),
+            agree=partial(most_micro_batches, mesh=self.mesh, device=self.device) if self._runs_equally_many(training) else None,
+            schedule=find_schedule(self.schedule) if training else None,
+            pp=layout.pp,
+            vp=layout.vp,
+            split_batch=self.split_batch,
+        )
+
+    def _runs_equally_many(self, training: bool) -> bool:
+        """Return whether data-parallel ranks communicate in every micro-batch, and so must run equally many."""
+        zero = self.zero
+        return self.mesh.layout.ep > 1 or zero.gathers_every_micro_batch or (training and zero.reduces_every_micro_batch)

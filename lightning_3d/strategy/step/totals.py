@@ -1,0 +1,89 @@
+"""The numbers of one batch that all ranks share, in one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Sums over the micro-batches of a batch and over the ranks that ran its last stage.
+
+    Attributes:
+        loss: losses times weights.
+        weight: target tokens (or rows).
+        log_keys: checksums of the log keys of each rank, see `StepLog.checksum`.
+        log_keys_squared: their squares, which show whether all checksums are equal.
+        sources: number of ranks that ran the last stage.
+        with_extras: number of those whose step returned more than a loss.
+    """
+
+    loss: float
+    weight: float
+    log_keys: float
+    log_keys_squared: float
+    sources: float
+    with_extras: float
+
+    @staticmethod
+    def pack(sums: Sequence[Tensor], log_keys: float, *, extras: bool, device: torch.device) -> Tensor:
+        """Pack what this rank, which ran the last stage, adds to the totals.
+
+        Args:
+            sums: (loss times weight, weight) of each micro-batch, float64 on `device`: no copy to the host is waited for.
+            log_keys: checksum of the keys that the step logged.
+            extras: the step returned more than a loss.
+
+        Returns:
+            A float64 tensor with one element for each field.
+        """
+        packed = BatchTotals.nothing(device)
+        if sums:
+            packed[:2] = torch.stack(list(sums)).sum(0)
+        packed[2:] = torch.tensor([log_keys, log_keys**2, 1.0, float(extras)], dtype=torch.float64)
+        return packed
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Tensor:
+        """Pack what a rank before the last stage adds."""
+        return torch.zeros(len(fields(cls)), dtype=torch.float64, device=device)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> BatchTotals:
+        """Read the sums over all ranks. Waits for the device."""
+        return cls(*packed.tolist())
+
+    def require_equal_keys(self) -> None:
+        """Refuse ranks that logged different names.
+
+        Numbers are equal exactly where the square of their sum is the sum of their squares times their count (Cauchy-Schwarz). All three
+        are whole numbers below 2**53, so equal checksums are never refused because of rounding.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        if self.log_keys_squared * self.sources != self.log_keys**2:
+            raise ConfigError(
+                "The names passed to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
+            )
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the global batch; NaN where no target token has a weight."""
+        return self.loss / self.weight if self.weight > 0 else float("nan")
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the log keys, the same on all ranks that ran the last stage; 0 where nothing was logged."""
+        return round(self.log_keys / self.sources)
+
+    @property
+    def extras(self) -> bool:
+        """True where a step returned more than a loss."""
+        return self.with_extras > 0

@@ -1,0 +1,48 @@
+"""A strategy before a Trainer has built its model, and the ways in which a fit ends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_3d.checkpoint.outcome import NotSaved
+from lightning_3d.errors import NonFiniteError
+from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.strategy.endings import Ending
+
+
+@pytest.mark.parametrize(
+    ("read", "missing"),
+    [
+        (lambda strategy: strategy.specs, "a model yet: the model of this rank is built when trainer.fit"),
+        (lambda strategy: strategy.engine, "a model yet"),
+        (lambda strategy: strategy.training_step("batch"), "a model yet"),
+        (lambda strategy: strategy.mesh, "process groups yet: ranks are connected when trainer.fit"),
+        (lambda strategy: strategy.distributed_sampler_kwargs, "process groups yet"),
+        (lambda strategy: strategy.root_device, "devices yet: pass the strategy to a Trainer"),
+    ],
+)
+def test_what_does_not_exist_yet_is_one_clear_error(read: Callable[[Any], Any], missing: str) -> None:
+    with pytest.raises(RuntimeError, match=f"Lightning3DStrategy does not have {missing}"):
+        read(Lightning3DStrategy("tp2"))
+
+
+def test_what_is_optional_is_none_before_the_model_is_built() -> None:
+    strategy = Lightning3DStrategy("tp2_dp2", compile=True)
+    assert (strategy.model_parts, strategy.compilation, strategy.last_step) == (None, None, None)
+    assert (strategy.data_parallel_size, strategy.zero_stage, strategy.is_distributed) == (2, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (SIGTERMException(), Ending.TOGETHER),
+        (NonFiniteError("the loss is nan"), Ending.TOGETHER),
+        (NotSaved("the disk is full"), Ending.NORMAL),
+        (ArithmeticError("on one rank"), Ending.ALONE),
+        (KeyboardInterrupt(), Ending.ALONE),
+    ],
+)
+def test_only_some_errors_are_raised_on_all_ranks(error: BaseException, ending: Ending) -> None:
+    assert Ending.by(error) is ending
