@@ -351,7 +351,7 @@ class Planter:
                     failure = first_failure(self._copy, words, limit)
                 if failure is None:
                     continue
-                if self._passes_without(failure.test):
+                if self._passes_without(failure.test, ["-m", "full"] if by == FULL else []):
                     seconds = round(time.monotonic() - begin, 1)
                     return Result(fault.name, version, by, failure.test, failure.message, failure.hang, seconds)
                 doubt = f"{failure.test} fails without the fault too"
@@ -368,11 +368,10 @@ class Planter:
         if self._everything:
             yield FULL, ["-m", "full"], 12 * 3600.0
 
-    def _passes_without(self, test: str) -> bool:
-        """Whether a test passes on the unchanged copy."""
+    def _passes_without(self, test: str, words: Sequence[str]) -> bool:
+        """Whether a test passes on the unchanged copy, with the same options of pytest."""
         if test not in self._passes:
-            known = test if test.startswith(TESTS) else f"{TESTS}/{test}"
-            self._passes[test] = first_failure(self._copy, ["-m", "not faults", known], self._limit) is None
+            self._passes[test] = first_failure(self._copy, [*words, test], self._limit) is None
         return self._passes[test]
 
 
@@ -458,7 +457,7 @@ def main(arguments: Sequence[str], faults: Sequence[Fault] = FAULTS, root: Path 
     try:
         if options.check:
             found = list(problems(faults, root))
-            print(*found, f"{len(faults)} faults, {len(found)} problems", sep="\n")
+            print(*found, f"{len(faults)} faults; problems: {len(found)}", sep="\n")
             return 1 if found else 0
         return _plant_all(options, faults, root)
     except Refused as error:

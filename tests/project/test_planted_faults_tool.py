@@ -126,7 +126,7 @@ def test_a_stale_list_is_told(checkout: Path, capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert "stands 0 times" in lines[0] and "is no Python any more" in lines[1]
     assert lines[2].endswith("tests/t/test_a.py::test_twice is marked full")
-    assert [line.split()[-3:] for line in lines[3:5]] == [["is", "not", "there"]] * 2 and lines[5] == "3 faults, 5 problems"
+    assert [line.split()[-3:] for line in lines[3:5]] == [["is", "not", "there"]] * 2 and lines[5] == "3 faults; problems: 5"
     assert main([], faults, checkout) == 2 and "--check shows" in capsys.readouterr().err
 
 
