@@ -265,7 +265,7 @@ def test_what_is_not_ours_stays(bucket: RemotePath) -> None:
 HOLD = """
 import sys, time
 import object_store
-from lightning_3d.checkpoint import lease
+from lightning_3d.storage import lease
 from lightning_3d.storage.remote_path import RemotePath
 object_store.register()
 lease._RENEWED_SECONDS = 0.1
