@@ -97,13 +97,13 @@ def flush(path: Path) -> None:
 
 def split_evenly(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
     """Split the names of files into parts of about the same number of bytes."""
-    dealt: list[list[str]] = [[] for _ in range(parts)]
+    split: list[list[str]] = [[] for _ in range(parts)]
     load = [0] * parts
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
         least = load.index(min(load))
-        dealt[least].append(name)
+        split[least].append(name)
         load[least] += files[name].bytes
-    return dealt
+    return split
 
 
 def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:

@@ -179,7 +179,7 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _groups(model: Any, meta: Mapping[str, Tensor]) -> tuple[list[tuple[str, ...]], dict[str, Tensor]]:
-    """Which tensors of the model are needed together for some of the stored ones, and all of these.
+    """Find which tensors of the model are needed together to make which stored ones.
 
     Nearly always that is one for one, or one for several (experts). Where a tensor alone does not give what it gives among the others, all
     such are kept together.

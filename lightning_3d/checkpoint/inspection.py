@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words."""
+"""Description of a checkpoint's contents."""
 
 from __future__ import annotations
 

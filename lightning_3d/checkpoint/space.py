@@ -32,14 +32,14 @@ _STATES = 2
 
 @dataclass(frozen=True)
 class Demand:
-    """What the callbacks of a fit will have on one file system at the same time.
+    """Space that the callbacks of a fit need on one file system at the same time.
 
     Attributes:
-        folder: one of those that they write to.
-        new: checkpoints that will be there at most in addition to those of now, the one that is being written among them.
-        there: checkpoints of these callbacks that are there already.
+        folder: one of the folders that they write to.
+        new: most checkpoints in addition to the existing ones, including the one being written.
+        there: existing checkpoints of these callbacks.
         size: bytes of a checkpoint.
-        free: bytes.
+        free: free bytes.
     """
 
     folder: Path

@@ -86,13 +86,13 @@ class LocalState:
             prefix: prefix of those names.
         """
         slices = {}
-        dealt = self._dealt(state)
+        sharded = self._data_parallel_shards(state)
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
                 warnings.warn(f"'{name}' in the module's state is not a dense tensor, so checkpoints leave it out.", stacklevel=2)
-            elif name in dealt:
+            elif name in sharded:
                 canonical, spec = self._parameters[name]
-                value, start = dealt[name]
+                value, start = sharded[name]
                 slices[prefix + canonical] = flat_range(value, start, spec, replica=self._is_replica(spec))
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
@@ -101,7 +101,7 @@ class LocalState:
                 slices[prefix + name] = whole(tensor)
         return slices
 
-    def _dealt(self, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
+    def _data_parallel_shards(self, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
         """By name in a state dict: this rank's elements, and the first of them, of parameters whose values the module has not.
 
         What a user's hook has put in their place is in the state dict itself.
@@ -124,7 +124,7 @@ class LocalState:
         """Slices of optimizer state, by their names in the checkpoint, and the keys of states that are plain numbers.
 
         Args:
-            shards: ranges of elements may be dealt differently where a parameter has replicas, so those of the replica that counts in
+            shards: ranges of elements may be sharded differently where a parameter has replicas, so those of the replica that counts in
                 the gradient norm are the ones that count here too.
         """
         slices, numbers = {}, set()

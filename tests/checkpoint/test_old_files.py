@@ -251,7 +251,8 @@ def kinds_after_all_imports() -> dict[str, str]:
     for module in pkgutil.walk_packages(package.__path__, "lightning_3d."):
         if not module.name.endswith("__main__"):
             import_module(module.name)
-    names = {f"lightning_3d.{name}" for name in package.__all__} | {name for name in NUMBERS["public"] if name.startswith("lightning_3d.")}
+    names = {f"lightning_3d.{name}" for name in package.__all__ if name != "__version__"}
+    names |= {name for name in NUMBERS["public"] if name.startswith("lightning_3d.")}
     return {name: kind(located(name)) for name in sorted(names)}
 
 

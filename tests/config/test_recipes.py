@@ -252,12 +252,12 @@ def test_numbers_of_a_kind_have_a_source_and_are_plausible(kind: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster=h100_0x8"], "cluster.nodes is 0"),
-        (["cluster=h100_2x0"], "cluster.gpus_per_node is 0"),
+        (["cluster=h100_0x8"], "cluster.nodes must be at least 1; got 0"),
+        (["cluster=h100_2x0"], "cluster.gpus_per_node must be at least 1; got 0"),
         (["cluster=h100_2x8"], "8 ranks, but the cluster h100_2x8 has 16 GPUs"),
-        (["cluster=h100_1x8", "cluster.memory_bandwidth=0"], "cluster.memory_bandwidth is 0"),
-        (["cluster=h100_1x8", "cluster.inter_node.latency=-1"], "cluster.inter_node.latency is -1"),
-        (["cluster=h100_1x8", "cluster.peak_flops.bf16=nan"], "cluster.peak_flops.bf16 is nan"),
+        (["cluster=h100_1x8", "cluster.memory_bandwidth=0"], "cluster.memory_bandwidth must be a finite number of at least 1; got 0.0"),
+        (["cluster=h100_1x8", "cluster.inter_node.latency=-1"], "inter_node.latency must be a finite number of at least 0; got -1.0"),
+        (["cluster=h100_1x8", "cluster.peak_flops.bf16=nan"], "cluster.peak_flops.bf16 must be a finite number of at least 1; got nan"),
         (["cluster=h100_1x8", "+cluster.peak_flops.fp4=1e15"], '"cluster.peak_flops.fp4".* Did you mean "cluster.peak_flops.fp8"'),
         (["cluster=h100_1x8", "+cluster.link=1"], '"cluster.link"'),
         (["cluster=a100_1x8", "precision=fp8"], "fp8 needs GPUs with float8 .* the cluster a100_1x8 have none"),

@@ -312,7 +312,7 @@ def test_command_lines() -> None:
     results = dict(zip(refused, run_commands([LINES[name] for name in refused]), strict=True))
     assert results["help"].code == 0 and "--timeline FILE" in results["help"].output
     refusals = {
-        "layout": "Tensor parallelism deals",
+        "layout": "Tensor parallelism assigns",
         "rank": "rank=8 does not exist: tp2_pp2_dp2 has 8 ranks, 0 to 7.",
         "word": "rank=first must be a rank or a comma-separated list of ranks",
         "option": 'lightning-3d dryrun has no option --josn. Did you mean "--json"?',

@@ -240,6 +240,7 @@ def test_rank_that_hangs_after_its_failure_does_not_hold_up_the_run(tmp_path: Pa
 SUPERVISOR = """
 import sys
 from pathlib import Path
+sys.path[:0] = sys.argv[2:]
 from test_launch import launch, write_pid_and_wait
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
@@ -251,7 +252,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def supervised(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A supervisor in a process of its own, and the process ids of its three ranks, which wait."""
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)], env=environment())
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path), *sys.path], env=environment())
     assert wait_until(lambda: all((tmp_path / str(rank)).is_file() for rank in range(3)))
     return process, [int((tmp_path / str(rank)).read_text()) for rank in range(3)]
 

@@ -236,5 +236,5 @@ def test_script_on_a_taken_port_ends_before_it_starts_ranks(taken: int, tmp_path
     monkeypatch.setenv("MASTER_PORT", str(taken))
     run = Run(SCRIPT, "none", tmp_path)
     assert run.process.wait(120) == 2, run.log.read_text()
-    assert run.log.read_text().count(f"lightning_3d: Port {taken} of MASTER_PORT is taken") == 1
+    assert run.log.read_text().count(f"lightning_3d: Rank 0 must listen on port {taken} (MASTER_PORT)") == 1
     assert "Traceback" not in run.log.read_text() and not run.members()

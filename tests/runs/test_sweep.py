@@ -289,6 +289,7 @@ def test_signal_ends_the_sweep_with_a_table_of_what_was_done(tmp_path: Path) -> 
 KILLED = """
 import sys
 from pathlib import Path
+sys.path[:0] = sys.argv[2:]
 from test_sweep import job, run
 sweep = Path(sys.argv[1])
 run(sweep, [job(sweep, 0, "echo $$ > pid; sleep 600")])
@@ -296,7 +297,8 @@ run(sweep, [job(sweep, 0, "echo $$ > pid; sleep 600")])
 
 
 def test_job_dies_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "s")], env=environment())
+    imports = [str(Path(__file__).parents[1] / name) for name in ("runs", "ranks")]
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "s"), *imports], env=environment())
     pid_file = tmp_path / "s" / "0" / "pid"
     assert wait_until(lambda: pid_file.is_file() and pid_file.read_text().strip() != "", 60)
     pid = int(pid_file.read_text())

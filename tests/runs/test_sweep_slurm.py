@@ -104,7 +104,7 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs SLURM on this machine, but sbatch is not installed"):
         SlurmEngine(SlurmResources())
-    with pytest.raises(ConfigError, match="jobs_at_once is 0"):
+    with pytest.raises(ConfigError, match="jobs_at_once must be at least 1; got 0"):
         SlurmEngine(SlurmResources(executor="local"), 0)
     with pytest.raises(ConfigError, match="poll_seconds must be a number"):
         SlurmEngine(SlurmResources(executor="local"), poll_seconds="x")  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from command_line import REPOSITORY
 
-LANGUAGES = ("python", "yaml", "bash", "console", "text")
+LANGUAGES = ("python", "yaml", "bash", "console", "text", "mermaid")
 NEEDS = ("cluster", "GPU", "network")
 NOTES = ("needs", "given", "ranks", "file")
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -124,7 +124,7 @@ def _whole(value: Later) -> Slices:
 
 
 def _lost(found: Foreign) -> list[str]:
-    """What such checkpoints never have."""
+    """List what is missing in a converted checkpoint, in sentences."""
     lost = ["Random number generators are not in it: dropout and what samples draw are those of a new run."]
     if "loops" not in found.trainer:
         lost.append("The position in the data and Lightning's count of steps are not in it: the fit counts from 0.")

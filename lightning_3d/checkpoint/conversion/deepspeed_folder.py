@@ -1,8 +1,8 @@
 """A checkpoint folder of DeepSpeed, with ZeRO or without, as its engine and Lightning's DeepSpeedStrategy write it (0.14 to 0.19).
 
 `*_model_states.pt` hold the module as each rank has it, and of ZeRO the order of what is flattened; `*_optim_states.pt` the flat ranges
-of each data-parallel rank. With stages 1 and 2 a group of parameters is one flat tensor, dealt in equal ranges; with stage 3 each
-parameter is dealt by itself, and ranks have their parts of all parameters of a sub-group one after the other.
+of each data-parallel rank. With stages 1 and 2 a group of parameters is one flat tensor, sharded in equal ranges; with stage 3 each
+parameter is sharded separately, and ranks have their shards of all parameters of a sub-group one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OWN = {
 
 
 def find_folder(path: Path) -> Path | None:
-    """The folder with the files: `path`, or what its file `latest` names, or Lightning's "checkpoint" in it."""
+    """Find the folder with the files: `path`, the one that its file `latest` names, or Lightning's "checkpoint" in it."""
     latest = path / "latest"
     named = [path / latest.read_text().strip()] if latest.is_file() else []
     return next((folder for folder in (path, *named, path / "checkpoint") if any(folder.glob("*_model_states.pt"))), None)
@@ -125,7 +125,7 @@ class _Flattened:
                     own[_MASTER] = master
         for name, value in self._module.items():
             known = name in found.weights or name in found.aliases
-            whole = self._stage < 3 or name in self._models[0]["buffer_names"]  # what stands for a dealt parameter is empty
+            whole = self._stage < 3 or name in self._models[0]["buffer_names"]  # the placeholder of a sharded parameter is empty
             if not known and isinstance(value, Tensor) and whole:
                 found.weights[name] = Later.of(value)
         missing = [name for name in self._module if name not in found.weights and name not in found.aliases]
@@ -171,7 +171,7 @@ class _Flattened:
         return states
 
     def _places(self, group: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Where in the flat tensor of a group (stage 3: of each rank's) a parameter begins."""
+        """Find the offset of a parameter in the flat tensor of its group (stage 3: in each rank's)."""
         paddings = (self._optimizers[0].get("param_alignment_paddings") or [None] * len(self._shapes))[group] or [0] * len(shapes)
         places, at = {}, 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):

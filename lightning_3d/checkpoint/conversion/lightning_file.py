@@ -63,7 +63,7 @@ def read_state(
 
 
 def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that share all of their memory are one."""
+    """Merge tensors that share all of their memory."""
     weights: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -95,7 +95,7 @@ def drop_copies(found: Foreign) -> None:
 
 
 def _shape(state: Mapping[str, Any]) -> Shape | None:
-    """Of the parameter that a state belongs to, as far as it tells."""
+    """Shape of the parameter that a state belongs to, if the state has it."""
     shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim > 0}
     return shapes.pop() if len(shapes) == 1 else None
 

@@ -42,7 +42,7 @@ _PLAIN: list[Any] = [
 """Classes that hold nothing but values."""
 
 Known = list[tuple[Callable[..., Any], str]]
-"""What stands in for a class, by the class's full name in the file."""
+"""Placeholders of classes, by the full name of the class in the file."""
 
 
 def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None, *, plain_only: bool = False) -> Any:

@@ -38,7 +38,7 @@ class Later:
 
 @dataclass
 class Foreign:
-    """What is converted.
+    """Contents to convert.
 
     Attributes:
         kind: what wrote it, for people.
