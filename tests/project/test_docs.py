@@ -317,3 +317,12 @@ def test_pages_are_built_without_a_warning(tmp_path: Path) -> None:
     for name, text in pages.items():
         loaded = re.findall(r"<(?:script|img|iframe|source)[^>]*?src=\"?([^\" >]+)|<link[^>]*?href=\"?([^\" >]+)", text)
         assert not [a or b for a, b in loaded if (a or b).startswith(("http:", "https:", "//"))], name
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_paths_that_contributors_read_exist(page: str) -> None:
+    roots = [REPOSITORY, REPOSITORY / "lightning_3d", REPOSITORY / "tests" / "support"]
+    named = re.findall(r"`([\w./]+\.(?:py|md|toml|yaml))`", (REPOSITORY / page).read_text())
+    named = [path for path in named if "NAME" not in path and path != "config.yaml"]
+    assert len(named) > 5
+    assert [path for path in named if not any((root / path).is_file() for root in roots)] == []
