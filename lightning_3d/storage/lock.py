@@ -42,6 +42,8 @@ class FileLock:
         Raises:
             OSError: the file cannot be opened for writing.
         """
+        # filelock takes some errors of opening the file for a lock that another process holds.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644))
         try:
             self._lock.acquire(blocking=False)
         except filelock.Timeout:

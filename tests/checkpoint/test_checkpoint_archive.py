@@ -52,7 +52,7 @@ def test_where_the_elements_begin(made_by: str) -> None:
     start = archive.elements_at(contents[: archive.HEAD_BYTES])
     assert start % archive.ALIGNMENT == 0
     assert contents[start : start + tensor.nbytes] == tensor.numpy().tobytes()
-    with pytest.raises(ValueError, match="no archive"):
+    with pytest.raises(ValueError, match="not an archive"):
         archive.elements_at(contents[start : start + 1000])
 
 

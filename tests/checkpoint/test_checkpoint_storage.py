@@ -166,9 +166,10 @@ def too_little_room(tmp_path: Path) -> None:
     (disk / "filler").write_bytes(bytes(DISK - 2**20))
     ended = start(fit, (TWO, 20, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "logs")
     assert ended.codes == [2, 2] and not values.exists(), str(ended)
-    size, needed, free = re.findall(r"([\d.]+) MB", ended.told[0])
-    assert f"do not fit in {disk}/checkpoints: each has {size} MB, and up to 10 exist at once" in ended.told[0], ended.told
-    assert float(needed) == pytest.approx(10 * float(size), abs=0.6) and float(free) == pytest.approx(1.0, abs=0.1)
+    units = {"kB": 1e3, "MB": 1e6}
+    size, needed, free = (float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) ([kM]B)", ended.told[0]))
+    assert f"do not fit in {disk}/checkpoints: each has " in ended.told[0] and "up to 10 exist at once" in ended.told[0], ended.told
+    assert needed == pytest.approx(10 * size, rel=0.01) and free == pytest.approx(1e6, rel=0.1)
     ended = start(fit, (TWO, 2, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "again")
     assert ended.codes == [0, 0], f"one fits, and no more are to be saved: {ended}"
 
@@ -182,14 +183,15 @@ def command_lines(tmp_path: Path) -> None:
     filler, run = disk / "filler", f"hydra.run.dir={disk / 'new' / 'run'}"
     filler.write_bytes(bytes(DISK))
     [full] = run_here([["train", *QUICK, run]])
-    message = f"lightning_3d: The run folder {disk / 'new' / 'run'} cannot be made: No space left on device. Set hydra.run.dir.\n"
+    message = f"lightning_3d: Cannot create the run folder {disk / 'new' / 'run'}: No space left on device."
+    message += " Set hydra.run.dir to another folder.\n"
     assert (full.code, full.output) == (2, message)
     assert [path.name for path in disk.iterdir()] == ["filler"], "nothing is left"
     filler.write_bytes(bytes(DISK - 700 * 2**10))
     line = ["train", *QUICK, run, "trainer.checkpoint_every_n_steps=1"]
     refused, failed = run_here([line, [*line, "force=true"]])
     assert refused.code == 2 and refused.output.count("lightning_3d: ") == 1, refused.output
-    assert "each has 0.4 MB, and up to 2 exist at once" in refused.output and "force=true" in refused.output
+    assert " kB, and up to 2 exist at once" in refused.output and "force=true" in refused.output
     assert failed.code == 1 and "Traceback" not in failed.output, failed.output
     newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
     assert f"checkpoint         {newest} (step 1); the checkpoint of step 2 could not be written" in failed.output, failed.output

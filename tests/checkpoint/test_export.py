@@ -127,7 +127,7 @@ def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         ([str(llama[1]), "--output", str(tmp_path / "full")], "already exists and is not empty"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--module", "modle"], 'no model "modle". Did you mean "model"'),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "full")], "holds no tokenizer"),
-        ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "There is no folder"),
+        ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "there is no folder"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--max-shard-size", "5 apples"], "max-shard-size"),
         ([str(llama[1]), "--dtype", "int4"], "invalid choice"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--merge"], "has no PEFT adapters for --merge"),

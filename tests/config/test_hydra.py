@@ -271,7 +271,7 @@ def test_the_strategy_may_be_a_class_of_the_user() -> None:
     assert type(strategy(layout="dp2")) is Mine
     with pytest.raises(ConfigError, match="parallelism._target_ is torch.nn.Identity, which is not a Lightning3DStrategy"):
         strategy(_target_="torch.nn.Identity")
-    with pytest.raises(ConfigError, match=r"parallelism \(nowhere.Strategy\) cannot be made"):
+    with pytest.raises(ConfigError, match=r"Cannot create parallelism \(nowhere.Strategy\)"):
         strategy(_target_="nowhere.Strategy")
     with pytest.raises(LayoutError, match="^micro_batch_size must be at least 1; got 0"):
         strategy(micro_batch_size=0)

@@ -411,7 +411,7 @@ def test_a_summary_shows_the_part_of_rank_0(layout: str, options: dict, example:
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {
     "finetuning": (lambda: BackboneFinetuning(), "BackboneFinetuning unfreezes parameters.*two fits"),
     "pruning": (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning replaces parameters.*Prune after"),
-    "batch size": (lambda: BatchSizeFinder(), "BatchSizeFinder searches until.*micro_batch_size"),
+    "batch size": (lambda: BatchSizeFinder(), "BatchSizeFinder increases the batch size until.*micro_batch_size"),
 }
 
 

@@ -191,7 +191,7 @@ def fit_nothing(layout: str, filtered: bool) -> None:
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_fit_that_trains_nothing_is_refused(filtered: bool) -> None:
-    with pytest.raises(ConfigError, match="trains nothing: on no rank"):
+    with pytest.raises(ConfigError, match="trains nothing: it has no parameter with requires_grad=True on any rank"):
         run_ranks(fit_nothing, 2, "pp2", filtered)
 
 

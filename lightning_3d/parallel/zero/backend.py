@@ -267,8 +267,12 @@ class DataParallelBackend:
         self._training.reducer.clear()
 
     def refresh_master_weights(self) -> None:
-        """Take over values that were written into the module's parameters from outside, by a checkpoint for example. Local."""
-        self._training.stepper.refresh_master_weights()
+        """Take over values that were written into the module's parameters from outside, by a checkpoint for example. Local.
+
+        Does nothing before `prepare`: an evaluation has no master weights.
+        """
+        if self._prepared is not None:
+            self._prepared.stepper.refresh_master_weights()
 
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]:
         """This rank's optimizer state of each trained parameter, for checkpoints: views; after `teardown` copies in host memory. Local.

@@ -300,7 +300,7 @@ def fail_and_go_on(mode: str, ranks: int, same_trainer: bool) -> Tensor:
 
 @pytest.mark.parametrize("mode", by_default(["3", "3 step"], 0))
 def test_a_fit_after_one_that_failed(mode: str) -> None:
-    with pytest.raises(ConfigError, match="its weights were dealt to several ranks"):
+    with pytest.raises(ConfigError, match="its weights are still sharded across ranks"):
         run_ranks(fail_and_go_on, 2, mode, 2, False)
     for ranks in (1, 2):
         for same_trainer in (True, False)[: 3 - ranks]:  # on one rank another Trainer goes on, too

@@ -288,7 +288,7 @@ def without_compiler(kind: type[OneKernel]) -> str:
 
 def test_no_compiler() -> None:
     for message in run_ranks(without_compiler, 2, CpuAdam):
-        assert "made DeepSpeedCPUAdam, which is C++ that is compiled" in message
+        assert "made DeepSpeedCPUAdam, whose C++ code is compiled" in message
         assert "inja" in message and "torch.optim.AdamW with fused=True" in message
 
 
