@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     ),
     "lora_key": (["+model.lora.target_module=4"], ['Did you mean "model.lora.target_modules"']),
     "lora_rank": (["model.lora.r=0"], ["model.lora.r must be", "at least 1", "got 0"]),
-    "lora_dropout": (["model.lora.r=4", "model.lora.dropout=1.5"], ["model.lora.dropout must be a number of at least 0 and less than 1; got 1.5"]),
+    "lora_dropout": (["model.lora.r=4", "model.lora.dropout=1.5"], ["model.lora.dropout must be", "less than 1; got 1.5"]),
 }
 ADAPTED = ["model=pretrained", "model.pretrained={}", "model.lora.r=4"]
 STARTED: dict[str, list[str]] = {

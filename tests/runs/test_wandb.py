@@ -177,7 +177,7 @@ def test_a_host_that_is_not_there(nowhere: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setenv("http_proxy", "http://127.0.0.1:9")
         require_host(pause=0.0)  # not ours to judge
-    with pytest.raises(ConfigError, match=rf"cannot start a run: {url} cannot be reached.*logger.wandb.offline=true"):
+    with pytest.raises(ConfigError, match=rf"cannot start a run: Cannot reach {url}.*logger.wandb.offline=true"):
         WandbLogger().experiment  # noqa: B018
 
 
