@@ -23,7 +23,7 @@ COMMAND = Command(
 )
 COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
 COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
-COMMAND.count("--steps", "steps of each of these runs; default: 4. The first step is not counted", default=4)
+COMMAND.count("--steps", "timed steps of each of these runs, after one that warms up; default: 4", default=4)
 COMMAND.word("parallelism.KEY=VALUE", "fix a choice: schedule, micro_batch_size, zero_stage, recompute, sequence_parallel, order")
 COMMAND.word("plan.memory_reserve=SHARE", "share of each GPU's memory that proposals leave free; default: 0.12")
 COMMAND.word("profile=FILE.json", "measurements of lightning-3d profile, used instead of constants")
