@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,20 +91,31 @@ def _plan(plan: ParallelPlan) -> list[Any]:
 
 
 def _source(kind: type) -> str:
-    """Read the code of a class and of the file around it, whose functions and constants it may use. For libraries the version is enough."""
+    """Describe the code of a class: its file, whose functions and constants it may use. For libraries the version is enough."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.partition(".")[0] in ("torch", "transformers", "lightning", "lightning_3d", "builtins", "abc", "typing"):
         return name
-    with suppress(OSError, TypeError):
-        return f"{name}\n{inspect.getsource(kind)}\n{_file_around(kind)}"
-    return name
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is not None:
+        with suppress(OSError):
+            return f"{name} {_hash_of_file(file, os.stat(file).st_mtime_ns)}"
+    return f"{name} {[_code(value) for _, value in sorted(vars(kind).items())]}"  # a class of a notebook, for example
 
 
-def _file_around(kind: type) -> str:
-    with suppress(OSError, TypeError):
-        module = inspect.getmodule(kind)
-        return "".join(inspect.findsource(module)[0]) if module is not None else ""
-    return ""
+@lru_cache(maxsize=256)
+def _hash_of_file(path: str, changed: int) -> str:
+    """Hash a file. `changed` is its modification time, so that an edited file is read again."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _code(value: Any) -> str:
+    """Describe the compiled code of a function, and of the functions in it, without addresses in memory."""
+    if isinstance(value, CodeType):
+        return f"{value.co_code.hex()} {value.co_names} {[_code(constant) for constant in value.co_consts]}"
+    if isinstance(value, (*_SIMPLE, bytes)):
+        return repr(value)
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return _code(code) if code is not None else type(value).__name__
 
 
 def _own_version() -> str:
