@@ -12,6 +12,10 @@ import pytest
 import skips
 from ranks import POOL, run_ranks
 
+# A failed assertion in a helper shows its values, as one in a test file does.
+SUPPORT = Path(__file__).parent / "support"
+pytest.register_assert_rewrite(*(file.stem for file in SUPPORT.glob("*.py") if file.stem not in sys.modules))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs of 4 steps by default, of 20 in the long sweeps: ranks inherit it."""

@@ -19,13 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from plain_checkpoints import PlainState, background, flip_bit, refusal, save, tensors
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, folder, load_full_state_dict, read_manifest
 from lightning_3d.checkpoint.folder import MANIFEST, TRAINER, TRAINER_TENSORS
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
-from lightning_3d.checkpoint.slices import whole
-from lightning_3d.checkpoint.state import MODEL
 from lightning_3d.checkpoint.store import BackgroundSave
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
@@ -34,25 +32,6 @@ from lightning_3d.storage.lock import FolderLock
 from lightning_3d.training.run_record import same_run
 
 SHARD = "__0_0.distcp"
-
-
-class PlainState:
-    """In the place of `LocalState`: tensors that are whole on the one rank that there is."""
-
-    aliases: dict[str, str] = {}
-
-    def weights(self, state: dict[str, Tensor], **options: Any) -> dict[str, Any]:
-        return {f"{MODEL}{name}": whole(tensor) for name, tensor in state.items()}
-
-
-def tensors(step: int, numel: int = 1000) -> dict[str, Tensor]:
-    return {"weight": torch.full((numel,), float(step)), "bias": torch.arange(5) + step}
-
-
-def save(path: Path, step: int, store: CheckpointStore | None = None, mode: SaveMode = SaveMode.REQUIRED, numel: int = 1000) -> bool:
-    checkpoint = {"global_step": step, "epoch": 0, "state_dict": tensors(step, numel), "note": torch.ones(3)}
-    store = store or CheckpointStore(CheckpointOptions(asynchronous=False))
-    return store.save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, mode)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -82,19 +61,6 @@ def test_hashes_are_those_of_sha256sum(checkpoint: Path) -> None:
 
 
 # Damage. Each message names the file, and the exit code of each is that of a refusal.
-
-
-def refusal(path: Path, store: CheckpointStore | None = None) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        (store or CheckpointStore()).load(path)
-    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-def flip_bit(path: Path, where: float = 0.5) -> None:
-    contents = bytearray(path.read_bytes())
-    contents[int(where * (len(contents) - 1))] ^= 1
-    path.write_bytes(contents)
 
 
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 1.0])
@@ -387,12 +353,6 @@ def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: py
 
 
 # In the background
-
-
-def background(folder: Path) -> CheckpointStore:
-    store = CheckpointStore(CheckpointOptions(asynchronous=True))
-    store.hold([folder])
-    return store
 
 
 class Gate:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_fits import TiedModel, make_trainer, world_size
+from plain_checkpoints import PlainState, save
 from plain_module import LanguageModel
 from ranks import run_ranks
 from starts import in_fresh_process
-from test_checkpoint import TiedModel, make_trainer, world_size
-from test_checkpoint_damage import PlainState, save
 from torch.distributed import checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,9 +12,9 @@ from command_line import run_commands
 from faulty import KillInSave
 from kills import Chain, run_chain
 from parity import Cell
+from quick_runs import QUICK
 from saving import check_checkpoints
 from starts import in_fresh_process
-from test_cli import QUICK
 
 SEED = int(os.environ.get("FAULTS_SEED", random.randrange(10**6)))
 SIX = tuple(phase for phase in KillInSave.PHASES if phase != "before the manifest")

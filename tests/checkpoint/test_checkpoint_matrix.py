@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 import parity
 import pytest
 import reference
+from checkpoint_fits import SaveAtStart, all_tensors, assert_equal
 from parity import Cell, Data, Module, Rows, StepValues, quiet_trainer, strategy_arguments
 from ranks import run_ranks
 from reference import data
-from test_checkpoint import SaveAtStart, all_tensors, assert_equal
 
 from lightning_3d.checkpoint import read_manifest
 

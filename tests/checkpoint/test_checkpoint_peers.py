@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from test_checkpoint_damage import save
+from plain_checkpoints import save
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, store
 from lightning_3d.checkpoint.writing import TensorSave

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_fits import TiedModel, make_trainer
 from command_line import run_commands
 from lightning.pytorch.callbacks import ModelCheckpoint
 from object_store import Bucket, register
 from parity import StepValues
+from plain_checkpoints import PlainState, background, flip_bit, refusal, save, tensors
+from quick_runs import QUICK
 from ranks import run_ranks
-from test_checkpoint import TiedModel, make_trainer
-from test_checkpoint_damage import PlainState, background, flip_bit, refusal, save, tensors
-from test_cli import QUICK
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, folder, load_full_state_dict, read_manifest
 from lightning_3d.checkpoint.folder import MANIFEST

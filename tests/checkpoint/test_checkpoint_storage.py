@@ -17,10 +17,10 @@ import pytest
 from command_line import run_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parity import Cell
+from quick_runs import QUICK
 from ranks import run_ranks
 from saving import check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import in_fresh_process, read_only, small_disk, start
-from test_cli import QUICK
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.hashes import HashedFile
@@ -353,7 +353,7 @@ def test_f33_a_save_that_hangs_ends_the_run_and_names_rank_and_file(asynchronous
 
 
 def test_f33_a_folder_that_cannot_be_made_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_checkpoint_damage import save
+    from plain_checkpoints import save
 
     from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
 

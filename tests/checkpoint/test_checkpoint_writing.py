@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint_damage import PlainState
+from plain_checkpoints import PlainState
 from torch import Tensor
 
 from lightning_3d.checkpoint import CheckpointStore, SaveMode, load_full_state_dict

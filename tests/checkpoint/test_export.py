@@ -13,14 +13,14 @@ import peft
 import pytest
 import torch
 import transformers
+from conversations import a_tokenizer
 from lightning.pytorch import Trainer
 from parity import Rows
+from pretrained_folders import UNTRAINED, Loaded, saved
 from ranks import run_ranks
 from reference import Recipe, data
 from safetensors.torch import load_file
 from sweeps import by_default
-from test_instructions import a_tokenizer
-from test_pretrained import UNTRAINED, Loaded, saved
 from torch.utils.data import DataLoader
 from transformers import conversion_mapping
 

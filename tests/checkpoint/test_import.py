@@ -13,13 +13,13 @@ import foreign
 import lightning.pytorch as pl
 import pytest
 import torch
+from checkpoint_fits import GLOBAL_BATCH
 from command_line import environment
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from omegaconf import OmegaConf
 from parity import StepValues, quiet_trainer
 from plain_module import TextData
 from ranks import run_ranks
-from test_checkpoint import GLOBAL_BATCH
 from torch import nn
 
 from lightning_3d.checkpoint import load_full_state_dict, read_manifest

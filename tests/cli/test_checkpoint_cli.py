@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from command_line import run_commands
-from test_checkpoint_damage import flip_bit
-from test_cli import QUICK
+from plain_checkpoints import flip_bit
+from quick_runs import QUICK
 
 from lightning_3d.checkpoint import read_manifest
 

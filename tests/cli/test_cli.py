@@ -11,21 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import REPOSITORY, Result, environment, run_commands
+from quick_runs import FAULTY, QUICK, losses
 from starts import in_fresh_process
-
-QUICK = [
-    "parallelism=dp2",
-    "parallelism.micro_batch_size=2",
-    "trainer.max_steps=2",
-    "data.sequence_length=32",
-    "data.global_batch_size=4",
-    "data.val_sequences=4",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "model.config.num_hidden_layers=2",
-    "model.config.head_dim=4",
-]
-FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=1"]
 
 LINES: dict[str, list[str]] = {
     "run": QUICK,
@@ -109,11 +96,6 @@ def test_fresh_interpreters_train_as_well(results: dict[str, Result], folder: Pa
     [spawned] = run_lines({"spawn": [*QUICK, "trainer.start_method=spawn"]}, folder)
     assert spawned.code == 0, spawned.output
     assert losses(folder / "spawn") == losses(folder / "run")
-
-
-def losses(run: Path) -> list[str]:
-    with (run / "metrics.csv").open() as file:
-        return [row["loss"] for row in csv.DictReader(file)]
 
 
 def test_sweep_runs_a_job_in_ranks_of_its_own(results: dict[str, Result], folder: Path) -> None:

@@ -9,7 +9,7 @@ import yaml
 from command_line import Result, environment, run_commands
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from test_cli import FAULTY, QUICK, losses
+from quick_runs import FAULTY, QUICK, losses
 
 from lightning_3d.cli import train
 from lightning_3d.config.files import conf_folder

@@ -7,10 +7,9 @@ import pytest
 import torch
 import transformers
 import yaml
-from command_line import Result, run_commands
-from test_instructions import TEMPLATE, a_tokenizer, write
-from test_pretrained import by_transformers, keep_only_a_pickle, rewritten
-from test_refusals import assert_refused
+from command_line import Result, assert_refused, run_commands
+from conversations import TEMPLATE, a_tokenizer, write
+from pretrained_folders import by_transformers, keep_only_a_pickle, rewritten
 
 from lightning_3d.checkpoint import load_full_state_dict
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from command_line import run_commands
-from hydra import compose, initialize_config_dir
+from composed_configs import composed, options
 from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.keys import data_options
@@ -26,17 +26,8 @@ from lightning_3d.training.data import DATA_MODULES, _parameters
 from lightning_3d.training.run import make_strategy
 
 
-def composed(*overrides: str, folder: Path | None = None) -> DictConfig:
-    with initialize_config_dir(str(folder or conf_folder()), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
-
-
 def planned(*overrides: str) -> RunPlan:
     return plan_run(composed(*overrides))
-
-
-def options(group: str) -> list[str]:
-    return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,13 @@
 
 import re
 from copy import deepcopy
-from functools import lru_cache
 from math import ceil, prod
 from pathlib import Path
 
 import pytest
 from command_line import run_commands
+from composed_configs import ON_GPUS, RECIPES, composed, dry, options, recipe
 from omegaconf import DictConfig, OmegaConf
-from test_hydra import composed, options
 
 from lightning_3d.config.files import conf_folder, recipes_folder
 from lightning_3d.config.plan_run import RunPlan, check_keys, plan_run
@@ -18,10 +17,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
-from lightning_3d.planner.advice import Advice
 
-RECIPES = sorted(file.stem for file in recipes_folder().glob("*.yaml"))
-ON_GPUS = [name for name in RECIPES if not name.endswith("cpu")]
 MODELS = [name for name in options("model") if name != "pretrained"]
 PUBLISHED = [name for name in MODELS if not name.endswith("tiny")]
 KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
@@ -31,18 +27,6 @@ EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp
 
 ROOM = 0.8
 """How much of a GPU's memory a recipe may be predicted to need; the rest is for communication, workspaces and holes."""
-
-
-def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
-    """A configuration and what it means, as far as this machine can say."""
-    config = composed(*overrides, "trainer.dry=true")
-    return config, plan_run(config, None, Advice())
-
-
-@lru_cache
-def recipe(name: str) -> tuple[DictConfig, RunPlan]:
-    """A recipe as it is, composed once; not to be changed."""
-    return dry(f"recipe={name}")
 
 
 # Recipes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from command_line import REPOSITORY, Result, environment, run_commands
+from command_line import REPOSITORY, Result, assert_refused, environment, run_commands
 
 from lightning_3d.ranks.supervisor import _reserved_port
 from lightning_3d.training.data.token_file import write_tokens
@@ -152,15 +152,6 @@ def from_configuration() -> dict[str, Result]:
     with ThreadPoolExecutor(2) as pool:  # on two cores
         first, second = pool.map(run_commands, (lines[:half], lines[half:]))
     return dict(zip(CONFIGURATION, first + second, strict=True))
-
-
-def assert_refused(result: Result, says: list[str]) -> None:
-    assert result.code == 2, result.output
-    messages = [line for line in result.output.splitlines() if line.startswith(("lightning_3d: ", "lightning-3d: "))]
-    assert len(messages) == 1, result.output
-    assert "Traceback" not in result.output, result.output
-    assert [words for words in says if words not in messages[0]] == [], messages[0]
-    assert result.left == [], "nothing may be left behind"
 
 
 @pytest.mark.parametrize("case", CONFIGURATION)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY, environment
+from processes import is_running
+from quick_runs import QUICK
 from slurm_cluster import Slurm, cluster, wait_until, why_not
-from test_cli import QUICK
-from test_launch import is_running
 
 RUN = ["parallelism=tp2_dp2", "parallelism.micro_batch_size=2", "cluster=local_cpu", *QUICK[2:], "trainer.max_steps=4"]
 FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=3", "+callbacks.faulty.step=2"]

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_hydra import composed, options
-from test_recipes import ON_GPUS, recipe
+from composed_configs import ON_GPUS, composed, options, recipe
 
 from lightning_3d.config.plan_run import check_keys, plan_run
 from lightning_3d.config.run_config import RunConfig

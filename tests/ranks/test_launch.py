@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import environment
+from processes import is_running, wait_until
 
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.ranks.boards import FOLDER_VARIABLE, FolderBoard
@@ -28,21 +29,6 @@ def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, f
 
 def my_rank() -> int:
     return int(os.environ["RANK"])
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie that waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return true()
 
 
 # Jobs of the ranks

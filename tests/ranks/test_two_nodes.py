@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import environment, run_commands
-from test_cli import QUICK
+from quick_runs import QUICK
 
 FOUR = "tp2_dp2"
 PORT = 29500

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import run_commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from test_cli import FAULTY, QUICK
+from quick_runs import FAULTY, QUICK
 
 from lightning_3d.runs.ending import CommandLine, Newest, hydra_value, last_lines, newest_of
 from lightning_3d.runs.status import RunStatus

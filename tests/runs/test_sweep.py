@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import environment
-from test_launch import is_running, wait_until
+from processes import is_running, wait_until
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.frozen_config import frozen_text
@@ -297,8 +297,8 @@ run(sweep, [job(sweep, 0, "echo $$ > pid; sleep 600")])
 
 
 def test_job_dies_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
-    imports = [str(Path(__file__).parents[1] / name) for name in ("runs", "ranks")]
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "s"), *imports], env=environment())
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "s"), str(Path(__file__).parent)]
+    process = subprocess.Popen(command, env=environment())
     pid_file = tmp_path / "s" / "0" / "pid"
     assert wait_until(lambda: pid_file.is_file() and pid_file.read_text().strip() != "", 60)
     pid = int(pid_file.read_text())

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import REPOSITORY, Result, environment, run_commands
-from test_cli import QUICK
-from test_launch import wait_until
+from processes import wait_until
+from quick_runs import QUICK
 
 LINES: dict[str, list[str]] = {
     "checked": ["parallelism=tp2,dp2", "-m", "trainer.dry=true"],

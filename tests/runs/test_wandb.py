@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from command_line import REPOSITORY, Result, environment, run_commands
-from test_cli import QUICK
+from quick_runs import QUICK
 from wandb_file import WandbRun, files_of, read
 
 from lightning_3d.errors import ConfigError

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import lora_fits
 import pytest
-import test_lora
 from parity import Cell, Data, Module, Rows, StepValues, assert_same_training, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
@@ -48,15 +48,15 @@ def test_options_change_nothing(model: str, layout: str, options: dict[str, Any]
 def test_adapters(model: str, layout: str, mode: str) -> None:
     """Of attention: experts are no linear layers, and stay frozen."""
     projections = ["q_proj", "o_proj"] if model != "deepseek_v3" else ["q_a_proj", "o_proj"]
-    test_lora.check({"r": 4, "target_modules": projections, "init_lora_weights": False}, layout, mode=mode, model=model)
+    lora_fits.check({"r": 4, "target_modules": projections, "init_lora_weights": False}, layout, mode=mode, model=model)
 
 
 @pytest.mark.parametrize("layout", by_default(["ep2_dp2", "tp2"], 0))
 def test_adapters_of_experts(layout: str) -> None:
     """Of all linear layers: PEFT takes experts for such."""
-    recipe = test_lora.recipe_of(Cell("mixtral"), test_lora.EVERYWHERE, steps=1)
+    recipe = lora_fits.recipe_of(Cell("mixtral"), lora_fits.EVERYWHERE, steps=1)
     with pytest.raises(PlanError, match=rf"experts with an adapter, which cannot be sharded \({layout[:2]} > 1\).* target_modules"):
-        run_ranks(test_lora.train_on_rank, 2, recipe, layout=layout)
+        run_ranks(lora_fits.train_on_rank, 2, recipe, layout=layout)
 
 
 def train_mixed(model: str, layout: str, zero: int) -> tuple[list[float], list[float]]:

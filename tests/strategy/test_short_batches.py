@@ -1,6 +1,5 @@
 """Batches that are not all alike: other lengths, short last ones, padding, rows that the sampler repeats."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import models
@@ -12,7 +11,7 @@ from ranks import run_ranks
 from reference import Recipe, cut, data, split, train_on
 from sweeps import by_default
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from uneven_batches import batches_of_all_lengths, train_batches, train_rows
 
 LAYOUTS = [
     {"layout": "pp2_dp2"},
@@ -26,30 +25,6 @@ LAYOUTS = [
 some_layouts = pytest.mark.parametrize("strategy", by_default(LAYOUTS, 1, 6), ids=lambda strategy: "-".join(map(str, strategy.values())))
 
 
-class Batches(Dataset):
-    """A data set whose samples are whole batches."""
-
-    def __init__(self, batches: Sequence[models.Batch]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> models.Batch:
-        return self.batches[index]
-
-
-def batches_of_all_lengths(recipe: Recipe, count: int) -> list[models.Batch]:
-    """Batches of 4 rows and 5 to 16 tokens."""
-    rows = data(recipe)
-    lengths = [16, 9, 12, 5, 16, 7, 11, 16, 6, 13, 10, 8, 16, 5, 9, 14]
-    batches = []
-    for index in range(count):
-        batch = cut(rows, 4 * index, 4)
-        batches.append({key: value[:, : lengths[index % len(lengths)]] for key, value in batch.items()})
-    return batches
-
-
 def padded(rows: models.Batch) -> models.Batch:
     """Right padding of 0 to 15 tokens, so that a row has 16 to 1 targets; every fifth row has none at all."""
     count, length = rows["input_ids"].shape
@@ -61,14 +36,6 @@ def padded(rows: models.Batch) -> models.Batch:
         "attention_mask": real.long(),
         "labels": torch.where(targets, rows["input_ids"], models.IGNORE),
     }
-
-
-def train_rows(recipe: Recipe, rows: models.Batch, **strategy: Any) -> Part:
-    return fit_on_rank(recipe, Rows(rows), Module(recipe), **strategy)
-
-
-def train_batches(recipe: Recipe, batches: list[models.Batch], **strategy: Any) -> Part:
-    return fit_on_rank(recipe, Batches(batches), Module(recipe), batches=True, **strategy)
 
 
 def degrees(strategy: dict) -> tuple[int, int]:

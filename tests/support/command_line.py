@@ -64,6 +64,16 @@ def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = Fals
         return [Result(**answer) for answer in json.loads(answers.read_text())]
 
 
+def assert_refused(result: Result, says: list[str]) -> None:
+    """Exit code 2, and one message without a traceback that contains all of these words."""
+    assert result.code == 2, result.output
+    messages = [line for line in result.output.splitlines() if line.startswith(("lightning_3d: ", "lightning-3d: "))]
+    assert len(messages) == 1, result.output
+    assert "Traceback" not in result.output, result.output
+    assert [words for words in says if words not in messages[0]] == [], messages[0]
+    assert result.left == [], "nothing may be left behind"
+
+
 def _main() -> None:
     answers, lines = Path(sys.argv[1]), json.loads(sys.argv[2])
     results = [asdict(_run(arguments)) for arguments in lines]

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from checkpoint_fits import GLOBAL_BATCH, TiedModel
 from lightning.pytorch.accelerators import CUDAAccelerator
 from parity import quiet_trainer
 from plain_module import RepeatingText, TextData
-from test_checkpoint import GLOBAL_BATCH, TiedModel
 from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel

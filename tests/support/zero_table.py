@@ -15,7 +15,7 @@ import parity
 import torch
 import transformers
 from parity import SCHEDULES, Measured
-from test_zero_parity import LAYOUTS, MODES, cell
+from zero_modes import LAYOUTS, MODES, cell
 
 from lightning_3d.errors import LayoutError
 from lightning_3d.strategy import Lightning3DStrategy

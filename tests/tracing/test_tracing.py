@@ -10,7 +10,7 @@ from memory import LiveBytes
 from parity import Cell, check
 from ranks import run_ranks
 from sweeps import by_default
-from test_pipeline import NO_DROPOUT, VOCABULARY, CountedStep, Owner, tiny
+from tiny_pipelines import NO_DROPOUT, VOCABULARY, CountedStep, Owner, tiny
 from torch import nn
 from traced import fit
 

@@ -12,6 +12,7 @@ import models
 import parity
 import pytest
 import torch
+from finetuned import MODES, Finetuned
 from parity import SCHEDULES, Cell, Part, Rows, assert_same_run, fit_on_rank, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, cut, data, initial_model, split, train, train_on
@@ -33,27 +34,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "biases": ("bias",),
     "one matrix": ("layers.2.self_attn.v_proj.weight",),
 }
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero0": (0, {}),
-    "zero1": (1, {}),
-    "zero1 scattered": (1, {"zero_reduce_scatter": True}),
-    "zero2": (2, {"zero_reduce": "step"}),
-    "zero2 eager": (2, {"zero_reduce": "micro_batch"}),
-    "zero3": (3, {"zero_reduce": "step", "zero_gather": "step"}),
-    "zero3 eager": (3, {"zero_reduce": "micro_batch", "zero_gather": "step"}),
-    "zero3 by block": (3, {"zero_reduce": "step", "zero_gather": "micro_batch"}),
-    "zero3 by block, eager": (3, {"zero_reduce": "micro_batch", "zero_gather": "micro_batch"}),
-}
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
-class Finetuned(parity.Module):
-    """Gives the optimizer what is trained, as most scripts do."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        recipe = self.recipe
-        trained = filter(lambda parameter: parameter.requires_grad, self.parameters())
-        return torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
 
 
 def finetune_on_rank(recipe: Recipe, **strategy: Any) -> Part:

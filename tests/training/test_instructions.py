@@ -1,34 +1,19 @@
 """Conversations: only answers are targets, whole conversations in a sample, wherever they lie."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conversations import TEMPLATE, WORDS, a_tokenizer, write
 
 from lightning_3d.errors import DataError
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.instructions import Instructions, encode, pack
 
-WORDS = ["[pad]", "[end]", "[begin]", "user", "assistant", ":", *(f"w{index}" for index in range(40))]
-TEMPLATE = "{{ '[begin] ' }}{% for m in messages %}{{ m.role + ' : ' + m.content + ' [end] ' }}{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
 # As some that leave out the reasoning of earlier turns.
 REWRITING = "{% for m in messages %}{{ m.role + ' : ' + (m.content if loop.last else 'w0') + ' [end] ' }}{% endfor %}"
-
-
-def a_tokenizer(folder: Path, template: str | None) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[pad]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[end]", pad_token="[pad]", unk_token="[pad]")
-    made.chat_template = template
-    made.save_pretrained(folder)
-    return folder
 
 
 def read(folder: Path) -> Any:
@@ -88,12 +73,6 @@ def test_packing_keeps_conversations_whole() -> None:
         assert list(targets[rows, columns]) == which
     assert targets[tokens == 0].sum() == 0
     assert len(tokens) < 1.1 * sum(len(ids) for ids, _ in examples) / 16, "few samples have much padding"
-
-
-def write(folder: Path, rows: list[dict[str, Any]]) -> str:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
 
 
 def module(folder: Path, rows: list[dict[str, Any]], tokenizer: Path, **options: Any) -> Instructions:

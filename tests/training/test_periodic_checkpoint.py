@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from alphabet_fits import MODEL, OPTIMIZER, alphabet, trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from test_training_module import MODEL, OPTIMIZER, alphabet, trainer
 
 from lightning_3d import PeriodicCheckpoint
 from lightning_3d.training.callbacks.periodic_checkpoint import interval

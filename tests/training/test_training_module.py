@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer, seed_everything
+from alphabet_fits import MODEL, OPTIMIZER, alphabet, trainer
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -22,60 +23,9 @@ from lightning_3d.runs.metrics_file import read_rows
 from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary
 from lightning_3d.training.callbacks.metrics_csv import COLUMNS
 from lightning_3d.training.callbacks.progress_bar import format_seconds, progress_line
-from lightning_3d.training.data.packing import Tokens
-from lightning_3d.training.data.python_stdlib import PythonStdlib
 from lightning_3d.training.module import CausalLM, transformers_config
 from lightning_3d.training.optimizers import lr_factor, make_optimizer, undecayed_names
 from lightning_3d.training.step_clock import StepNumbers
-
-MODEL = {
-    "name": "smallest",
-    "attn_implementation": "sdpa",
-    "config": {
-        "model_type": "llama",
-        "vocab_size": 257,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-    },
-}
-OPTIMIZER = {
-    "name": "adamw",
-    "lr": 1e-2,
-    "betas": [0.9, 0.95],
-    "weight_decay": 0.1,
-    "no_decay": ["norm", "bias", "embedding"],
-    "scheduler": {"name": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1},
-}
-
-
-class Alphabet(PythonStdlib):
-    """A text that a small model learns in a few steps."""
-
-    def load_tokens(self) -> tuple[Tokens, Tokens]:
-        text = torch.arange(26).repeat(200).numpy().astype("uint16") + 97
-        return Tokens(text, "the alphabet"), Tokens(text[:650], "the alphabet")
-
-
-def alphabet(**kwargs: Any) -> Alphabet:
-    return Alphabet(**{"sequence_length": 16, "global_batch_size": 4, "vocab_size": 257, **kwargs})
-
-
-def trainer(folder: Path, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    options = {"max_steps": 20, "limit_val_batches": 4, "val_check_interval": 20, "check_val_every_n_epoch": None}
-    options |= {"enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks)}
-    options |= {"enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks)}
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **{**options, **kwargs},
-    )
 
 
 class Seen(Callback):

@@ -17,6 +17,7 @@ import torch
 import transformers
 from parity import Part, Rows, fit_on_rank
 from peft import LoraConfig, get_peft_model
+from pretrained_folders import UNTRAINED, Loaded, by_transformers, keep_only_a_pickle, lose_the_weights, rewritten, saved
 from ranks import run_ranks
 from reference import Recipe, data, one_thread
 from safetensors.torch import load_file, save_file
@@ -32,18 +33,6 @@ from lightning_3d.models.safetensors_folder import read_tensors
 from lightning_3d.training.module import CausalLM
 from lightning_3d.weights import stored as module_under_test
 
-UNTRAINED = {"steps": 1, "learning_rate": 0.0, "weight_decay": 0.0}
-
-
-def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, size: str = "20KB") -> Path:
-    """A model with random weights, saved by Transformers in several files."""
-    torch.manual_seed(len(family))
-    model: Any = models.build(family).to(dtype)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)  # norms too: ones would look alike
-    model.save_pretrained(folder, max_shard_size=size)
-    return folder
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -54,10 +43,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def llama(folders: dict[str, Path], tmp_path: Path) -> Path:
     """A copy to spoil."""
     return Path(shutil.copytree(folders["llama"], tmp_path / "llama"))
-
-
-def by_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def on_meta(family: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -73,20 +58,6 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
 
 
 # On ranks
-
-
-class Loaded(parity.Module):
-    """As a user writes it."""
-
-    def __init__(self, recipe: Recipe, folder: Path, lora: dict[str, Any] | None = None) -> None:
-        super().__init__(recipe)
-        self.folder, self.lora = folder, lora
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = load_pretrained(models.build(self.recipe.model, self.recipe.layers), self.folder)
-            if self.lora is not None:
-                self.model = get_peft_model(self.model, LoraConfig(**self.lora))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -219,16 +190,6 @@ def test_adapters_before_or_after(around: bool, folders: dict[str, Path]) -> Non
     assert_equal(model.unload(), by_transformers(folders["llama"]))
 
 
-def rewritten(folder: Path, target: Path, rename: Any) -> Path:
-    """The folder with all tensors in one file, under other names; `rename` returns None for what is left out."""
-    target.mkdir()
-    shutil.copy(folder / "config.json", target)
-    tensors = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-    renamed = {rename(name): value for name, value in tensors.items() if rename(name) is not None}
-    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
 @pytest.mark.parametrize(
     ("family", "rename"),
     [
@@ -318,16 +279,6 @@ def scramble(folder: Path) -> None:
 
 def lose_a_file(folder: Path) -> None:
     first_file(folder).unlink()
-
-
-def lose_the_weights(folder: Path) -> None:
-    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
-        file.unlink()
-
-
-def keep_only_a_pickle(folder: Path) -> None:
-    lose_the_weights(folder)
-    (folder / "pytorch_model.bin").write_bytes(b"")
 
 
 def point(folder: Path) -> None:

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from master_weights import train_with_masters
 from models import IGNORE
 from omegaconf import OmegaConf
 from parity import Data, Module, Part, Rows, quiet_trainer, train_on_rank
 from ranks import run_ranks
 from reference import Recipe, Run, cut, data, initial_model, split
-from test_bf16 import train_with_masters
 from torch import Tensor, nn
 
 from lightning_3d.config import machine

@@ -10,12 +10,12 @@ import models
 import parity
 import pytest
 import torch
+from context_batches import BATCHES, KINDS, train_batches, world_size
 from counting import recording
 from parity import Module, Rows, assert_same_training, fit_on_rank
 from ranks import run_ranks
 from reference import Recipe, data, reference, split, train_on
 from sweeps import by_default
-from test_context_parallel import BATCHES, KINDS, train_batches, world_size
 
 BOTH = {"moe_aux_loss": 0.1, "moe_z_loss": 0.01}
 BIAS = {"moe_aux_loss": 0.1, "moe_bias_update": 0.01}

@@ -13,6 +13,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
+from context_batches import BATCHES, KINDS, train_batches, world_size
 from models import IGNORE, SEQUENCE, Batch
 from parity import Module, Rows, assert_same_run, fit_on_rank, quiet_trainer
 from ranks import run_ranks
@@ -30,53 +31,7 @@ from lightning_3d.parallel.context.attention import Running, make_mask, running
 from lightning_3d.parallel.context.masks import Mask
 from lightning_3d.strategy import Lightning3DStrategy
 
-KINDS = ("ring", "ulysses")
 LAYOUTS = ("cp2", "cp4", "tp2_cp2", "pp2_cp2", "cp2_dp2", "tp2_pp2_cp2", "cp4_dp2", "tp2_cp2_dp2")
-
-
-def packed(recipe: Recipe) -> Batch:
-    """Rows of several documents, some of which go over all ranks, given as position ids that begin anew."""
-    batch = data(recipe)
-    generator = torch.Generator().manual_seed(3)
-    begins = torch.rand(batch["input_ids"].shape, generator=generator) < 0.2
-    begins[::3] = False
-    begins[::3, 13] = True
-    begins[:, 0] = True
-    places = torch.arange(SEQUENCE).expand_as(begins)
-    return batch | {"position_ids": places - torch.where(begins, places, 0).cummax(1).values}
-
-
-def padded(recipe: Recipe) -> Batch:
-    """Some rows end early, others begin late."""
-    batch = data(recipe)
-    kept = torch.ones_like(batch["input_ids"])
-    kept[1::4, 9:] = 0
-    kept[2::4, :3] = 0
-    return batch | {"attention_mask": kept, "labels": batch["labels"].masked_fill(kept == 0, IGNORE)}
-
-
-def one_token_a_chunk(recipe: Recipe) -> Batch:
-    """Eight tokens; documents whose positions go on where a rank's two chunks meet."""
-    batch = {key: value[:, :8] for key, value in data(recipe).items()}
-    places = torch.arange(8).expand_as(batch["input_ids"]).clone()
-    places[:, 4:] += 1
-    places[::2, 5:] = torch.arange(3)
-    return batch | {"position_ids": places}
-
-
-def twelve_tokens(recipe: Recipe) -> Batch:
-    return {key: value[:, :12] for key, value in data(recipe).items()}
-
-
-BATCHES = {"packed": packed, "padded": padded, "short": one_token_a_chunk, "twelve": twelve_tokens}
-
-
-def train_batches(recipe: Recipe, batches: str, **strategy: Any) -> parity.Part:
-    return fit_on_rank(recipe, Rows(BATCHES[batches](recipe)), Module(recipe), **strategy)
-
-
-def world_size(layout: str) -> int:
-    return Layout.parse(layout).world_size
 
 
 def assert_same_with(batches: str, model: str, layout: str, kind: str, dtype: str = "float64", zero: int = 0, **strategy: Any) -> None:

@@ -13,17 +13,17 @@ import models
 import parity
 import pytest
 import torch
+from checkpoint_fits import all_tensors, assert_equal, make_trainer
 from command_line import run_commands
 from counting import HostWaits
+from master_weights import train_with_masters
 from parity import assert_same_training
 from plain_module import VOCABULARY, LanguageModel
 from ranks import run_ranks
 from reference import Recipe, cut, data, reference, split, train_on
-from test_bf16 import train_with_masters
-from test_checkpoint import all_tensors, assert_equal, make_trainer
-from test_short_batches import batches_of_all_lengths, train_batches, train_rows
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from uneven_batches import batches_of_all_lengths, train_batches, train_rows
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategy import Lightning3DStrategy

@@ -7,11 +7,11 @@ import os
 from typing import Any
 from unittest.mock import patch
 
+import checkpoint_fits
 import pytest
-import test_checkpoint
-import test_zero
 import torch
 import torch.distributed as dist
+from handmade_gradients import Run, check
 from parity import Module, Part, Rows, assert_same_run, assert_same_training, fit_on_rank
 from ranks import run_ranks
 from reference import Recipe, data, reference
@@ -64,7 +64,7 @@ def test_as_on_one_process(layout: str, schedule: str, mode: str) -> None:
 @pytest.mark.parametrize("change", [{"precision": "bf16", "late": True}, {"frozen": ("layers.0", "layers.1"), "clip_value": 0.1}], ids=str)
 def test_every_kind_of_parameter(mode: str, change: dict[str, Any]) -> None:
     """All of `test_zero.py` runs in the long sweeps. bf16 weights are as close as one of their steps."""
-    test_zero.check(test_zero.Run("pp2_dp2", mode=mode, **change), weights=2e-2 if "precision" in change else 5e-5, norm=1e-5)
+    check(Run("pp2_dp2", mode=mode, **change), weights=2e-2 if "precision" in change else 5e-5, norm=1e-5)
 
 
 def test_whole_vectors_are_rounded_alike_everywhere() -> None:
@@ -161,12 +161,12 @@ def test_one_kernel_for_the_update(module: type[OneKernel], layout: str, mode: d
 def test_what_is_saved_is_restored_elsewhere(precision: str, first: dict[str, Any], other: dict[str, Any], tmp_path: Any) -> None:
     """Bit by bit: weights, master weights and optimizer state, on another layout, with and without offloading."""
     saved, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")
-    test_checkpoint.run_fit("pp2_dp2", 1, at_end=saved, precision=precision, **first)
-    losses = test_checkpoint.run_fit("tp2_dp2", 2, resume=saved, at_start=again, precision=precision, **other)
-    test_checkpoint.assert_equal(test_checkpoint.all_tensors(tmp_path / "again.ckpt"), test_checkpoint.all_tensors(tmp_path / "saved.ckpt"))
+    checkpoint_fits.run_fit("pp2_dp2", 1, at_end=saved, precision=precision, **first)
+    losses = checkpoint_fits.run_fit("tp2_dp2", 2, resume=saved, at_start=again, precision=precision, **other)
+    checkpoint_fits.assert_equal(checkpoint_fits.all_tensors(tmp_path / "again.ckpt"), checkpoint_fits.all_tensors(tmp_path / "saved.ckpt"))
     if precision == "32-true":  # else rounding depends on the layout
-        expected = test_checkpoint.run_fit("tp2_dp2", 2, precision=precision)
-        assert losses == pytest.approx(expected[test_checkpoint.STEPS_PER_EPOCH :], rel=1e-5)
+        expected = checkpoint_fits.run_fit("tp2_dp2", 2, precision=precision)
+        assert losses == pytest.approx(expected[checkpoint_fits.STEPS_PER_EPOCH :], rel=1e-5)
 
 
 def fit_with_cpu_adam(*args: Any, **more: Any) -> list[float]:
@@ -175,8 +175,8 @@ def fit_with_cpu_adam(*args: Any, **more: Any) -> list[float]:
 
         return DeepSpeedCPUAdam(module.parameters(), lr=3e-4)
 
-    with patch.object(test_checkpoint.TiedModel, "configure_optimizers", configure):
-        return test_checkpoint.fit(*args, **more)
+    with patch.object(checkpoint_fits.TiedModel, "configure_optimizers", configure):
+        return checkpoint_fits.fit(*args, **more)
 
 
 @full
@@ -188,8 +188,8 @@ def test_deepspeeds_optimizer_is_restored(tmp_path: Any) -> None:
     [whole, *_] = run_ranks(fit_with_cpu_adam, 4, "tp2_dp2", 2, zero_stage=1, zero_offload="optimizer", timeout=1000)
     run_ranks(fit_with_cpu_adam, 4, "pp2_dp2", 1, at_end=saved, **mode)
     [losses, *_] = run_ranks(fit_with_cpu_adam, 4, "tp2_dp2", 2, resume=saved, at_start=again, **mode)
-    test_checkpoint.assert_equal(test_checkpoint.all_tensors(tmp_path / "again.ckpt"), test_checkpoint.all_tensors(tmp_path / "saved.ckpt"))
-    assert losses == pytest.approx(whole[test_checkpoint.STEPS_PER_EPOCH :], rel=1e-5)
+    checkpoint_fits.assert_equal(checkpoint_fits.all_tensors(tmp_path / "again.ckpt"), checkpoint_fits.all_tensors(tmp_path / "saved.ckpt"))
+    assert losses == pytest.approx(whole[checkpoint_fits.STEPS_PER_EPOCH :], rel=1e-5)
 
 
 def test_master_weights_may_be_elsewhere() -> None:

@@ -3,40 +3,23 @@
 ``pytest`` runs some modes with some schedules and layouts, ``pytest -m full`` all.
 """
 
-from typing import Any
 
 import models
 import parity
 import pytest
-from parity import SCHEDULES, Cell
+from parity import SCHEDULES
+from zero_modes import LAYOUTS, MODES, Factors, cell
 
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.strategy import Lightning3DStrategy
 
-LAYOUTS = {"pp2_dp2": (1, 2, 2), "tp2_pp2_dp2": (2, 2, 2), "pp4_dp2": (1, 4, 2), "tp2_dp4": (2, 1, 4), "dp8": (1, 1, 8)}
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero1 scattered": (1, {"zero_reduce_scatter": True}),
-    "zero2": (2, {"zero_reduce": "step"}),
-    "zero2 scattered": (2, {"zero_reduce": "step", "zero_reduce_scatter": True}),
-    "zero2 eager": (2, {"zero_reduce": "micro_batch"}),
-    "zero2 eager to owners": (2, {"zero_reduce": "micro_batch", "zero_reduce_scatter": True}),
-    "zero3": (3, {"zero_reduce": "step", "zero_gather": "step"}),
-    "zero3 eager": (3, {"zero_reduce": "micro_batch", "zero_gather": "step"}),
-    "zero3 by block": (3, {"zero_reduce": "step", "zero_gather": "micro_batch"}),
-    "zero3 by block, eager": (3, {"zero_reduce": "micro_batch", "zero_gather": "micro_batch"}),
-    "zero3 by block, eager to owners": (
-        3,
-        {"zero_reduce": "micro_batch", "zero_gather": "micro_batch", "zero_reduce_scatter": True},
-    ),
-}
 PAIRED = {  # by default, with these schedules; the others differ in what test_zero.py sees
     "zero2 eager": ("InterleavedZeroBubble", "DualPipeV"),
     "zero3": ("GPipe", "ZBVZeroBubble"),
     "zero3 by block, eager": ("LoopedBFS",),
 }
 LARGE = [("tp2_pp2_dp2", "1F1B", "zero3 by block, eager"), ("pp4_dp2", "1F1B", "zero3")]
-Factors = tuple[str, str, str]
 
 
 def valid() -> list[Factors]:
@@ -52,13 +35,6 @@ def valid() -> list[Factors]:
 
 def is_refused(schedule: str, mode: str) -> bool:
     return MODES[mode][1].get("zero_gather") == "micro_batch" and find_schedule(schedule).split_backward
-
-
-def cell(factors: Factors) -> Cell:
-    layout, schedule, mode = factors
-    tp, pp, dp = LAYOUTS[layout]
-    stage, options = MODES[mode]
-    return Cell("qwen2", tp, pp, dp, schedule, stage, options=tuple(sorted(options.items())))
 
 
 def pairs() -> list[Factors]:

@@ -1,0 +1,36 @@
+"""Configurations as Hydra composes them, and the recipes."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from lightning_3d.config.files import conf_folder, recipes_folder
+from lightning_3d.config.plan_run import RunPlan, plan_run
+from lightning_3d.planner.advice import Advice
+
+
+def composed(*overrides: str, folder: Path | None = None) -> DictConfig:
+    with initialize_config_dir(str(folder or conf_folder()), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml"))
+
+
+RECIPES = sorted(file.stem for file in recipes_folder().glob("*.yaml"))
+ON_GPUS = [name for name in RECIPES if not name.endswith("cpu")]
+
+
+def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
+    """A configuration and what it means, as far as this machine can say."""
+    config = composed(*overrides, "trainer.dry=true")
+    return config, plan_run(config, None, Advice())
+
+
+@lru_cache
+def recipe(name: str) -> tuple[DictConfig, RunPlan]:
+    """A recipe as it is, composed once; not to be changed."""
+    return dry(f"recipe={name}")
