@@ -219,7 +219,7 @@ PLAIN = {
     "lr": "learning rate after the warm-up",
     "betas": "decay rates of AdamW's two moments",
     "eps": "number that AdamW adds to its denominator",
-    "weight_decay": "weight decay of all parameters except those of the kinds in `no_decay`. It is decoupled in AdamW and an L2 penalty in SGD",
+    "weight_decay": "weight decay of all parameters except those in `no_decay`. It is decoupled in AdamW and an L2 penalty in SGD",
     "momentum": "momentum of SGD",
     "nesterov": "true uses Nesterov momentum",
     "scheduler.warmup_steps": "steps over which the learning rate grows linearly to `lr`",
