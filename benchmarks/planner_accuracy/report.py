@@ -40,7 +40,7 @@ _TITLE = """\
 
 `python -m benchmarks.planner_accuracy FILE.csv` writes this report. It compares predictions of the planner with measured runs.
 The first part uses the constants in `lightning_3d/planner/constants.py` and `benchmarks/planner_accuracy/software.py`. With
-`--folds N`, the report has a second part, which predicts all runs of one model on one number of GPUs with constants that were
+`--folds N`, the report has a second part. It predicts all runs of one model on one number of GPUs with constants that were
 calibrated without these runs.
 
 """
