@@ -144,13 +144,18 @@ def table(rows: list[Row]) -> str:
     for key, _, _, meaning in rows:
         if not meaning:
             raise SystemExit(f"{key} has no description: write a comment next to it in conf/, or an Attributes entry in its dataclass.")
-    lines = [" | ".join((f"`{key}`", kind, default, escaped(meaning))) for key, kind, default, meaning in rows]
+    lines = [" | ".join((f"`{key}`", kind, default, ended(escaped(meaning)))) for key, kind, default, meaning in rows]
     return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *(f"| {line} |" for line in lines)])
 
 
 def escaped(text: str) -> str:
     """Text for a cell: no bars, and angle brackets that are no tags."""
     return re.sub(r"(?<!\.)\.$", "", re.sub(r"\bNone\b", "null", text)).replace("|", "\\|").replace("<", "&lt;")
+
+
+def ended(text: str) -> str:
+    """Text with a period at its end, if it has several sentences."""
+    return f"{text}." if re.search(r"[\w)\]]\. \w", text) and not text.endswith(".") else text
 
 
 def structured(group: str, kind: type, file: Path) -> str:
@@ -213,10 +218,10 @@ PLAIN = {
     "name": "adamw, cpu_adamw or sgd",
     "lr": "learning rate after the warm-up",
     "betas": "decay rates of AdamW's two moments",
-    "eps": "term that AdamW adds to its denominator",
-    "weight_decay": "weight decay of all parameters except the `no_decay` ones: decoupled in AdamW, an L2 penalty in SGD",
+    "eps": "number that AdamW adds to its denominator",
+    "weight_decay": "weight decay of all parameters except those in `no_decay`. It is decoupled in AdamW and an L2 penalty in SGD",
     "momentum": "momentum of SGD",
-    "nesterov": "true: use Nesterov momentum",
+    "nesterov": "true uses Nesterov momentum",
     "scheduler.warmup_steps": "steps over which the learning rate grows linearly to `lr`",
     "split": "split of the data set to train on",
     "text_column": "column with the text",
@@ -257,7 +262,7 @@ def run_keys() -> str:
     """Keys that are in no group."""
     said, values = comments(conf_folder() / "config.yaml"), read(conf_folder() / "config.yaml")
     hints = get_type_hints(RunConfig)
-    rows = [(key, type_name(hints[key]), written(values[key]), said[key]) for key in ("seed", "force", "run_folder")]
+    rows = [(key, type_name(hints[key]), written(values[key]), said[key]) for key in ("seed", "force", "profile", "run_folder")]
     limits, reserve = get_type_hints(PlanOptions), flat({"plan": values["plan"]})
     rows += [(key, type_name(limits[key.partition(".")[2]]), written(value), said[key]) for key, value in reserve]
     size = "data.global_batch_size"

@@ -9,15 +9,17 @@ from pathlib import Path
 from benchmarks.planner_accuracy.comparison import Comparison, compare
 from benchmarks.planner_accuracy.polling import polling
 from benchmarks.planner_accuracy.published_runs import read_runs
+from lightning_3d.errors import plural
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.tables import Table, table
 
 _CONTRADICTIONS = (
     "## Runs that contradict each other",
     "",
-    "Pairs of runs with tp <= 8 that differ in the model alone, of which one has at least twice the parameters and no smaller size.",
-    "It does more of everything, so it takes longer: `reversed` counts pairs that were measured the other way round. `larger / smaller`:",
-    "median ratio of their seconds. `over 2x`: share of all runs with so many GPUs that took more than twice what is predicted.",
+    "Each pair is two runs with tp <= 8 that differ only in the model. One model has at least twice the parameters of the other, and",
+    "none of its sizes is smaller. The run with the larger model does more work, so it should take longer. `reversed` counts pairs in",
+    "which it was measured to be faster. `larger / smaller` is the median ratio of the seconds of the two runs. `over 2x` is the",
+    "share of all runs on this number of GPUs that took more than twice the predicted time.",
     "",
 )
 _PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured", "predicted", "over 2x")
@@ -25,9 +27,10 @@ _PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured",
 _POLLING = (
     "## Pipelines that sleep between messages",
     "",
-    "nanotron's pipelines with tp <= 8. A version that made a part of the sweep sleeps for 0.1 s until a message has come, twice for",
-    "each tensor (`polling.py`). `sleeping`: runs whose seconds are nearer to what is predicted with that than without; each",
-    "median error is that of the prediction that is nearer.",
+    "This table has nanotron's pipelines with tp <= 8. One version of nanotron, which made a part of the runs, waits for messages by",
+    "sleeping for 0.1 s at a time, twice for each tensor (`benchmarks/planner_accuracy/polling.py`). Each run therefore has two",
+    "predictions, with and without this sleep. `sleeping` counts the runs whose measured time is closer to the prediction with sleep.",
+    "`their error` and `error of the others` are median errors of the closer prediction.",
     "",
 )
 _POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "error of all, without sleeping")
@@ -35,9 +38,10 @@ _POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "er
 _TITLE = """\
 # How good the planner's predictions are
 
-Written by `python -m benchmarks.planner_accuracy FILE.csv`, which compares the planner with measured runs. The first part uses
-the constants of `lightning_3d/planner/constants.py` and `software.py`. With `--folds N` a second part uses constants that were fitted
-without the cells that they predict.
+`python -m benchmarks.planner_accuracy FILE.csv` writes this report. It compares predictions of the planner with measured runs.
+The first part uses the constants in `lightning_3d/planner/constants.py` and `benchmarks/planner_accuracy/software.py`. With
+`--folds N`, the report has a second part. It predicts all runs of one model on one number of GPUs with constants that were
+calibrated without these runs.
 
 """
 
@@ -87,7 +91,7 @@ def evaluate(path: Path, folds: int = 0) -> str:
     text = f"{_TITLE}{counted}\n\n{report(compared)}"
     if folds:
         held = cross_validate(runs, folds, compare)
-        text += f"\n# With constants calibrated without the cells that they predict, {folds} parts\n\n{report(held)}"
+        text += f"\n# With constants that were calibrated without the predicted runs ({folds} folds)\n\n{report(held)}"
     return text
 
 
@@ -96,16 +100,17 @@ def report(compared: Sequence[Comparison]) -> str:
     lines = [
         "## Errors",
         "",
-        "|predicted - measured| / measured; `under`: share of rows that are predicted too small.",
+        "An error is |predicted - measured| / measured. `under` is the share of rows whose prediction is too small. A row is one run.",
         "",
         *table(_HEAD, _errors(compared)),
         "",
-        "`core`: rows with tp <= 8 and a stated MFU of at least 20 %.",
+        "`core` means rows with tp <= 8 and a stated MFU (model FLOP/s utilization) of at least 20 %.",
         "",
         "## Choices",
         "",
-        "In each cell, a model, a length of sequences and a number of GPUs: measured tokens/s of the layout that is predicted to fit and"
-        " to be fastest, divided by the best measured.",
+        "Here, a cell is one model with one sequence length on one number of GPUs. In each cell, the planner chooses the layout that it"
+        " predicts to be the fastest of those that fit. `score` is the measured tokens/s of this choice, divided by the best measured"
+        " tokens/s.",
         "",
     ]
     found, slow = choices(compared), slow_shares(compared)
@@ -115,7 +120,7 @@ def report(compared: Sequence[Comparison]) -> str:
         lines += [f"{software}: {_scores(scores)}", ""]
         usual = [cell[-1] for cell in cells if slow.get((software, cell[3]), 0.0) <= 0.5]
         if 0 < len(usual) < len(cells):
-            lines += [f"Without numbers of GPUs at which most runs took more than twice what is predicted: {_scores(usual)}", ""]
+            lines += [f"Without the numbers of GPUs on which most runs took more than twice the predicted time: {_scores(usual)}", ""]
         rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
         lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
     pairs, pipelines = contradictions(compared), polling(compared)
@@ -127,7 +132,7 @@ def report(compared: Sequence[Comparison]) -> str:
 
 
 def _scores(scores: Sequence[float]) -> str:
-    return f"median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {len(scores)} cells"
+    return f"median {quantile(scores, 0.5):.3f}, worst {min(scores):.3f}, {plural(len(scores), 'cell')}"
 
 
 def slow_shares(compared: Sequence[Comparison]) -> dict[tuple[str, int], float]:

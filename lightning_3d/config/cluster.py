@@ -28,8 +28,8 @@ class Link:
     """Link between GPUs.
 
     Attributes:
-        bandwidth: bytes a second in each direction.
-        latency: seconds that an empty message takes to the next GPU; None where it is not known.
+        bandwidth: bytes per second in each direction.
+        latency: seconds that an empty message takes to the next GPU. None means unknown.
     """
 
     bandwidth: float | None = None
@@ -43,13 +43,13 @@ class ClusterConfig:
     Attributes:
         name: name in messages and reports.
         nodes: number of machines.
-        gpus_per_node: GPUs of each node; None: all that there are.
-        accelerator: auto (GPUs where there is one for each rank), gpu or cpu.
-        gpu: the vendor's name of the GPU.
+        gpus_per_node: GPUs of each node. None uses all of them.
+        accelerator: auto, gpu or cpu. auto uses GPUs if there is one for each rank.
+        gpu: name of the GPU, as its vendor writes it.
         memory: memory of one GPU, in bytes.
-        memory_bandwidth: memory bandwidth of one GPU, in bytes a second.
+        memory_bandwidth: memory bandwidth of one GPU, in bytes per second.
         nvlink_gpus: number of GPUs that NVLink connects, also across nodes.
-        peak_flops: operations a second of one GPU in matrix products without sparsity.
+        peak_flops: operations per second of one GPU in matrix products without sparsity.
         intra_node: link between the GPUs of a node.
         inter_node: link between nodes.
     """

@@ -29,7 +29,7 @@ class Options:
     """Options of every launcher.
 
     Attributes:
-        name: name of the job; null: the recipe's, or one made of the model and the layout.
+        name: name of the job. null uses the name of the recipe, or else the names of the model and the layout.
         python: Python interpreter on the nodes.
         env: environment variables of the ranks.
     """
@@ -44,9 +44,9 @@ class TorchrunOptions(Options):
     """Options of `lightning-3d launch torchrun`.
 
     Attributes:
-        python: Python interpreter on the nodes; null: the one that runs the launcher.
-        endpoint: HOST or HOST:PORT of the first node, where the nodes meet; must be given for several nodes.
-        address: address of this node for the others; null: its host name, which then must resolve to it on all nodes.
+        python: Python interpreter on the nodes. null uses the one that runs the launcher.
+        endpoint: HOST or HOST:PORT of the first node, to which the others connect. Must be given for several nodes.
+        address: address at which the other nodes reach this one. null uses its host name, which all nodes must then be able to resolve.
         restarts: number of times that all ranks are restarted after a failure.
     """
 
@@ -61,11 +61,11 @@ class SlurmOptions(SlurmRequest, Options):
     """Options of `lightning-3d launch slurm`. Null: the site's default.
 
     Attributes:
-        python: Python interpreter on the nodes; null: the one that runs the launcher.
-        time: time limit, as sbatch takes it: 24:00:00.
-        exclusive: do not share the nodes with other jobs.
-        requeue: restart and resume the job after it was preempted or one of its nodes failed.
-        output: file for the output of the job; %j is the job's number.
+        python: Python interpreter on the nodes. null uses the one that runs the launcher.
+        time: time limit in sbatch's notation, such as 24:00:00.
+        exclusive: true keeps other jobs off the nodes.
+        requeue: true restarts and resumes the job after it was preempted or one of its nodes failed.
+        output: file for the output of the job. %j is the job's number.
         sbatch: further options of sbatch, each as "--option=value".
     """
 
@@ -82,18 +82,18 @@ class KubernetesOptions(Options):
     """Options of `lightning-3d launch jobset` and `pytorchjob`.
 
     Attributes:
-        image: container image with this package, its dependencies and torchrun; must be given.
-        namespace: namespace of the job; null: kubectl's own.
-        volumes: path in the container for each persistent volume claim, by its name. The run folder must be in one of them.
+        image: container image with this package, its dependencies and torchrun. Must be given.
+        namespace: namespace of the job. null uses kubectl's current namespace.
+        volumes: names of persistent volume claims, each with its path in the container. The run folder must be in one of them.
         shm: size of /dev/shm, which NCCL and data loaders use.
         gpu: name of the GPU resource.
-        cpu: CPU cores requested for each node; null: none.
-        memory: memory requested for each node; null: none.
+        cpu: CPU cores requested for each node. null requests none.
+        memory: memory requested for each node. null requests none.
         secrets: names of secrets whose entries become environment variables.
         node_selector: node selector of the pods.
-        labels: labels of the pods and of the job (queues).
+        labels: labels of the pods and of the job, for example the name of a queue.
         restarts: number of times that all pods are restarted after a failure.
-        port: port on which the nodes meet.
+        port: port at which the nodes connect to each other.
         patience: seconds that a node waits for the others, which may still be pulling the image.
     """
 

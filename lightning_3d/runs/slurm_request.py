@@ -13,9 +13,9 @@ class SlurmRequest:
         partition: partition of SLURM.
         account: account that is charged.
         qos: quality of service.
-        memory: memory of each node, as SLURM writes it: 500G; 0 is all of it.
+        memory: memory of each node in SLURM's notation, such as 500G. 0 is all memory of the node.
         cpus_per_task: CPU cores for each rank.
-        setup: shell lines that run once, on the first node, before the ranks start: ["module load cuda"].
+        setup: shell lines that run once, on the first node, before the ranks start, such as ["module load cuda"].
         srun: further options of srun, each as "--option=value".
     """
 
