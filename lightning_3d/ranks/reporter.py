@@ -12,6 +12,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -27,6 +28,9 @@ from lightning_3d.ranks.process_ties import die_with, outlive_parent
 
 PARENT_VARIABLE = "LIGHTNING_3D_PARENT"
 """Environment variable with the process id of rank 0, for ranks that it started itself and that must not outlive it."""
+
+STORE_SECONDS = 5.0
+"""Longest time that the end of this process waits for a call of a store."""
 
 ORPHAN_SECONDS = 2.0
 """Time for a rank to end by itself after rank 0, which started it, was killed."""
@@ -81,7 +85,9 @@ class FailureReporter:
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
             self._untie()
-            threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True).start()
+            watcher = threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True)
+            watcher.start()
+            atexit.register(_end_thread, watcher, self._closed)
 
     def run(self, job: Callable[[], None]) -> int:
         """Run a job and return the exit code for this process; a failure is reported here."""
@@ -187,6 +193,12 @@ class FailureReporter:
                 if not self._closed.wait(self._grace):
                     os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
                 return
+
+
+def _end_thread(thread: threading.Thread, closed: threading.Event) -> None:
+    """End a watcher before the interpreter does: a thread that is inside a store at that moment aborts the process (SIGABRT)."""
+    closed.set()
+    thread.join(STORE_SECONDS)
 
 
 def show_refusals_plainly() -> None:

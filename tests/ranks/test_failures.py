@@ -224,6 +224,22 @@ def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() ->
     assert told.count("lightning_3d: rank") == 1
 
 
+def test_watcher_inside_a_store_does_not_abort_a_process_that_ends() -> None:
+    """A daemon thread that returns from C++ code after the interpreter has ended aborts the process with SIGABRT."""
+    ended = run_script(
+        """
+        class Busy:
+            def first(self):
+                while time.monotonic() < until:
+                    board.first()
+        board, until, reporter._board = reporter._board, time.monotonic() + 2.5, Busy()
+        time.sleep(1.5)
+        sys.exit(3)
+        """
+    )
+    assert ended == [(3, ""), (3, "")]
+
+
 def test_success_leaves_no_trace() -> None:
     ended = run_script(
         """
