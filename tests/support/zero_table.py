@@ -74,7 +74,7 @@ steps with AdamW at 3e-4 and gradient clipping, in float32. The reference is a p
 process.
 
 Each entry has the largest errors of a step's loss (relative), of its gradient norm (relative), and of a final weight (absolute). The limits
-are 1e-5, 1e-5 and 5e-5; an entry above them is bold. Without a pipeline all schedules are the same.
+are 1e-5, 1e-5 and 5e-5. Entries above a limit are bold. Without a pipeline all schedules are the same, so only one column is filled.
 
 Modes reduce and gather once per step, with all-reduces, unless their name says otherwise:
 
