@@ -42,9 +42,10 @@ DEALT = dense("ep4_dp4", 1)
 DEFAULT = [
     *pairs("llama", "float32", THREE_D, [dense("dp8", 3), dense("tp1")]),
     *pairs("mixtral", "float32", DEALT, [dense("ep2_tp2_dp2", 2)]),
-    *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2_dp2")]),
+    *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2")]),
 ]
 FULL = [
+    *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2_dp2")]),
     *pairs("phi3", "float32", LOOPED, [dense("tp4")]),
     *pairs("llama", "float32", THREE_D, [dense("pp4", schedule="GPipe"), dense("cp2_dp2", 2), dense("tp4_dp2", 1)]),
     *pairs("llama", "float32", dense("dp8", 3), [THREE_D, dense("tp1"), dense("tp2_cp2", 3), dense("pp2_dp2", 2)]),

@@ -87,7 +87,7 @@ def largest_lag(schedule: str, vp: int, unit: float) -> float:
 @pytest.mark.parametrize(
     ("schedule", "vp"),
     [
-        ("1F1B", 1),
+        pytest.param("1F1B", 1, marks=pytest.mark.full),
         pytest.param("Interleaved1F1B", 2, marks=pytest.mark.full),
         ("ZBVZeroBubble", 2),
         pytest.param("GPipe", 1, marks=pytest.mark.full),

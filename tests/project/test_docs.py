@@ -226,7 +226,7 @@ def run_block(text: str, given: list[str], folder: str) -> None:
             assert module.model is not None
 
 
-QUICK = ("README.md", "docs/your_model.md", "docs/report.md")
+QUICK = ("README.md", "docs/report.md")
 
 
 CASES = [

@@ -53,6 +53,7 @@ def test_families_that_are_refused(matrix: Matrix, family: str, layout: str, wor
     assert verdict.kind == "refused" and words in verdict.detail, verdict
 
 
+@pytest.mark.full
 def test_rounding_is_told_from_error_in_float64(matrix: Matrix) -> None:
     """Some gradients of Qwen 4's A_log are 1e-9, of which float32 knows one digit and Adam makes a step."""
     verdict = matrix.run("qwen4_exp_text", "ep2_dp2").verdict

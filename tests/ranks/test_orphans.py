@@ -36,7 +36,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("phase", "markers"),
     [
-        ("exec", 1),
+        pytest.param("exec", 1, marks=FULL),
         pytest.param("imports", 1, marks=FULL),
         pytest.param("rendezvous", 2, marks=FULL),
         pytest.param("build", 2, marks=FULL),

@@ -87,6 +87,7 @@ RARE = (  # much like others, also in other files: in the long sweeps
     "child is killed, rank 0 hangs",
     "rank 0 is told to end",
     "child is told to end",
+    "Ctrl-C",
     "child dies before the ranks meet",
 )
 CASES = {  # how, failing rank, exit code, what is said once

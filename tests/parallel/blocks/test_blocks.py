@@ -331,8 +331,7 @@ COMPILED: list[dict[str, Any]] = [
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
 def test_compiled_blocks(options: dict[str, Any], backend: str) -> None:
-    """Exact, one graph for all blocks of a rank, and no break in it. What Inductor makes of a graph takes most of the time; by default
-    it is `test_graph_breaks_are_counted` that lets it."""
+    """Exact, one graph for all blocks of a rank, and no break in it. Inductor takes most of the time, so it runs in the long sweeps."""
     from reference import reference
 
     degrees = {part[:2]: int(part[2:]) for part in options["layout"].split("_")}
@@ -355,7 +354,9 @@ class Broken(nn.Module):
         return x + 1
 
 
-def test_graph_breaks_are_counted(recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize("backend", by_default(["aot_eager", "inductor"], 0))
+def test_graph_breaks_are_counted(backend: str, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     from lightning_3d.parallel.blocks import Compilation, process_blocks
 
     compilation = Compilation(torch.device("cpu"), "1F1B", 1)
