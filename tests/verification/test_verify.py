@@ -216,7 +216,10 @@ def forget_forward_sum() -> None:
 
 
 def cut_packed_layers_in_one() -> None:
-    cuts._packed_mlp = lambda owner, tp_size: (cuts.Cut("colwise"), cuts.Cut("rowwise"))
+    cuts._packed_mlp = lambda owner, tp_size: (
+        cuts.Cut("packed_colwise", parts=(owner.gate_up_proj.out_features,)),
+        cuts.Cut("rowwise"),
+    )
 
 
 def halve_gradients() -> None:
