@@ -68,7 +68,7 @@ def batches_to_come(trainer: Any) -> float | None:
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 
-def go_on_in_data(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
+def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
     """Restore the position of a resumed fit in its data, and the random number generators.
 
     The generators get the saved states where an uninterrupted fit would have had them: before a new epoch's iterator is made, or

@@ -35,7 +35,7 @@ from lightning_3d.checkpoint import (
 from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.space import require_space
 from lightning_3d.compat.lightning import finished_requeue
-from lightning_3d.compat.lightning_data import go_on_in_data
+from lightning_3d.compat.lightning_data import skip_to_next_batch
 from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
 from lightning_3d.config.options.nonfinite import IGNORE
@@ -213,7 +213,7 @@ class CheckpointHooks(RankHooks):
             for order in orders_in(trainer.train_dataloader):
                 order.restore_own()
 
-        go_on_in_data(trainer, batches, restore_generators)
+        skip_to_next_batch(trainer, batches, restore_generators)
         self._resumed_orders = iter(())  # loaders that are made again later begin a new epoch
 
     @override

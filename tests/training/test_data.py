@@ -231,7 +231,7 @@ def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
 def resumed(replicas: int, rank: int, **state: Any) -> Any:
     data = as_rank(Counting(), replicas, rank)
     state = {"epoch": 0, "samples": 0, "global_batch_size": 8, "seed": 1, "sequence_length": 8, **state}
-    data.go_on_from({"train_samples": 100, **state})
+    data.resume_from({"train_samples": 100, **state})
     return data
 
 

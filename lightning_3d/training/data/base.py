@@ -49,7 +49,7 @@ class TrainLoader(DataLoader[dict[str, Tensor]]):
         return self.data_module.position_state()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.data_module.go_on_from(state_dict)
+        self.data_module.resume_from(state_dict)
 
 
 class PackedDataModule(LightningDataModule):
@@ -238,7 +238,7 @@ class PackedDataModule(LightningDataModule):
             "train_samples": len(self.train_set),
         }
 
-    def go_on_from(self, state: dict[str, int]) -> None:
+    def resume_from(self, state: dict[str, int]) -> None:
         """Restore a position that `position_state` returned.
 
         Raises:
