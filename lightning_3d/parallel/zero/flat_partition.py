@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_3d.compat.deepspeed import DeepSpeedGroup
 from lightning_3d.compat.torch import storage_key
 from lightning_3d.parallel.zero.gradient_buffers import Slot
-from lightning_3d.parallel.zero.master_weights import follow_writes, with_writes
+from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
 from lightning_3d.parallel.zero.overlapped_reduction import Share
 from lightning_3d.parallel.zero.trained import Trained
 

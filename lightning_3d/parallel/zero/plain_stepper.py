@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_3d.parallel.sharding import OptimizerShard
 from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, GradientSums
 from lightning_3d.parallel.zero.gradient_norm import global_norm
-from lightning_3d.parallel.zero.master_weights import follow_writes, with_writes
+from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
