@@ -48,7 +48,7 @@ def test_f28_f30_damaged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> 
         assert len([line for line in result.output.splitlines() if line.startswith("lightning_3d:")]) == 1
     assert not pointer.torch and not not_finished.torch, "seen before torch is imported"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "e", "last.ckpt", "unfinished"]
-    assert fallen_back.code == 0 and "step_2.ckpt at step 2 is loaded" in fallen_back.output, fallen_back.output
+    assert fallen_back.code == 0 and "step_2.ckpt (step 2) instead" in fallen_back.output, fallen_back.output
     assert read_manifest(tmp_path / "e" / "checkpoints" / "step_6.ckpt")["layout"] == "tp2"
 
 
