@@ -364,7 +364,7 @@ AROUND_TRAINING = (
         "runs/sweep/folder.py",
         "status.status != FINISHED",
         "status.status == RUNNING",
-        ("runs/test_sweep.py::test_finished_jobs_are_not_run_again",),
+        ("runs/test_sweep.py::test_job_that_left_another_status_than_finished_is_run_again",),
     ),
     Fault(
         "failure-of-a-peer-not-recognized",

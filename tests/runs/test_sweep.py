@@ -3,12 +3,14 @@
 import contextlib
 import csv
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,18 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "earlier" / "1" / "count").read_text() == "x\n", "nothing is lost"
     third, _ = run(tmp_path / "s", [*entries, job(tmp_path / "s", 2)])
     assert [outcome.before for outcome in third.outcomes.values()] == [True, True, False]
+
+
+@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("interrupted", 130)])
+def test_job_that_left_another_status_than_finished_is_run_again(status: str, code: int, tmp_path: Path) -> None:
+    """As `lightning-3d train` leaves it: jobs write status.json themselves."""
+    left = json.dumps(asdict(RunStatus(status, code, 1.0, 2.0, 1, "host", "no memory")))
+    script = f"echo x >> count; test -f ../go || {{ echo '{left}' > status.json; exit {code}; }}"
+    first, _ = run(tmp_path / "s", [job(tmp_path / "s", 0, script)])
+    assert statuses(first) == [status]
+    (tmp_path / "s" / "go").touch()
+    again, said = run(tmp_path / "s", [job(tmp_path / "s", 0, script)])
+    assert statuses(again) == ["finished"] and "job 0 did not finish last time and restarts" in said
 
 
 def test_finished_job_of_another_sweep_is_refused_and_kept(tmp_path: Path) -> None:
