@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -37,13 +38,27 @@ def assert_exact(fitted: Fitted, model: nn.Module) -> None:
     assert fitted.losses == pytest.approx(one_process(model), rel=2e-6)
 
 
-@pytest.mark.parametrize("attention", [own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2", pytest.param("tp4", marks=pytest.mark.full)])
+KINDS = [own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys]
+ON_FOUR = [pytest.param(kind, "tp4", marks=pytest.mark.full) for kind in KINDS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("attention", "layout"),
+    [*itertools.product(KINDS, ["tp2", "tp2_pp2"]), *ON_FOUR],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn.Module], layout: str, tmp_path: Path) -> None:
     model = build(attention)
     fitted = fit(model, layout, tmp_path)
     assert_exact(fitted, model)
     assert f"self-check of GPT: passed; {Layout.parse(layout).name} reproduces the whole model" in fitted.printed
+
+
+@pytest.mark.full
+def test_fewer_key_heads_than_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    """Half a key head on each rank cannot be what the module computes."""
+    with pytest.raises(PlanError, match=r"'h.0.attn' \(SharedKeys\)"):
+        fit(build(own_gpt.SharedKeys), "tp4", tmp_path)
 
 
 def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) -> None:
