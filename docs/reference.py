@@ -310,7 +310,7 @@ def hydra_launcher(name: str) -> str:
 
 def recipes() -> str:
     """All recipes with the model, the layout and the cluster."""
-    lines = ["| recipe | model | cluster | layout | data | |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| recipe | model | cluster | layout | data | what it does |", "| --- | --- | --- | --- | --- | --- |"]
     for file in sorted(recipes_folder().glob("*.yaml")):
         chosen = {str(key).removeprefix("override /"): value for entry in read(file)["defaults"] if isinstance(entry, Mapping)
                   for key, value in entry.items()}  # fmt: skip
