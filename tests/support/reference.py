@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_3d.weights.initialize import initialize
 
-STEPS = int(os.environ.get("PARITY_STEPS", "20"))  # fewer in a session without the long sweeps, see conftest.py
+STEPS = int(os.environ.get("PARITY_STEPS", "20"))  # fewer in tests, see conftest.py; zero_table.py has 20
 Step = Callable[[nn.Module, models.Batch], Tensor]
 
 
