@@ -91,7 +91,9 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
             for left in path.parent.glob(f".*.{purpose}"):
                 _clear(left)
     if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).is_file() and any(path.iterdir()):
-        raise CheckpointError(f"{path} is a folder with other contents than a checkpoint. Save to a name inside it, or elsewhere.")
+        raise CheckpointError(
+            f"{path} is a folder that contains something other than a checkpoint. Save to a new name, inside that folder or elsewhere."
+        )
     folder = aside(path, SAVING)
     _delete(folder)
     folder.mkdir(parents=True)
@@ -205,7 +207,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged; use another one.")
     if manifest["version"] > VERSION:
         raise CheckpointError(
-            f"{path} has format version {manifest['version']}; this release reads up to {VERSION}. Upgrade it."
+            f"{path} has format version {manifest['version']}; this release of lightning_3d reads versions up to {VERSION}. Upgrade"
+            " lightning_3d."
         )
     _require_sizes(path, files_of(manifest), "The checkpoint is damaged; use another one.")
     return manifest

@@ -52,11 +52,12 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
     elif described["class"] != own:
         raise CheckpointError(
             f"The checkpoint has the state of {described['class']}, but configure_optimizers returned {own}."
+            f" Return {described['class']}, or load the weights only."
         )
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers returned"
-            f" {len(optimizer.param_groups)}."
+            f" {len(optimizer.param_groups)}. Return the same groups, or load the weights only."
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():

@@ -102,7 +102,10 @@ class TensorFolder:
             found.append((place.relative_path, read))
             filled += common.numel
         if filled != part.numel():
-            raise CheckpointError(f"{self._folder} has {filled} of the {part.numel()} elements of a slice of {name}.")
+            raise CheckpointError(
+                f"{self._folder} is incomplete: it has {filled} of the {part.numel()} elements of a slice of {name}. Use another"
+                " checkpoint."
+            )
         return found
 
     def _near(self, name: str, offset: tuple[int, ...], part: Tensor) -> list[ChunkStorageMetadata]:

@@ -254,9 +254,9 @@ def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices
     if value.ndim == 0 or not spec.is_cut:
         return whole(value)
     raise CheckpointError(
-        f"The optimizer keeps '{key}' of shape {tuple(value.shape)} for '{name}', of which this rank has a shard of"
-        f" shape {spec.local_shape}, so it is unknown which part of the whole that is. Save weights only, or use an"
-        " optimizer such as AdamW."
+        f"The optimizer state '{key}' of '{name}' has the shape {tuple(value.shape)}. This rank's shard of '{name}' has the shape"
+        f" {spec.local_shape}, so the checkpoint cannot tell which part of the whole state this is. Save weights only, or use an"
+        " optimizer whose states have the shape of the parameter, such as AdamW."
     )
 
 
@@ -268,8 +268,11 @@ def _compare(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[in
     ]
     problems = [
         f"{title} {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."
-        for title, names in (("Not in it:", missing), ("Not in the model:", unknown), ("Of another shape:", shapes))
+        for title, names in (("Missing in the checkpoint:", missing), ("Missing in the model:", unknown), ("Different shapes:", shapes))
         if names
     ]
     if problems:
-        raise CheckpointError(f"The checkpoint belongs to another model. {' '.join(problems)}")
+        raise CheckpointError(
+            f"The checkpoint belongs to another model. {' '.join(problems)} Load it into the model that it was saved from, or use another"
+            " checkpoint."
+        )

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """How a run saves and loads checkpoints.
+    """Options for saving and loading checkpoints.
 
     Attributes:
         verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
@@ -79,7 +79,7 @@ class CheckpointOptions:
 
 
 class SaveMode(Enum):
-    """When a save is finished, and what a failure of the storage does."""
+    """Mode of a save: when it is finished, and what a failure of the storage does."""
 
     BACKGROUND = "background"
     """Written while training continues. A failure is a warning, and earlier checkpoints stay."""
@@ -92,7 +92,7 @@ class SaveMode(Enum):
 
 
 class _Raised(Enum):
-    """Which errors of a save are raised; the others become a warning."""
+    """Errors of a save that are raised; all others become a warning."""
 
     ALL = "all"
     ALL_BUT_STORAGE = "all but storage"

@@ -36,7 +36,7 @@ def models_in(root: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Made:
-    """How Transformers builds a parameter from stored tensors.
+    """Recipe of Transformers for building a parameter from stored tensors.
 
     Attributes:
         pattern: pattern that the name of this stored tensor matches.

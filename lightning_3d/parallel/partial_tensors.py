@@ -42,7 +42,7 @@ OF_THE_WHOLE = {
     torch.is_floating_point,
     torch.is_complex,
 }
-"""What a tensor on meta answers in the place of the whole: it has the full shape and the type."""
+"""Attributes that a tensor on meta with the full shape and type answers for the whole tensor."""
 
 OF_THE_PART = {
     *map(
@@ -52,4 +52,4 @@ OF_THE_PART = {
     Tensor.is_inference,
     torch.is_inference,
 }
-"""What the part that is here answers for the whole."""
+"""Attributes that this rank's part answers for the whole tensor."""

@@ -78,7 +78,7 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a parameter is built from stored tensors: by stacking equal ones, then concatenating the stacks.
+    """Recipe for building a parameter from stored tensors, by stacking equal ones, then concatenating the stacks.
 
     Attributes:
         stacked: tensors whose names differ in a number are stacked along a new first dimension, in the order of the numbers.

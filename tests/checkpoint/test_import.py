@@ -220,7 +220,7 @@ def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path, capsys: pytest.Cap
     assert "--groups gives" in capsys.readouterr().err
     assert command([str(source), "--output", str(tmp_path / "other.ckpt"), "--weights-only", "--rename", "layers.=net."]) == 0
     assert "net.0.weight" in load_full_state_dict(tmp_path / "other.ckpt")
-    assert "There is no optimizer state" in capsys.readouterr().out
+    assert "The optimizer state is missing" in capsys.readouterr().out
 
 
 def test_shapes_in_order() -> None:

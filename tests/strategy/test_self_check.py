@@ -81,8 +81,8 @@ def without(entries: dict[str, Any], *names: str) -> dict[str, Any]:
 
 MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
     "wrong name": (own_gpt.Attention, "tp2", {"tp": {**ATTENTION, "h.*.upp": "colwise"}, "pp": PIPELINE}, "h.*.upp|all the names"),
-    "half a pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE}, "shards up but names no 'row"),
-    "other half": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE}, "shards down but names no 'col"),
+    "half a pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE}, "shards up but has no 'row"),
+    "other half": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE}, "shards down but has no 'col"),
     "reversed pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE}, "'h.0'"),
     "missing parameter": (own_gpt.Attention, "pp2", {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")}, "'net.wpe.weight' is in no module"),
     "fixed heads": (own_gpt.FixedHeads, "tp2", PLAN, r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads"),
@@ -180,14 +180,14 @@ class NotingGPT(GPT):
 
 def test_a_value_that_does_not_pass_through_the_stages_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+    with pytest.raises(PlanError, match="right without a pipeline.*pp=1"):
         fit(NotingGPT(), "pp2", tmp_path)
 
 
 def test_a_value_that_one_block_in_the_middle_hands_to_the_next_is_found(tmp_path: Path) -> None:
     model = NotingGPT()
     model.h = nn.ModuleList(Handing(model.notes, index) for index in range(8))
-    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+    with pytest.raises(PlanError, match="right without a pipeline.*pp=1"):
         fit(model, "pp2", tmp_path)
 
 
@@ -210,7 +210,7 @@ class Global(own_gpt.Block):
 def test_a_value_in_a_class_does_not_pass_between_the_stages_of_a_check(tmp_path: Path) -> None:
     model = build()
     model.h = nn.ModuleList(Global(index) for index in range(8))
-    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+    with pytest.raises(PlanError, match="right without a pipeline.*pp=1"):
         fit(model, "pp2", tmp_path)
 
 
@@ -222,7 +222,7 @@ class OnlyInTraining(Noting):
 def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> None:
     model = NotingGPT()
     model.h = nn.ModuleList(OnlyInTraining(model.notes) for _ in range(4))
-    with pytest.raises(PlanError, match="Without a pipeline it is right.*pp=1"):
+    with pytest.raises(PlanError, match="right without a pipeline.*pp=1"):
         fit(model, "pp2", tmp_path)
 
 

@@ -125,9 +125,9 @@ def _whole(value: Later) -> Slices:
 
 def _lost(found: Foreign) -> list[str]:
     """List what is missing in a converted checkpoint, in sentences."""
-    lost = ["Random number generators are not in it: dropout and what samples draw are those of a new run."]
+    lost = ["The states of the random number generators are missing: dropout and random augmentations start as in a new run."]
     if "loops" not in found.trainer:
-        lost.append("The position in the data and Lightning's count of steps are not in it: the fit counts from 0.")
+        lost.append("The position in the data and Lightning's step count are missing: the fit starts counting at 0.")
     if found.groups is None:
-        lost.append("There is no optimizer state: load the weights, training cannot resume from it.")
+        lost.append("The optimizer state is missing: you can load the weights, but training cannot resume.")
     return lost

@@ -53,10 +53,13 @@ def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False)
     """
     folder = find_folder(path)
     if folder is None:
-        raise CheckpointError(f"{path} has no *_model_states.pt of DeepSpeed.")
+        raise CheckpointError(f"{path} has no *_model_states.pt file of DeepSpeed. Give the folder of a DeepSpeed checkpoint.")
     models = [load(file, KNOWN, plain_only=plain_only) for file in _of_ranks(folder, "model_states.pt")]
     if any(folder.glob("layer_*")) or any(folder.glob("*mp_rank_01_*")) or any(folder.glob("*expert_*")):
-        raise CheckpointError(f"{folder} has shards of pipeline stages, tensor-parallel ranks or experts; only ZeRO's are converted.")
+        raise CheckpointError(
+            f"{folder} has shards of pipeline stages, tensor-parallel ranks or experts, but only ZeRO shards can be converted. First merge"
+            " the others with the tools of the program that wrote them."
+        )
     files = _of_ranks(folder, "optim_states.pt")
     first = models[0]
     if not files:
@@ -130,7 +133,10 @@ class _Flattened:
                 found.weights[name] = Later.of(value)
         missing = [name for name in self._module if name not in found.weights and name not in found.aliases]
         if missing:
-            raise CheckpointError(f"{self._folder} has no values for {listed(missing[:3])}: they were left out when it was saved.")
+            raise CheckpointError(
+                f"{self._folder} has no values for {listed(missing[:3])}: DeepSpeed left them out of the checkpoint, probably because they"
+                " were frozen. Save it again with all parameters."
+            )
         order = {name: place for place, name in enumerate(self._module)}
         found.weights = dict(sorted(found.weights.items(), key=lambda item: order.get(item[0], len(order))))
         return found
@@ -152,7 +158,10 @@ class _Flattened:
         """Hyper parameters with names. With stage 3 a group of the optimizer has several sub-groups."""
         base = self._base[0]
         if isinstance(base, list):
-            raise CheckpointError(f"{self._folder} was saved with elastic_checkpoint, without hyper parameters. Use --weights-only.")
+            raise CheckpointError(
+                f"{self._folder} was saved with elastic_checkpoint, which leaves out the hyperparameters of the optimizer. Use"
+                " --weights-only."
+            )
         groups = []
         for group in base["param_groups"]:
             names = [name for number in group["params"] for name in self._shapes[number]]
@@ -179,7 +188,10 @@ class _Flattened:
             at += ceil(prod(shape) / self._ranks) if self._stage == 3 else prod(shape) + padding
         sizes = [flat[group].numel() for flat in self._master]
         if at > (sizes[0] if self._stage == 3 else sum(sizes)):
-            raise CheckpointError(f"{self._folder} has {sum(sizes)} elements of group {group}, fewer than its parameters have.")
+            raise CheckpointError(
+                f"{self._folder} is damaged or incomplete: parameter group {group} has only {sum(sizes)} elements, fewer than its"
+                " parameters need. Use another checkpoint."
+            )
         return places
 
     def _later(self, start: int, shape: tuple[int, ...], parts: Sequence[Tensor]) -> Later:

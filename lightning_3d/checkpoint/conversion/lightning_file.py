@@ -131,11 +131,17 @@ def _may_be_trained(name: str, tensor: Tensor, weights: Mapping[str, Tensor]) ->
 def _check_given(weights: Mapping[str, Tensor], shapes: Sequence[Sequence[Shape | None]], given: Groups) -> list[list[str]]:
     counts, wanted = [len(group) for group in given], [len(group) for group in shapes]
     if counts != wanted:
-        raise CheckpointError(f"--groups has groups of {counts} names, but the optimizer's groups have {wanted} parameters.")
+        raise CheckpointError(
+            f"--groups lists groups of {counts} names, but the groups of the optimizer have {wanted} parameters. List each parameter of"
+            " each group."
+        )
     for names, group in zip(given, shapes, strict=True):
         for name, shape in zip(names, group, strict=True):
             if name not in weights:
-                raise CheckpointError(f"--groups names {name}, which is not in the checkpoint.")
+                raise CheckpointError(f"--groups names {name}, which is not in the checkpoint. Remove it, or correct the name.")
             if shape not in (None, tuple(weights[name].shape)):
-                raise CheckpointError(f"--groups gives {name} {tuple(weights[name].shape)} a state of shape {shape}.")
+                raise CheckpointError(
+                    f"--groups puts {name} of shape {tuple(weights[name].shape)} at a place where the optimizer has a state of shape"
+                    f" {shape}. List the names in the order of the optimizer."
+                )
     return [list(group) for group in given]

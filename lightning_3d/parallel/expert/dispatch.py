@@ -62,7 +62,7 @@ class DispatchedExperts:
     expert_parallel: ExpertParallel
     experts_of_all: int
     drops: Callable[[], bool] | None = None
-    """Whether a weight of exactly 0 means that the pair was dropped, and is not sent; None: no."""
+    """True if a weight of exactly 0 means that the pair was dropped and is not sent; None means no."""
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ class Explanation:
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
         return (
-            f"{self._what(failure)} Without a pipeline it is right. So some module reads a value of an earlier stage other than the hidden"
-            " states: an embedding, a buffer, or an attribute set by an earlier block. Pass everything on in the hidden states, or"
-            " use pp=1. Nothing was trained."
+            f"{self._what(failure)} The result is right without a pipeline. So some module reads a value from an earlier stage that is not"
+            " part of the hidden states: an embedding, a buffer, or an attribute set by an earlier block. Pass such values in the hidden"
+            " states, or use pp=1. Nothing was trained."
         )
 
     def _what(self, failure: Deviation | Exception) -> str:
@@ -86,8 +86,8 @@ class Explanation:
         if tp > 1 and (columns or rows):
             missing, there = ("rowwise", columns) if columns else ("colwise", rows)
             return (
-                f"Likely cause: the plan shards {listed(there)} but names no '{missing}' layer next to it: what a 'colwise' layer splits, a"
-                " 'rowwise' layer must join."
+                f"Likely cause: the plan shards {listed(there)} but has no '{missing}' layer for the same module. Every 'colwise'"
+                " layer needs a 'rowwise' layer after it that sums the parts."
             )
         return "Likely cause: the plan does not say how some layer of that module is split over the ranks."
 

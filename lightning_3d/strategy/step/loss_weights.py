@@ -69,8 +69,8 @@ class TokenMeanLoss:
         shift_labels = _targets(labels, shift_labels, ignore_index).to(logits.device)
         if shift_labels.shape != logits.shape[:-1]:
             raise PlanError(
-                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. Its forward"
-                " must pass its further arguments (shift_labels) on to loss_function."
+                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. The"
+                " forward of the model must pass its keyword arguments, such as shift_labels, on to loss_function."
             )
         tokens = (shift_labels != ignore_index).sum()
         total = token_losses(logits, shift_labels, ignore_index).sum()
