@@ -65,7 +65,7 @@ class Command:
 
         def read(text: str) -> int:
             if not (text.isascii() and text.isdigit()) or int(text) < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1; got {text or 'nothing'}.")
+                raise ConfigError(f"{name} must be a whole number of at least 1; got {text or 'an empty string'}.")
             return int(text)
 
         self.option(name, "N", meaning, type=read, default=default)
@@ -152,7 +152,7 @@ class Command:
         return f"See lightning-3d {self.name} --help."
 
     def help(self) -> str:
-        """The text of `--help`, in one layout for all commands."""
+        """Return the text of `--help`, in the same layout for all commands."""
         usage = " ".join(["lightning-3d", self.name, *(name for name, _ in self._arguments), "[OPTIONS]", self._takes]).rstrip()
         options = [*self._options, (", ".join(_HELP), "show this help and exit")]
         blocks = [f"Usage: {usage}", *(textwrap.fill(part, _WIDTH, break_on_hyphens=False) for part in self._summary.split("\n\n"))]
@@ -165,7 +165,7 @@ class Command:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Words and their meanings in two columns; a long word has a line of its own."""
+    """Format words and their meanings in two columns; a long word gets its own line."""
     lines = []
     for form, meaning in rows:
         words = textwrap.wrap(meaning, _WIDTH - _COLUMN, break_on_hyphens=False) or [""]

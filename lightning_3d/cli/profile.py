@@ -105,7 +105,7 @@ def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
     seq, rows = run.data.get("sequence_length"), run.parallelism.micro_batch_size or 1
     check_sizes(**{"data.sequence_length": seq, "parallelism.micro_batch_size": rows})
     if seq is None:
-        raise ConfigError("data.sequence_length (in tokens) must be given.")
+        raise ConfigError("data.sequence_length (in tokens) must be given, for example data.sequence_length=4096.")
     if run.parallelism.layout == "auto":
         degrees = tuple(tp for tp in (1, 2, 4, 8) if model.heads % tp == 0 and max(model.ffn, model.expert_ffn) % tp == 0)
     else:
