@@ -70,7 +70,10 @@ def option_rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield listed(names), list(defaults)
 
 
-_ONE_RUN = "lightning-3d launch starts one run, so it has no option -m. To run a sweep on SLURM: lightning-3d train -m hydra/launcher=slurm ..."
+_ONE_RUN = (
+    "lightning-3d launch starts one run, so it has no option -m."
+    " To run a sweep on SLURM, use lightning-3d train -m hydra/launcher=slurm ..."
+)
 _SHOW = "lightning-3d launch does not show the configuration. Use lightning-3d train --cfg job, or lightning-3d train --info."
 COMMAND = Command(
     "launch",

@@ -36,8 +36,8 @@ def require_here(machine: Machine, cluster: ClusterConfig) -> None:
         here, kind = f"{there} GPU{'s' * (there > 1)}" if there else "no GPU", cluster.name.partition("_")[0]
         raise ConfigError(
             f"--validate runs layouts on this machine, which has {here}, but the plan is for {machine.gpus} GPUs ({cluster.name})."
-            f" Validate on one node of that kind with cluster={kind}_1x{max(1, there)}, or here with cluster=local_cpu and a profile of this"
-            " machine."
+            f" Validate on one node of that kind with cluster={kind}_1x{max(1, there)}, or here with cluster=local_cpu and a profile of"
+            " this machine."
         )
     if machine.nodes > 1:
         raise ConfigError(
