@@ -85,8 +85,10 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run. `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's; loggers and
-    callbacks have a `_target_`.
+    """Configuration of a whole run.
+
+    `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's. Loggers and callbacks have a
+    `_target_`.
     """
 
     model: dict[str, Any] = field(default_factory=dict)

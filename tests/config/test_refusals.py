@@ -80,7 +80,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "moe_dense": (["parallelism.moe_aux_loss=0.1"], ["moe_aux_loss", "dense"]),
     "moe_bias": (
         ["model=mixtral_tiny", "parallelism.moe_bias_update=0.01"],
-        ["those of mixtral have none", "Use parallelism.moe_aux_loss"],
+        ["The routers of mixtral have none", "Use parallelism.moe_aux_loss"],
     ),
     "moe_capacity": (["model=mixtral_tiny", "parallelism.moe_capacity_factor=-1"], ["=-1 would drop every token", "Use 1 or more"]),
     "moe_negative": (["model=mixtral_tiny", "parallelism.moe_z_loss=-1"], ["moe_z_loss", "at least 0"]),
@@ -127,7 +127,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f28_resume": (["trainer.resume=runs/1/step_9.ckpt"], ["no checkpoint runs/1/step_9.ckpt"]),
     "start_method": (["trainer.start_method=vfork"], ["auto, fork or spawn"]),
     "precision_that_is_none": (["precision.name=fp9"], ['no precision "fp9"', "fp32"]),
-    "callback_without_class": (["+callbacks.mine.every=3"], ["callbacks.mine has no _target_"]),
+    "callback_without_class": (["+callbacks.mine.every=3"], ["callbacks.mine must have a _target_"]),
     "data_without_path": (["data=tokens"], ["data.train_path must be given"]),
     "cluster_size": (["cluster=a100_32x8"], ["8 ranks", "256 GPUs", "Layouts for 256 ranks"]),
     "cluster_numbers": (["cluster=h100_0x8"], ["cluster.nodes must be at least 1; got 0"]),
@@ -137,7 +137,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["recipe=llama3_70b_256xa100", "data.train_path=corpus.bin"],
         ["32 nodes", "torchrun --nnodes 32 --nproc-per-node 8"],
     ),
-    "no_gpus": (["cluster.accelerator=gpu"], ["8 ranks on this machine need as many GPUs", "it has 0", "cluster=local_cpu"]),
+    "no_gpus": (["cluster.accelerator=gpu"], ["8 ranks on this machine need 8 GPUs", "it has 0", "cluster=local_cpu"]),
     "run_folder": (["hydra.run.dir=/proc/runs/1"], ["Cannot create the run folder /proc/runs/1"]),
     "command": ([], ['no command "trian"', 'Did you mean "train"']),
 }
