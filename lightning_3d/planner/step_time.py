@@ -16,7 +16,7 @@ from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
-"""How sharply a maximum of two rates is taken where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
+"""Exponent of the smooth maximum of two rates where host and GPU wait for each other: (a^6 + b^6)^(1/6)."""
 
 _HIDDEN = 0.8
 """Share of a pass that communication can hide behind."""

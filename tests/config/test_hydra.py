@@ -260,7 +260,7 @@ def test_the_strategy_may_be_a_class_of_the_user() -> None:
         return make_strategy({"parallelism": {**parallelism, **changes}, "precision": {"name": "fp32"}, "trainer": {}, "seed": 7})
 
     assert type(strategy(layout="dp2")) is Mine
-    with pytest.raises(ConfigError, match="parallelism._target_ is torch.nn.Identity, which is not a Lightning3DStrategy"):
+    with pytest.raises(ConfigError, match="parallelism._target_ must be Lightning3DStrategy .*; got torch.nn.Identity"):
         strategy(_target_="torch.nn.Identity")
     with pytest.raises(ConfigError, match=r"Cannot create parallelism \(nowhere.Strategy\)"):
         strategy(_target_="nowhere.Strategy")

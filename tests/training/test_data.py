@@ -269,7 +269,7 @@ def test_f23_a_data_set_shorter_than_one_global_batch_is_refused() -> None:
     data = Counting(train_tokens=56)
     with pytest.raises(
         DataError,
-        match="56 tokens .* 7 samples of 8, fewer than one global batch of 8. Use a global batch of at most 7",
+        match="56 tokens .* 7 samples of 8 tokens, fewer than one global batch of 8. Use a global batch of at most 7",
     ):
         data.setup("fit")
 
@@ -278,7 +278,7 @@ def test_f23_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py file under"):
         stdlib_of(tmp_path).setup("fit")
     write_tokens(tmp_path / "empty.bin", np.empty(0, dtype=np.uint16), vocab_size=4)
-    with pytest.raises(DataError, match="0 samples of 16, fewer than one global batch of 4. Use more data"):
+    with pytest.raises(DataError, match="0 samples of 16 tokens, fewer than one global batch of 4. Use more data"):
         TokenFiles(train_path=tmp_path / "empty.bin", sequence_length=16, global_batch_size=4).setup("fit")
 
 
@@ -317,16 +317,16 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
         ({"bytes": -1}, "199 bytes, which is 99 tokens and 1 bytes of uint16, but corpus.json says 100 tokens"),
         ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.; it is truncated"),
         ({"tokens": 90}, "corpus.json says 90 tokens"),
-        ({"dtype": "uint32"}, "its size fits uint16: correct dtype"),
+        ({"dtype": "uint32"}, "Its size fits uint16: correct dtype"),
         ({"dtype": "int64"}, "dtype in .* must be uint16 or uint32; got 'int64'"),
         ({"tokens": "many"}, "tokens in .*; got 'many'"),
         ({"tokens": -1}, "tokens in .*; got -1"),
         ({"vocab_size": None}, "vocab_size in .*; got None"),
-        ({"document_separator": 50}, "document_separator in .* is 50, which is outside its vocab_size of 50"),
+        ({"document_separator": 50}, "document_separator in .* must be less than its vocab_size of 50; got 50"),
         ({"tokens": ...}, "lacks tokens"),
         ({"token": 3}, "has the unknown entry token"),
         ({"text": "{"}, "cannot be read as JSON"),
-        ({"text": "[1]"}, "holds list, not a JSON object"),
+        ({"text": "[1]"}, "must hold a JSON object .*; got a list"),
         ({"text": None}, r"has no corpus\.json next to it"),
     ],
     ids=str,
@@ -537,11 +537,11 @@ def test_a_data_module_by_name(sources: Path) -> None:
     [
         (
             {"name": "token"},
-            "data.name is 'token'; it must be python_stdlib, tokens, huggingface or instructions. Did you mean \"tokens\"",
+            "data.name must be python_stdlib, tokens, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
         ),
         ({"name": "tokens", "train_path": "???", "sequence_length": 8}, "data=tokens needs data.train_path"),
         ({"name": "tokens", "sequence_lenght": 8}, "no option 'sequence_lenght'.* Did you mean \"sequence_length\""),
-        ({"name": "python_stdlib", "sequence_length": 8, "global_batch_size": 8}, "data.global_batch_size is 8, but"),
+        ({"name": "python_stdlib", "sequence_length": 8, "global_batch_size": 8}, "data.global_batch_size=8 contradicts"),
         ({"name": "python_stdlib", "sequence_length": 1}, "data.sequence_length must be at least 2.*got 1"),
         ({"name": "python_stdlib", "sequence_length": 8, "val_fraction": 1.5}, "data.val_fraction must be .*; got 1.5"),
         ({"name": "python_stdlib", "sequence_length": 8, "val_sequences": 0}, "data.val_sequences must be .*; got 0"),
