@@ -1,4 +1,4 @@
-"""The last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to resume. Imports no torch."""
+"""Last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to resume. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: it holds the files of one run, and nothing of a run that was refused."""
+"""Folder of a run: it holds the files of one run, and nothing of a run that was refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ LOGS = "logs"
 WANDB_FILE = "wandb_run.json"
 """File with the id, name, group, project and url of the run at Weights & Biases."""
 SAME = ("model", "data", "optimizer", "seed")
-"""Groups that are equal in all attempts of a run. Layout, machines and length may change: checkpoints belong to the model."""
+"""Groups that must be the same in all attempts of a run. Layout, machines and length may change, because checkpoints do not depend on
+them.
+"""
 
 _CHECKPOINTS, _LOCK, _PROBE = "checkpoints", ".lock", ".room"
 _START_BYTES = 2**18
@@ -49,7 +51,7 @@ class RunFolder:
 
     @classmethod
     def claim(cls, path: Path, *, numbered: bool, option: str = "hydra.run.dir") -> RunFolder:
-        """Make a folder this run's own. Of several processes that try at once, one succeeds.
+        """Claim a folder for this run. If several processes try at once, one succeeds.
 
         Args:
             path: the folder.
@@ -125,8 +127,8 @@ class RunFolder:
         differ = [group for group in SAME if group in earlier and group in config and earlier[group] != config[group]]
         if differ:
             raise ConfigError(
-                f"{path} holds the files of another run: its {listed(differ)} {'differs' if len(differ) == 1 else 'differ'}, so this run"
-                " cannot resume there (trainer.auto_resume). Set hydra.run.dir to a new folder."
+                f"{path} holds a run with another {listed(differ)}, so this run cannot resume there. Set hydra.run.dir to a new folder, or"
+                " restore the configuration of that run."
             )
         _hold(path)
         try:
@@ -137,7 +139,7 @@ class RunFolder:
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
-        """Take a folder that was prepared for this run: it holds only the configuration. Of several processes that try, one succeeds.
+        """Take a folder that was prepared for this run and holds only the configuration. If several processes try, one succeeds.
 
         Raises:
             ConfigError: a run took it before, or it cannot be written.
@@ -239,7 +241,7 @@ def _at_urls(path: Path) -> list[RemotePath]:
 
 
 def read_wandb_file(path: Path) -> dict[str, str | None]:
-    """Read the names of a run at Weights & Biases; empty if it is not there."""
+    """Read the names of a run at Weights & Biases; empty if it has none."""
     try:
         names = json.loads((path / WANDB_FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -299,12 +301,12 @@ def _taken(path: Path, option: str) -> str:
     new = f"Set {option} to a new folder.{again}"
     if works is None and holder is not None:
         return (
-            f"{path} holds the files of another run. It was in progress on another host ({holder.describe()}), and this host cannot see"
-            f" whether it still is: check there first. Set {option} to another folder."
+            f"{path} holds the files of another run, which was in progress on another host ({holder.describe()}). Check there whether it"
+            f" has ended, or set {option} to another folder."
         )
     if holder is not None and (status is None or status.status == RUNNING):
         return (
-            f"{path} holds the files of another run, which ended without recording why: its process is gone ({holder.describe()}). {new}"
+            f"{path} holds the files of another run, whose process ended without recording why ({holder.describe()}). {new}"
         )
     if status is None or status.ended is None:
         return f"{path} holds the files of another run. {new}"

@@ -206,7 +206,7 @@ def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.Monke
     fewer = planned("parallelism=dp8")
     assert fewer.accelerator == "cpu" and fewer.warnings == ("This machine has 4 GPUs for 8 ranks, so the run uses the CPU.",)
     assert planned("parallelism=tp4", "cluster=local_cpu").accelerator == "cpu"
-    with pytest.raises(LayoutError, match="Layouts for 4: "):
+    with pytest.raises(LayoutError, match="Layouts for 4 GPUs: "):
         planned("parallelism=dp8", "cluster.accelerator=gpu")
     two_nodes = OutsideRank(rank=0, local_rank=0, world_size=8, local_world_size=4, launcher="torchrun")
     assert plan_run(composed("parallelism=dp8", "cluster.accelerator=gpu"), two_nodes).accelerator == "gpu"
@@ -320,7 +320,7 @@ def test_files_of_a_user(tmp_path: Path) -> None:
         "recipe=local": "the first line of its file must be  # @package _global_",
         "-cn nothing": 'There is no configuration "nothing".',
         "-cp nothing": "--config-path must be an absolute path",
-        "recipe=null": "Remove a group with ~GROUP",
+        "recipe=null": "To remove a group, use ~GROUP",
     }
     answers = run_commands([["train", "-cd", str(tmp_path), *line.split(), "trainer.dry=true"] for line in lines])
     for (line, said), answer in zip(lines.items(), answers, strict=True):

@@ -42,7 +42,7 @@ def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster=local"], r"cluster local does not say how many nodes .*cluster=h100_1x8"),
+        (["cluster=local"], r"size of the cluster local is unknown.*cluster=h100_1x8"),
         ([*CPU, "cluster.nodes=3"], r"4 ranks, which 3 nodes cannot share .*1, 2 or 4"),
         (["cluster=h100_2x8"], r"8 ranks, but the cluster h100_2x8 has 16 GPUs .*Layouts for 16 ranks"),
         ([LARGE[0]], r"^data.train_path must be given"),
@@ -229,9 +229,9 @@ def test_other_options_of_pods(large: Target) -> None:
     [
         (KubernetesOptions(volumes={"runs": "/mnt"}), "launch.image must be given"),
         (KubernetesOptions(image="x"), "would be inside the pod .*launch.volumes"),
-        (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "launch.volumes must be at most 63 .* got 'Runs'"),
+        (KubernetesOptions(image="x", volumes={"Runs": "/mnt"}), "launch.volumes must have at most 63 .* got 'Runs'"),
         (KubernetesOptions(image="x", volumes={"runs": "mnt"}), "must be absolute"),
-        (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "a letter first, such as my-run"),
+        (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="My_Run"), "start with a letter .*, for example my-run"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, name="a" * 60), "at most 47"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, namespace="a.b"), "launch.namespace"),
         (KubernetesOptions(image="x", volumes={"runs": "/mnt"}, shm="64 GB"), "launch.shm"),

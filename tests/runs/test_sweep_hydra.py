@@ -82,7 +82,7 @@ def test_schedule_that_needs_more_micro_batches_is_skipped(results: dict[str, Re
         ("metric of no name", 'hydra.launcher.metric must be loss, val_loss, '),
         ("no number", "hydra.launcher.jobs_at_once must be a whole number; got 'two'."),
         ("one folder", "Set hydra.sweep.subdir to a name that differs between jobs"),
-        ("impossible folder", "Cannot use the sweep folder /dev/null/sweep: Not a directory. Set hydra.sweep.dir."),
+        ("impossible folder", "Cannot use the sweep folder /dev/null/sweep: Not a directory. Set hydra.sweep.dir to another"),
         ("cfg", "Only one of --run, --multirun, --cfg"),
     ],
 )

@@ -87,7 +87,7 @@ def finished_before(job: Job) -> Outcome:
 
 
 def check_metric(name: str) -> None:
-    """Raises ConfigError for a number that no job has."""
+    """Raise ConfigError for a metric that no job has."""
     if name not in METRICS:
         names, near = listed(METRICS, last="or"), did_you_mean(str(name), METRICS)
         raise ConfigError(f'hydra.launcher.metric must be {names}; got "{name}".{near}')

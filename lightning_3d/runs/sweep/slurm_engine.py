@@ -86,7 +86,9 @@ class SlurmEngine:
             raise ConfigError('hydra/launcher=slurm needs the package submitit. Install it: pip install "lightning-3d[slurm]".') from error
         absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
         if resources.executor == "slurm" and absent:
-            raise ConfigError(f"hydra/launcher=slurm needs SLURM on this machine, but {absent[0]} is not installed.")
+            raise ConfigError(
+                f"hydra/launcher=slurm needs SLURM, but {absent[0]} is not installed on this machine. Start the sweep on a SLURM node."
+            )
         self._submitit: Any = submitit
         self._resources = resources
         self._at_once = at_once
@@ -180,7 +182,7 @@ def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
         return None
     status = read_status(job.folder)
     code = status.exit_code if status is not None else None
-    return Ended(job, code or 1, "SLURM ended it: it was cancelled, exceeded its time or memory, or a node failed (see sacct).")
+    return Ended(job, code or 1, "SLURM ended the job: it was cancelled, exceeded its time or memory, or a node failed (see sacct).")
 
 
 def _code_of(task: Any) -> int | None:

@@ -168,7 +168,7 @@ def local_files(place: Path) -> tuple[str, list[str]]:
     known = [path for path in found if path.suffix in _READERS]
     if not known:
         types = ", ".join(_READERS)
-        raise DataError(f"{place} has no file of a known type. Set data.path to a file of one of these types, or a folder of them: {types}.")
+        raise DataError(f"{place} has no file of a known type. Set data.path to a file or folder with one of these types: {types}.")
     readers = [_READERS[path.suffix] for path in known]
     reader = max(sorted(set(readers)), key=readers.count)
     return reader, [str(path) for path in known if _READERS[path.suffix] == reader]
