@@ -126,7 +126,7 @@ class Architecture:
         """
         if spec.shapes is None:
             raise ConfigError(
-                f"The planner does not know the model family '{spec.model_type}'. Known families:"
+                f"The planner does not know the model family '{spec.model_type}'. Use one of the known families:"
                 f" {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)

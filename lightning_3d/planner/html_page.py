@@ -37,7 +37,7 @@ td.layout { white-space: normal; min-width: 210px; } td.layout b { display: bloc
   .figure svg text { font-size: 17px; } }
 """
 
-_PARETO_NOTE = "numbers are the rows above; joined: none is both faster and smaller"
+_PARETO_NOTE = "numbers refer to the rows above; a line joins the layouts that no other layout beats in both speed and memory"
 
 
 def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0) -> str:
@@ -54,7 +54,7 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
     cards = [
         _card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
         _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, reserve)),
-        _card("Where a step's time goes", "of the rank that works most", _bars(found.best)),
+        _card("Where a step's time goes", "on the busiest rank", _bars(found.best)),
         _card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
     ]
     if first.job.layout.pp > 1:
@@ -90,7 +90,7 @@ def _tiles(first: Candidate, machine: Machine) -> str:
 
 
 def _table(found: Found, machine: Machine) -> str:
-    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "loses by")
+    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "slower by")
     number = ' class="number"'
     head = "".join(f"<th{number if 2 <= place <= 7 else ''}>{name}</th>" for place, name in enumerate(names))
     rows = []

@@ -128,7 +128,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ConfigError: no such file, or a damaged one.
     """
-    hint = "Make one with lightning-3d profile."
+    hint = "Write a profile with lightning-3d profile."
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -168,11 +168,11 @@ def _positive(value: Any) -> float:
 
 
 def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> None:
-    """Refuse a profile of other hardware than the cluster's.
+    """Refuse a profile that was measured on other hardware than the cluster's.
 
     Args:
         profile: the profile.
-        gpu: the cluster's name of its GPUs; None where it does not say.
+        gpu: the cluster's name of its GPUs; None if it is unknown.
         accelerator: cpu, gpu or auto.
 
     Raises:
@@ -181,10 +181,10 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
     kind = "gpu" if profile.device == "cuda" else "cpu"
     if accelerator not in ("auto", kind):
         wanted = gpu or accelerator.upper()
-        raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile its machines.")
+        raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile that cluster.")
     types = set(_types(gpu or ""))
     if kind == "gpu" and types and not types & set(_types(profile.name)):
-        raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile its machines.")
+        raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile that cluster.")
 
 
 def _types(name: str) -> list[str]:

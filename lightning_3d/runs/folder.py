@@ -127,8 +127,8 @@ class RunFolder:
         differ = [group for group in SAME if group in earlier and group in config and earlier[group] != config[group]]
         if differ:
             raise ConfigError(
-                f"{path} holds a run with another {listed(differ)}, so this run cannot resume there. Set hydra.run.dir to a new folder, or"
-                " restore the configuration of that run."
+                f"{path} holds a run whose {listed(differ)} {'differs' if len(differ) == 1 else 'differ'} from this run's, so this run"
+                " cannot resume there. Set hydra.run.dir to a new folder."
             )
         _hold(path)
         try:

@@ -25,7 +25,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "no_layout_at_all": (["parallelism=fast"], ['The layout "fast"', "tp2_pp2_dp2"]),
     "repeated_axis": (["parallelism=tp2_pp2_tp4"], ["gives tp twice, as 2 and as 4", 'Did you mean "tp4_pp2"']),
     "several_layouts": (["parallelism=[tp2,pp2]"], ["a run has one", "-m"]),
-    "layout_that_is_a_number": (["parallelism=8"], ["given a number", "parallelism=dp8"]),
+    "layout_that_is_a_number": (["parallelism=8"], ["got a number", "parallelism=dp8"]),
     "f21_zero_degree": (["parallelism=tp0_pp2"], ["degree of tp must be at least 1; got 0"]),
     "f21_negative_degree": (["parallelism=tp-2"], ["degree of tp must be at least 1; got -2"]),
     "f21_absurd_degree": (["parallelism=dp99999999"], ["99999999", "at most 1048576"]),
@@ -52,7 +52,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f12_sequence": (["parallelism=cp2", "data.sequence_length=30"], ["cp 2", "30 tokens", "28 or 32"]),
     "ulysses_heads": (["parallelism=tp2_cp8", "parallelism.cp_kind=ulysses"], ["tp * cp = 16", "8 heads", "cp_kind=ring"]),
     "cp_kind": (["parallelism.cp_kind=rings"], ['got "rings"', 'Did you mean "ring"']),
-    "cp_compiled": (["parallelism=cp2", "parallelism.compile=true"], ["compile=true", "cp is 2"]),
+    "cp_compiled": (["parallelism=cp2", "parallelism.compile=true"], ["compile=true", "the layout has cp 2"]),
     "cp_dropout": (["parallelism=cp2", "model.config.attention_dropout=0.1"], ["attention_dropout=0.1", "Set it to 0"]),
     "cp_positions": (
         ["parallelism=cp2", "++model.config.rope_parameters.rope_type=dynamic"],

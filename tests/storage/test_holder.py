@@ -104,7 +104,7 @@ def test_a_folder_of_a_run_on_another_host(tmp_path: Path) -> None:
     left_by(tmp_path / "run", RUNNING, "node7", 4711)
     assert in_progress(tmp_path / "run") is None
     said = refusal(tmp_path / "run")
-    assert "It was in progress on another host (process 4711 on node7, since " in said
+    assert "which was in progress on another host (process 4711 on node7, since " in said
     assert "Check there whether it has ended, or set" in said
 
 
