@@ -18,7 +18,7 @@ _WIDTH, _COLUMN = 120, 26
 _TAKES_RUN = ("GROUP=NAME, KEY=VALUE", "the run, as in lightning-3d train GROUP=NAME KEY=VALUE; see lightning-3d train --help")
 
 Action = Callable[[argparse.Namespace, list[str]], int]
-"""Does the work of a command: (its options, the overrides of the run) -> exit code."""
+"""Function that does the work of a command: (its options, the overrides of the run) -> exit code."""
 
 
 class Command:
@@ -178,7 +178,7 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing and ending the process."""
+    """Parser that raises instead of printing and ending the process."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -13,7 +13,7 @@ from lightning_3d.tracing.trace import Memory
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward, each storage once.
+    """Counter of the bytes that autograd keeps for the backward, each storage once.
 
     Recomputed and offloaded blocks have hooks of their own, so only their inputs are counted.
 
@@ -66,7 +66,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 class MemoryWatch:
-    """Watches the memory of one rank for a step.
+    """Meter of the memory of one rank during a step.
 
     On a GPU the peak is the allocator's, since the process began; activations are what is not of another category. On a CPU tensors
     are counted: activations are what the backward keeps.

@@ -31,7 +31,7 @@ OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dt
 
 
 class CausalLM(LightningModule):
-    """Trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
+    """LightningModule that trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
 
     The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
     adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token.

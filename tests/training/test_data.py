@@ -258,7 +258,7 @@ def test_a_position_in_another_order_is_refused(change: dict[str, int]) -> None:
 def test_f26_a_resumed_run_without_a_position_is_refused() -> None:
     data = as_rank(Counting(), 1, 0)
     data.trainer.global_step, data.trainer.ckpt_path = 5, "run/step5.ckpt"
-    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but has no position in the data"):
+    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but does not contain the position in the data"):
         first_tokens(data)
 
 
@@ -315,7 +315,7 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
     ("damage", "message"),
     [
         ({"bytes": -1}, "199 bytes, which is 99 tokens and 1 bytes of uint16, but corpus.json says 100 tokens"),
-        ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.; it is truncated"),
+        ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.. It is truncated"),
         ({"tokens": 90}, "corpus.json says 90 tokens"),
         ({"dtype": "uint32"}, "Its size fits uint16: correct dtype"),
         ({"dtype": "int64"}, "dtype in .* must be uint16 or uint32; got 'int64'"),
@@ -483,7 +483,7 @@ def test_only_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
     ("changes", "message"),
     [
         ({"text_column": "txet"}, "no column 'txet'; it has text and number. Did you mean \"text\""),
-        ({"split": "validation"}, "no split 'validation'; it has train and held"),
+        ({"split": "validation"}, "no split 'validation'. Use one of its splits: train, held"),
         ({"path": "./nowhere"}, r"The data set \./nowhere does not exist"),
         ({"tokenizer": "./nowhere"}, r"The tokenizer \./nowhere does not exist"),
         ({"vocab_size": 10}, "Token 10 at position 18 of split 'train'"),

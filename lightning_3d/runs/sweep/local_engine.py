@@ -64,7 +64,7 @@ class Engine(Protocol):
 
 
 class Interrupted(BaseException):
-    """This process received a signal that ends the sweep."""
+    """Exception for a signal that ends the sweep."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -161,7 +161,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Pass a signal on, and kill what does not end in time: after SIGTERM, runs save first. The ranks of a run die with the process that
+    """Forward a signal, and kill what does not end in time: after SIGTERM, runs save first. The ranks of a run die with the process that
     started them."""
     for process in processes:
         _send(process, number)

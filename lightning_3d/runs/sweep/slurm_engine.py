@@ -66,7 +66,7 @@ class SlurmResources(SlurmRequest):
 
 
 class SlurmEngine:
-    """Submits jobs and waits for them.
+    """Engine that submits jobs and waits for them.
 
     Args:
         resources: resources that each job asks for.
