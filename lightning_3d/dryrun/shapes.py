@@ -149,7 +149,7 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], found: Found, *, 
         rank: global rank.
         world_size: number of ranks.
         pipeline: global ranks of its pipeline.
-        found: facts that they tell each other.
+        found: facts that they send each other.
         gloo: whether to behave as over gloo, on CPUs; otherwise as over NCCL.
 
     Raises:

@@ -168,8 +168,8 @@ def _mixture(job: Job, machine: Machine) -> Part:
     rows = job.tokens * model.top_k
     if layout.ep >= layout.tp:  # tokens of a tensor-parallel group are shared before they are sent
         rows /= layout.tp
-        cut = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
-        part = products(job, machine, cut, rows, local)
+        unsharded = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
+        part = products(job, machine, unsharded, rows, local)
         inner: float = model.expert_ffn * rows / job.tokens
     else:
         part = products(job, machine, model.mlp(model.expert_ffn), rows, local)

@@ -165,8 +165,8 @@ def _pareto(found: Found, machine: Machine, reserve: float) -> str:
     for one in sorted(found.seen, key=lambda one: id(one) in places):
         x, y, place = across(one.memory.total / 1e9), up(tokens_per_second(one)), places.get(id(one))
         look = 'r="9" fill="var(--accent)"' if place else 'r="5" fill="var(--card)" stroke="var(--muted)" stroke-width="2"'
-        told = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gigabytes(one.memory.total)}"
-        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}><title>{escape(told)}</title></circle>')
+        label = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gigabytes(one.memory.total)}"
+        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}><title>{escape(label)}</title></circle>')
         marks += [f'<text class="inside" x="{x:.1f}" y="{y + 4:.1f}">{place}</text>'] if place else []
     marks.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">GB of the fullest rank</text>')
     marks.append('<text x="0" y="12">tokens/s</text>')
@@ -242,8 +242,8 @@ def _timeline(candidate: Candidate, machine: Machine) -> str:
         if stop <= end:
             name, words = seen[kind] = _ACTIONS[kind]
             place = f'x="{left + start * scale:.2f}" y="{top + rank * row + 2}" width="{(stop - start) * scale:.2f}" height="{row - 6}"'
-            told = f"<title>stage {stage}, {words}, micro-batch {index}</title>"
-            marks.append(f'<rect class="{name}" {place} stroke="var(--card)" stroke-width="0.5">{told}</rect>')
+            label = f"<title>stage {stage}, {words}, micro-batch {index}</title>"
+            marks.append(f'<rect class="{name}" {place} stroke="var(--card)" stroke-width="0.5">{label}</rect>')
     part = f"the first {end:.3g} of {timeline.seconds:.3g} s" if end < timeline.seconds * 0.99 else "all of a step"
     legend = [(words, name) for name, words in (seen[kind] for kind in _ACTIONS if kind in seen)]
     content = _legend([*legend, ("bubble", "idle")]) + _svg(width, top + ranks * row + 6, marks, least=900)

@@ -246,13 +246,13 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
     largest = max(profile.of("model"), key=lambda one: one["tokens"])
     kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
-    by_block, beside = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
+    by_block, fixed = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
     footprint = replace(stack.footprint, saved=0.0)
     job = _job(profile, largest, replace(stack, footprint=footprint))
     footprint = replace(
         footprint,
         saved=max(0.0, by_block - block_activations(job)) / job.tokens / job.model.hidden,
-        logit=beside / (job.tokens * job.model.vocab),
+        logit=fixed / (job.tokens * job.model.vocab),
         context=profile.context,
     )
     measured = replace(
@@ -263,7 +263,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     )
     if profile.device == "cuda":
         return measured
-    # On a CPU nothing runs beside the cores' own work, and what is counted is what tensors hold.
+    # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are counted.
     return replace(measured, overlap=Overlap(False, False, False), footprint=replace(footprint, allocator=1.0))
 
 

@@ -83,7 +83,7 @@ class MemoryWatch:
         self._saved = SavedTensors(_storages(_tensors_of(module))) if hooks and device.type != "cuda" else None
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Context for the forward and backward of a batch."""
+        """Return a context for the forward and backward of a batch."""
         return self._saved if self._saved is not None else nullcontext()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:

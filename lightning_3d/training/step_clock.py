@@ -45,7 +45,7 @@ class StepNumbers:
 
 
 class StepClock:
-    """Callback that measures optimizer steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
+    """Clock that measures optimizer steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
     Lightning. A step may have several batches (`accumulate_grad_batches`).
     """
 

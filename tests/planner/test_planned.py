@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pyte
         ({**CONFIG, "model_type": "abacus"}, {}, "does not know the model family 'abacus'"),
         (CONFIG, {"cluster": "h100_0x8"}, "cluster.nodes"),
         (CONFIG, {"cluster": "abacus_1x8"}, "abacus"),
-        (CONFIG, {"cluster": "local"}, "needs to know the GPUs of the cluster"),
+        (CONFIG, {"cluster": "local"}, "because its GPUs are unknown"),
         (CONFIG, {"global_batch_size": 0}, "global_batch_size"),
         (CONFIG, {"precision": "bf17"}, "bf17"),
     ],
