@@ -361,7 +361,7 @@ def test_a_held_out_split_shorter_than_a_sample_is_refused(tmp_path: Path) -> No
         train_path=tmp_path / "train.bin", val_path=tmp_path / "val.bin", sequence_length=8, global_batch_size=2
     )
     with pytest.raises(
-        DataError, match="has 5 tokens, fewer than one sample of 8. Use a data.sequence_length of at most 5"
+        DataError, match="has 5 tokens, fewer than one sample of 8 tokens. Use a data.sequence_length of at most 5"
     ):
         data.setup("fit")
 

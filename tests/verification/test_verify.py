@@ -153,7 +153,7 @@ def test_batches_that_ranks_cannot_share_are_refused() -> None:
     short, rows = own_batches(1)[0], torch.zeros(6, 2)
     for batches, words in (
         ([], "one global batch for each step"),
-        ([(rows, rows[:4])], "those of batch 0 have 4 and 6 rows"),
+        ([(rows, rows[:4])], "batch 0 has tensors with 4 and 6 rows"),
         ([rows, {"x": rows[:3]}], "divisible by dp=2; batch 1 has tensors with 3 rows"),
         ([{"x": "no tensor"}], "batch 0 has no tensors"),
     ):
