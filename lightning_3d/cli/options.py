@@ -27,7 +27,7 @@ class Command:
     Args:
         name: the word after `lightning-3d`.
         summary: what the command does, for `--help`.
-        takes: placeholders after the options in the usage line: OVERRIDES, or nothing where the command takes no run.
+        takes: placeholders after the options in the usage line: OVERRIDES, or nothing if the command takes no run.
         examples: command lines, each after `lightning-3d NAME`.
         hints: what to say about options that the command does not have.
     """

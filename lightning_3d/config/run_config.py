@@ -113,7 +113,7 @@ class CompleteRun(RunConfig):
 
     Attributes:
         spec: sizes of the model.
-        lora: adapters that are trained instead of the weights; `lora.r` is None where all weights are trained.
+        lora: adapters that are trained instead of the weights; `lora.r` is None if all weights are trained.
     """
 
     spec: ModelSpec

@@ -57,7 +57,7 @@ def profile_of(path: str) -> Profile:
 
 
 def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | None:
-    """Convert a cluster to a machine; None where neither it nor a profile states the rates of its GPUs.
+    """Convert a cluster to a machine; None if neither it nor a profile states the rates of its GPUs.
 
     Raises:
         ConfigError: a profile that cannot be read, or that was measured on other hardware.
@@ -82,7 +82,7 @@ def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | 
 
 
 def _stated(cluster: ClusterConfig) -> Machine | None:
-    """Convert the rates that the cluster states; None where it does not state those of its GPUs."""
+    """Convert the rates that the cluster states; None if it does not state those of its GPUs."""
     rates = cluster.peak_flops
     known = (cluster.gpus_per_node, cluster.memory, cluster.memory_bandwidth, rates.bf16, cluster.intra_node.bandwidth)
     if any(value is None for value in known) or (cluster.nodes > 1 and cluster.inter_node.bandwidth is None):
@@ -292,7 +292,7 @@ def _without_reserve(tight: Sequence[Candidate], machine: Machine, reserve: floa
 
 
 def _room(machine: Machine, reserve: float) -> Callable[[Job], float | None]:
-    """Return a function from a job to the bytes that it needs; None where they use the reserve."""
+    """Return a function from a job to the bytes that it needs; None if they use the reserve."""
     return lambda one: total if (total := memory_of(one).total) <= (1 - reserve) * machine.memory else None
 
 
@@ -316,11 +316,11 @@ def _too_large(job: Job, memory: Memory, machine: Machine, reserve: float) -> st
 
 
 def _nearest(job: Job, fits: Callable[[Job], float | None]) -> str | None:
-    """Find keys of `parallelism` that make the same layout fit, fewest changes first; None where there are none.
+    """Find keys of `parallelism` that make the same layout fit, fewest changes first; None if there are none.
 
     Args:
         job: the job that does not fit.
-        fits: function from a job to the bytes that it needs, or None where it does not fit.
+        fits: function from a job to the bytes that it needs, or None if it does not fit.
     """
     levels = RECOMPUTE[RECOMPUTE.index(job.recompute) :]
     tries = [replace(job, zero=zero, recompute=recompute) for recompute in levels for zero in range(job.zero, 4)]

@@ -110,7 +110,7 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
 def _attention(job: Job, machine: Machine) -> Part:
     """Predict scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
     (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
-    of 16-bit scores, of which no half is saved (arXiv:2205.05198, section 4)."""
+    of 16-bit scores. A causal mask saves nothing there (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
     width = model.query_width / layout.tp
     context = model.context(job.seq)

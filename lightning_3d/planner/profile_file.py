@@ -109,7 +109,7 @@ class Profile:
         return 1 / slope if slope else self.products[0]
 
     def link(self, placement: str) -> tuple[float, float] | None:
-        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes; None where none was measured."""
+        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes; None if none was measured."""
         found = [one for one in self.of("collective") if one["placement"] == placement]
         if not found:
             return None
@@ -197,7 +197,7 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
 
     Args:
         profile: the measurements.
-        stated: cluster with known vendors' rates, of which the measurements become shares. None: only the measurements are known.
+        stated: cluster with known vendors' rates; the measurements become shares of these rates. None: only the measurements are known.
         nodes: number of nodes where `stated` is None.
     """
     rate, kernel = profile.products
@@ -313,7 +313,7 @@ def _fit(
 
 
 def _solve(table: Sequence[tuple[Sequence[float], float]]) -> list[float] | None:
-    """Solve least squares of one or two unknowns by their normal equations; None where the rows do not determine them."""
+    """Solve least squares of one or two unknowns by their normal equations; None if the rows do not determine them."""
     if len(table[0][0]) == 1:
         square = sum(row[0] ** 2 for row, _ in table)
         return [sum(row[0] * rest for row, rest in table) / square] if square else None

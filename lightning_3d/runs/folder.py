@@ -41,7 +41,7 @@ class RunFolder:
         path: absolute.
         created: folders that were created for it, outermost first; `path` is one of them unless it existed.
         before: names that were in it before this run.
-        resume: checkpoint of an earlier attempt of this run, to resume; None where there is none.
+        resume: checkpoint of an earlier attempt of this run, to resume; None if there is none.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class RunFolder:
 
         Args:
             path: the folder.
-            numbered: where another run has it, take the first of path_1, path_2, ... that is free.
+            numbered: if another run has it, take the first of path_1, path_2, ... that is free.
             option: option that names another folder, for messages.
 
         Raises:
@@ -94,13 +94,13 @@ class RunFolder:
 
     @classmethod
     def take(cls, path: Path, config: Mapping[str, Any], claim: Callable[[], RunFolder], earlier: Path | None = None) -> RunFolder:
-        """Take the folder of an earlier attempt of this run where there is one, else a new one.
+        """Take the folder of an earlier attempt of this run if there is one, or else a new one.
 
         Args:
             path: the folder.
             config: the configuration; with `trainer.auto_resume`, and in a job that SLURM restarted, `path` holds an earlier attempt.
             claim: takes a new folder.
-            earlier: folder of the previous attempt, where the launcher remembers it.
+            earlier: folder of the previous attempt, if the launcher remembers it.
         """
         again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if again and (path / CONFIG_FILE).exists():
@@ -264,13 +264,13 @@ def _hold(path: Path) -> None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the process that works, or worked last, in a run folder; None where it is not known."""
+    """Return the process that works, or worked last, in a run folder; None if it is not known."""
     holder, status = Holder.read(path / _LOCK), read_status(path)
     return holder or (Holder(status.pid, status.host, since=status.started) if status is not None else None)
 
 
 def in_progress(path: Path) -> bool | None:
-    """Check whether a run is in progress in a folder; None where this host cannot see it."""
+    """Check whether a run is in progress in a folder; None if this host cannot see it."""
     holder, status = holder_of(path), read_status(path)
     said = status is None or status.status == RUNNING
     if holder is None:

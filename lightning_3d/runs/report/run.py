@@ -89,7 +89,7 @@ def write_report(folder: Path, about: About | None = None, *, reason: str = "") 
     Args:
         folder: run folder.
         about: facts about the run; None: read from `config.yaml`.
-        reason: message of the failure, where the caller knows it.
+        reason: message of the failure, if the caller knows it.
 
     Raises:
         ConfigError: the folder does not hold a run, or cannot be written.

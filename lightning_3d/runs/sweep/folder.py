@@ -124,7 +124,7 @@ def prepare(sweep: Path, job: Job) -> Path | None:
     (`trainer.auto_resume`).
 
     Returns:
-        The place to which they were moved; None where there were none.
+        The place to which they were moved; None if there were none.
 
     Raises:
         ConfigError: the folder cannot be created.

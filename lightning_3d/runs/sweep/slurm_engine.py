@@ -186,7 +186,7 @@ def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
 
 
 def _code_of(task: Any) -> int | None:
-    """Read the exit code of a task; None where it left none."""
+    """Read the exit code of a task; None if it left none."""
     from submitit.core.utils import pickle_load
 
     path = Path(task.paths.result_pickle)
