@@ -20,6 +20,9 @@ SMALL = ["model.config.num_hidden_layers=2", "model.config.hidden_size=64", "mod
 
 
 def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     folder = Path("outputs") / f"sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}"
     code = lightning_3d(["train", "-m", *SMALL, *(arguments or SWEPT), f"hydra.sweep.dir={folder}"])
     if code:

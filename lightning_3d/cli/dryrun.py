@@ -1,6 +1,6 @@
 """`lightning-3d dryrun`: run ranks of a job without its hardware, to show what they hold, send and compute.
 
-Takes the arguments of `lightning-3d train` and makes the same checks before torch is imported. Writes only the files that are asked for.
+Takes the arguments of `lightning-3d train` and makes the same checks before torch is imported. Writes only the files that options name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "dryrun",
-    "Run ranks of a job without its hardware: their tensors have shapes but no values, and nothing is sent. Prints what each rank holds,"
-    " sends and computes in a training step, through the strategy and the pipeline schedule of training. Needs neither the GPUs nor the"
-    " data of the job, and writes only the files that you name.",
+    "Run ranks of a job without its hardware: their tensors have shapes but no values, and nothing is communicated. The ranks run the"
+    " strategy and pipeline schedule of training. Prints what each rank holds, sends and computes in a training step. Needs neither the"
+    " GPUs nor the data of the job, and writes only the files that you name.",
     examples=[
         "model=llama3_1_8b cluster=h100_1x8 parallelism=tp4_pp2 data.global_batch_size=64",
         "rank=0,7 --json dryrun.json parallelism=tp2_pp2_dp2",
@@ -41,7 +41,7 @@ COMMAND = Command(
 )
 COMMAND.option("--json", "FILE", "also write everything as JSON", type=output_file("--json"))
 COMMAND.option("--timeline", "FILE.svg", "also draw the timeline of the pipeline as SVG", type=output_file("--timeline"))
-COMMAND.flag("--whole", "run every micro-batch of a step, also those that add nothing new")
+COMMAND.flag("--whole", "run every micro-batch of a step, including those that repeat earlier ones")
 COMMAND.word("rank=N[,N...]", "global ranks to run; default: the first rank of each pipeline stage")
 
 
@@ -92,8 +92,8 @@ def _run(options: Options) -> int:
     ranks = options.ranks or tuple(layout.group_of(0, "pp"))
     if plan.precision == "fp8":
         raise ConfigError(
-            "precision=fp8 has no dry run, because its matrix products do not work on shapes alone. Use precision=bf16: its parameters are"
-            " the same."
+            "precision=fp8 cannot be dry-run, because its matrix products need values, not only shapes. Use precision=bf16, which has the"
+            " same parameters."
         )
     print(plan.describe())
 
@@ -106,7 +106,7 @@ def _run(options: Options) -> int:
     for rank in _last_first(ranks, layout):
         started = time.monotonic()
         reports.append(dry_run(job, rank, found))
-        print(f"rank {rank}: {reports[-1].micro_batches} of {plan.micro_batches} micro-batches run in {time.monotonic() - started:.1f} s")
+        print(f"rank {rank}: ran {reports[-1].micro_batches} of {plan.micro_batches} micro-batches in {time.monotonic() - started:.1f} s")
     reports.sort(key=lambda report: report.rank)
     print(as_text(reports, plan, config))
     bars = timeline_of(job, reports)
@@ -114,7 +114,8 @@ def _run(options: Options) -> int:
         from lightning_3d.dryrun.timeline import as_svg, idle
         from lightning_3d.dryrun.timeline import as_text as draw
 
-        print(f"\nTimeline of a step, with each action as long as its operations; ranks are idle for {idle(bars):.1%} of it\n{draw(bars)}")
+        print(f"\nTimeline of a step (the length of an action is its number of operations); ranks idle {idle(bars):.1%} of the time")
+        print(draw(bars))
         if options.timeline is not None:
             options.timeline.write_text(as_svg(bars, plan.describe()))
     if options.json is not None:
@@ -202,8 +203,8 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     if memory:
         share, one = most.usage.peak_bytes / memory, show_bytes(int(memory))
         lines.append(
-            f"\nRank {most.rank} needs the most: {show_bytes(most.usage.peak_bytes)}, {share:.0%} of the {one} of a GPU."
-            " Libraries and the allocator take more."
+            f"\nRank {most.rank} needs the most memory: {show_bytes(most.usage.peak_bytes)}, {share:.0%} of the {one} of a GPU."
+            " Libraries and the allocator need some on top of that."
         )
     for report in reports:
         lines.append(f"\nRank {report.rank} in a step: {report.usage.flops:.4g} floating-point operations and these collectives:")

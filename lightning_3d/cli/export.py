@@ -26,11 +26,11 @@ COMMAND = Command(
 COMMAND.argument("CHECKPOINT", CHECKPOINT)
 COMMAND.choice("--to", "FORMAT", ["huggingface"], "format of the files", default="huggingface")
 COMMAND.option("--output", "FOLDER", "folder to write, on the local disk; default: CHECKPOINT-huggingface")
-COMMAND.choice("--dtype", "DTYPE", DTYPES, "type of the weights, by default the type in which they were trained")
+COMMAND.choice("--dtype", "DTYPE", DTYPES, "type of the weights; default: the type in which they were trained")
 COMMAND.option("--max-shard-size", "SIZE", "largest size of one file; default: 5GB", default="5GB")
 COMMAND.option("--tokenizer", "FOLDER", "folder of the tokenizer to copy; default: the tokenizer that the run started from")
 COMMAND.flag("--merge", "merge PEFT adapters into the model; default: write the adapters alone")
-COMMAND.option("--module", "NAME", "name of the model, where a checkpoint holds several")
+COMMAND.option("--module", "NAME", "name of the model, if the checkpoint holds several")
 COMMAND.flag("--no-verify", NO_VERIFY)
 
 
@@ -44,7 +44,7 @@ def _export(options: Namespace) -> int:
     tokenizer = Path(options.tokenizer).expanduser() if options.tokenizer else _tokenizer_of_run(path)
     if options.tokenizer and not Path(options.tokenizer).expanduser().is_dir():
         raise ConfigError(
-            f"--tokenizer must be a folder with a tokenizer in the format of Transformers; there is no folder {options.tokenizer}."
+            f"--tokenizer must be a folder with a tokenizer of Transformers; there is no folder {options.tokenizer}."
         )
     default_folder = Path.cwd() if isinstance(path, RemotePath) else path.parent
     output = Path(options.output).expanduser().absolute() if options.output else default_folder / f"{path.name}-huggingface"
@@ -66,7 +66,7 @@ def _export(options: Namespace) -> int:
     )
     words = "with its tokenizer" if found.tokenizer else "without a tokenizer (--tokenizer FOLDER adds one)"
     files = "1 file" if found.files == 1 else f"{found.files} files"
-    what = "adapters of PEFT, " if found.adapters else ""
+    what = "PEFT adapters, " if found.adapters else ""
     print(f"{output}: {what}{found.tensors} tensors, {show_bytes(found.nbytes)} in {files}, {words}")
     return 0
 

@@ -8,8 +8,8 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in
 from lightning_3d.storage.remote_path import Place, RemotePath, place
 
-CHECKPOINT = "a checkpoint, or a run folder, whose newest checkpoint is taken"
-NO_VERIFY = "do not compare the files with their hashes, for which all of them are read"
+CHECKPOINT = "a checkpoint, or a run folder (its newest checkpoint is used)"
+NO_VERIFY = "skip comparing files with their hashes, which reads all of them"
 
 
 def find_checkpoint(name: str) -> Place:
@@ -27,6 +27,6 @@ def find_checkpoint(name: str) -> Place:
     if (path / "config.yaml").is_file() and not (path / MANIFEST).is_file():
         newest = newest_checkpoint(path)
         if newest is None:
-            raise CheckpointError(f"The run folder {path} has no complete checkpoint.")
+            raise CheckpointError(f"The run folder {path} has no complete checkpoint. Name a checkpoint, or a run that has saved one.")
         return place(newest)
     return path

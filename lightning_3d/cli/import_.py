@@ -12,14 +12,14 @@ from lightning_3d.storage.numbers import show_bytes
 
 COMMAND = Command(
     "import",
-    "Convert the checkpoint of another program into one that every layout loads: a checkpoint file of Lightning (one process, DDP, FSDP),"
-    " a sharded folder of its FSDPStrategy, or a folder of DeepSpeed (ZeRO 0 to 3). No code in it is run. Converts the weights, the"
-    " optimizer's state by parameter name, the step, the schedulers and the position in the data.",
+    "Convert a checkpoint of Lightning or DeepSpeed into one that any layout can load. Reads a checkpoint file of Lightning (one process,"
+    " DDP, FSDP), a sharded folder of its FSDPStrategy, or a folder of DeepSpeed (ZeRO 0 to 3). Runs no code that the checkpoint contains."
+    " Converts the weights, the optimizer's state by parameter name, the step, the schedulers and the position in the data.",
     takes="",
     examples=["lightning_logs/version_0/checkpoints/last.ckpt --output imported.ckpt"],
 )
-COMMAND.argument("SOURCE", "the checkpoint of the other program")
-COMMAND.option("--output", "FOLDER", "the new checkpoint, a path or a URL; must be given", required=True)
+COMMAND.argument("SOURCE", "the checkpoint of Lightning or DeepSpeed")
+COMMAND.option("--output", "FOLDER", "path or URL of the new checkpoint; must be given", required=True)
 COMMAND.flag("--weights-only", "leave the optimizer out")
 COMMAND.flag("--plain-only", "leave out entries that would need Python classes, instead of refusing the file")
 COMMAND.option("--groups", "FILE", "JSON file: for each parameter group of the optimizer, a list of the names of its parameters")
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
 def _convert(options: Namespace) -> int:
     old, equals, new = (options.rename or "").partition("=")
     if options.rename is not None and not equals:
-        raise ConfigError(f'--rename must be OLD=NEW; got "{options.rename}".')
+        raise ConfigError(f'--rename must be OLD=NEW, for example "module.="; got "{options.rename}".')
     groups = _read_groups(Path(options.groups)) if options.groups else None
 
     from lightning_3d.checkpoint.conversion import convert
@@ -48,7 +48,7 @@ def _convert(options: Namespace) -> int:
         plain_only=options.plain_only,
     )
     print(f"{options.output}: from {found.kind}, step {found.step}, {found.weights} weights, {found.states} optimizer states,")
-    print(f"  {show_bytes(found.nbytes)}; any layout loads it")
+    print(f"  {show_bytes(found.nbytes)}; any layout can load it")
     for sentence in found.lost:
         print(f"  {sentence}")
     return 0

@@ -1,4 +1,4 @@
-"""`lightning-3d launch KIND`: hand a run to the nodes of its cluster, by torchrun, SLURM or Kubernetes.
+"""`lightning-3d launch KIND`: start a run on the nodes of its cluster with torchrun, SLURM or Kubernetes.
 
 The nodes get the overrides of the command line and compose the same configuration again. Imports no torch.
 """
@@ -39,10 +39,10 @@ class Kind:
 
 KINDS = {
     "torchrun": Kind(
-        "become torchrun on this node; run the same command on every node", TorchrunOptions, torchrun.render, torchrun.submit, Machine.NODES
+        "run torchrun on this node; start the same command on every node", TorchrunOptions, torchrun.render, torchrun.submit, Machine.NODES
     ),
     "slurm": Kind(
-        "submit a job with sbatch, in which srun starts the ranks", SlurmOptions, slurm.render, slurm.submit, Machine.COUNTED_NODES
+        "submit a job with sbatch; srun starts the ranks in it", SlurmOptions, slurm.render, slurm.submit, Machine.COUNTED_NODES
     ),
     "jobset": Kind(
         "create a JobSet on Kubernetes with kubectl",
@@ -70,12 +70,15 @@ def option_rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield listed(names), list(defaults)
 
 
-_ONE_RUN = "a launch starts one run, so it has no option -m. To run a sweep on SLURM: lightning-3d train -m hydra/launcher=slurm ..."
-_SHOW = "a launch does not show the configuration. Use lightning-3d train --cfg job, or lightning-3d train --info."
+_ONE_RUN = (
+    "lightning-3d launch starts one run, so it has no option -m."
+    " To run a sweep on SLURM, use lightning-3d train -m hydra/launcher=slurm ..."
+)
+_SHOW = "lightning-3d launch does not show the configuration. Use lightning-3d train --cfg job, or lightning-3d train --info."
 COMMAND = Command(
     "launch",
-    "Check a configuration as lightning-3d train ... trainer.dry=true does, and hand the run to the nodes of its cluster. The number of"
-    " nodes, GPUs and ranks comes from the cluster (cluster=h100_32x8); everything else is an option launch.KEY=VALUE.",
+    "Check a configuration as lightning-3d train ... trainer.dry=true does, then start the run on the nodes of its cluster. The numbers of"
+    " nodes, GPUs and ranks come from the cluster (cluster=h100_32x8). Set everything else with options launch.KEY=VALUE.",
     takes=f"KIND {OVERRIDES}",
     examples=["slurm --dry model=llama3_1_8b cluster=h100_2x8 parallelism=tp8_dp2 launch.partition=gpu"],
     hints={"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _SHOW, "-c": _SHOW, "--info": _SHOW},
@@ -114,4 +117,4 @@ def _kind(words: list[str]) -> str:
         what = f"got {listed(kinds)}."
     else:
         what = f'got "{kinds[0]}".{did_you_mean(kinds[0], KINDS)}'
-    raise ConfigError(f"A launch needs one KIND, which is {listed(KINDS, last='or')}; {what}")
+    raise ConfigError(f"lightning-3d launch needs one KIND, {listed(KINDS, last='or')}; {what}")

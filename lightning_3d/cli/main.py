@@ -1,6 +1,6 @@
 """The command `lightning-3d`: finds the module of a command and runs it. `python train.py` is the same as `lightning-3d train`.
 
-Exit codes: 0; 2 for what the user can repair; 1 for a failure while running; 128 + n after signal n.
+Exit codes: 0 for success; 2 for what the user can repair; 1 for a failure while running; 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_3d.version import __version__
 
 @dataclass(frozen=True)
 class _Entry:
-    """A command: the module whose `run` does it, what it does, and whether torchrun or SLURM may start it as a rank."""
+    """A command: the module with its `run`, its meaning, and whether torchrun or SLURM may start it as a rank."""
 
     module: str
     meaning: str
@@ -40,11 +40,11 @@ COMMANDS = {
     "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
     "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
     "verify": _Entry("verify", "check that a layout computes what one process computes"),
-    "launch": _Entry("launch", "hand a run to torchrun, SLURM or Kubernetes"),
+    "launch": _Entry("launch", "start a run with torchrun, SLURM or Kubernetes"),
     "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),
     "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
     "inspect": _Entry("inspect", "show what a checkpoint holds, and whether it is complete"),
-    "report": _Entry("report", "make the page that shows a run or a sweep"),
+    "report": _Entry("report", "write the HTML report of a run or a sweep"),
 }
 
 USAGE = f"""\
@@ -101,7 +101,7 @@ def _start(command: Callable[..., int], arguments: list[str]) -> int:
 
 
 def complete(arguments: list[str]) -> int:
-    """Complete a command line with Hydra's shell completion, which does not know commands: it gets the line without the word `train`."""
+    """Complete a command line with Hydra's shell completion. Hydra does not know commands, so it gets the line without the word `train`."""
     if arguments and arguments[0].startswith("query="):
         application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
         command, space, line = line.lstrip().partition(" ")

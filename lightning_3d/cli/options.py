@@ -18,7 +18,7 @@ _WIDTH, _COLUMN = 120, 26
 _TAKES_RUN = ("GROUP=NAME, KEY=VALUE", "the run, as in lightning-3d train GROUP=NAME KEY=VALUE; see lightning-3d train --help")
 
 Action = Callable[[argparse.Namespace, list[str]], int]
-"""Does the work of a command: (its options, the overrides of the run) -> exit code."""
+"""Function that does the work of a command: (its options, the overrides of the run) -> exit code."""
 
 
 class Command:
@@ -27,7 +27,7 @@ class Command:
     Args:
         name: the word after `lightning-3d`.
         summary: what the command does, for `--help`.
-        takes: placeholders after the options in the usage line: OVERRIDES, or nothing where the command takes no run.
+        takes: placeholders after the options in the usage line: OVERRIDES, or nothing if the command takes no run.
         examples: command lines, each after `lightning-3d NAME`.
         hints: what to say about options that the command does not have.
     """
@@ -65,7 +65,7 @@ class Command:
 
         def read(text: str) -> int:
             if not (text.isascii() and text.isdigit()) or int(text) < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1; got {text or 'nothing'}.")
+                raise ConfigError(f"{name} must be a whole number of at least 1; got {text or 'an empty string'}.")
             return int(text)
 
         self.option(name, "N", meaning, type=read, default=default)
@@ -152,7 +152,7 @@ class Command:
         return f"See lightning-3d {self.name} --help."
 
     def help(self) -> str:
-        """The text of `--help`, in one layout for all commands."""
+        """Return the text of `--help`, in the same layout for all commands."""
         usage = " ".join(["lightning-3d", self.name, *(name for name, _ in self._arguments), "[OPTIONS]", self._takes]).rstrip()
         options = [*self._options, (", ".join(_HELP), "show this help and exit")]
         blocks = [f"Usage: {usage}", *(textwrap.fill(part, _WIDTH, break_on_hyphens=False) for part in self._summary.split("\n\n"))]
@@ -165,7 +165,7 @@ class Command:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Words and their meanings in two columns; a long word has a line of its own."""
+    """Format words and their meanings in two columns; a long word gets its own line."""
     lines = []
     for form, meaning in rows:
         words = textwrap.wrap(meaning, _WIDTH - _COLUMN, break_on_hyphens=False) or [""]
@@ -178,7 +178,7 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing and ending the process."""
+    """Parser that raises instead of printing and ending the process."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)

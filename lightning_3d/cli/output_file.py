@@ -10,11 +10,11 @@ from lightning_3d.errors import ConfigError
 
 
 def output_file(option: str) -> Callable[[str], Path]:
-    """The type of an option, for argparse, whose value is a file to write."""
+    """Make the argparse type of an option whose value is a file to write."""
 
     def read(text: str) -> Path:
         if not text:
-            raise ConfigError(f"{option} needs the name of a file.")
+            raise ConfigError(f"{option} needs the name of a file; got an empty string.")
         path = Path(text)
         check_output(path, option)
         return path
@@ -23,7 +23,7 @@ def output_file(option: str) -> Callable[[str], Path]:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written before the work starts whose result it is to hold. Leaves nothing behind.
+    """Refuse a file that cannot be written, before the work starts. Leaves nothing behind.
 
     Raises:
         ConfigError: the path is a folder, its folder does not exist, or the system does not allow writing.
@@ -31,7 +31,7 @@ def check_output(path: Path, option: str) -> None:
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; give the name of a file.")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+        raise ConfigError(f"{option} {path} must be in an existing folder; there is no folder {path.absolute().parent}.")
     try:
         if not path.exists():
             path.open("xb").close()

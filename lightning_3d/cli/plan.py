@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "plan",
-    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and what each loses to the first, and"
-    " writes plan.json and plan.html.\n\n"
+    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and where each loses time to the"
+    " fastest, and writes plan.json and plan.html.\n\n"
     "To compare predictions with measured runs: python -m benchmarks.planner_accuracy FILE.csv, in a checkout.",
     examples=["model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192"],
     hints={"--evaluate": "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"},
 )
 COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
 COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
-COMMAND.count("--steps", "timed steps of each of these runs, after one that warms up; default: 4", default=4)
+COMMAND.count("--steps", "timed steps of each layout with --validate, after one warm-up step; default: 4", default=4)
 COMMAND.word("parallelism.KEY=VALUE", "fix a choice: schedule, micro_batch_size, zero_stage, recompute, sequence_parallel, order")
 COMMAND.word("plan.memory_reserve=SHARE", "share of each GPU's memory that proposals leave free; default: 0.12")
-COMMAND.word("profile=FILE.json", "measurements of lightning-3d profile, used instead of constants")
+COMMAND.word("profile=FILE.json", "measurements that lightning-3d profile wrote, used instead of the planner's constants")
 
 
 def run(arguments: list[str]) -> int:
@@ -40,7 +40,7 @@ def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""
-    return f", the length of data={run.data.get('name')}; the model takes up to data.sequence_length={longest}"
+    return f", the length of data={run.data.get('name')}; the model supports up to data.sequence_length={longest}"
 
 
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
@@ -61,7 +61,10 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     keys.plan.check()
     run = complete_run(keys)
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
-        raise ConfigError("data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given.")
+        raise ConfigError(
+            "data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given, for example"
+            " data.sequence_length=4096 data.global_batch_size=256."
+        )
     machine = machine_of(run.cluster, run.profile)
     if validated and machine is not None:
         require_here(machine, run.cluster)

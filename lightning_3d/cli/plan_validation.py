@@ -33,11 +33,11 @@ def require_here(machine: Machine, cluster: ClusterConfig) -> None:
     """
     there = visible_gpus()
     if cluster.accelerator != "cpu" and there < machine.gpus:
-        here, kind = f"{there} GPUs" if there else "no GPU", cluster.name.partition("_")[0]
+        here, kind = f"{there} GPU{'s' * (there > 1)}" if there else "no GPU", cluster.name.partition("_")[0]
         raise ConfigError(
             f"--validate runs layouts on this machine, which has {here}, but the plan is for {machine.gpus} GPUs ({cluster.name})."
-            f" Validate on one machine of that kind with a cluster of its size, such as cluster={kind}_1x{max(1, there)}. Or validate here"
-            " with cluster=local_cpu and a profile of this machine. On the whole cluster, lightning-3d train runs what a plan prints."
+            f" Validate on one node of that kind with cluster={kind}_1x{max(1, there)}, or here with cluster=local_cpu and a profile of"
+            " this machine."
         )
     if machine.nodes > 1:
         raise ConfigError(
@@ -64,7 +64,7 @@ def validate(overrides: Sequence[str], candidates: Sequence[Candidate], steps: i
     """Run candidates one after the other and print the comparison. Returns 1 if none of them ran."""
     rows, failures = [], []
     for number, one in enumerate(candidates, 1):
-        print(f"runs {number} of {len(candidates)}: {describe(one.job)}", flush=True)
+        print(f"running layout {number} of {len(candidates)}: {describe(one.job)}", flush=True)
         found = measure(overrides, one, steps)
         if found.failure:
             failures.append(f"{one.job.layout.name} failed: {found.failure}")
@@ -103,12 +103,12 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:
         )
         rows = read_rows(Path(folder) / "metrics.csv")
     if done.returncode or not rows:
-        words = (done.stderr.strip() or done.stdout.strip() or "it printed nothing")[-_LAST_WORDS:]
+        words = (done.stderr.strip() or done.stdout.strip() or "no output")[-_LAST_WORDS:]
         return Measured(failure=f"exit code {done.returncode}: {words}")
     timed = column(rows[1:-1], "step_seconds")
     return Measured(statistics.median(timed), next(iter(column(rows[-1:], "memory")), None))
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process, in which the run finds the same packages wherever it is started."""
+    """Return the environment of this process, extended so that the run imports the same packages from any folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "profile",
-    "Measure what operations of a model cost on this machine: matrix products in the shapes of the layout, attention, memory-bound"
-    " operations, the optimizer, collectives of every kind and size within a node and between nodes, and a few of the model's blocks."
-    " Writes a file that lightning-3d plan ... profile=FILE.json and parallelism=auto read instead of the planner's constants.\n\n"
+    "Measure the operations of a model on this machine: matrix products in the shapes of the layout, attention, memory-bound operations,"
+    " the optimizer, and a few of the model's blocks. Also measures collectives of every kind and size, within a node and between nodes."
+    " Writes a file for lightning-3d plan ... profile=FILE.json and parallelism=auto, which then do not use the planner's constants.\n\n"
     "To measure the network between nodes too, start it with torchrun:"
     " torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_3d profile model=llama3_1_8b",
     examples=["model=llama3_1_8b data.sequence_length=4096 parallelism=tp4 parallelism.micro_batch_size=1"],
@@ -105,7 +105,7 @@ def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
     seq, rows = run.data.get("sequence_length"), run.parallelism.micro_batch_size or 1
     check_sizes(**{"data.sequence_length": seq, "parallelism.micro_batch_size": rows})
     if seq is None:
-        raise ConfigError("data.sequence_length (in tokens) must be given.")
+        raise ConfigError("data.sequence_length (in tokens) must be given, for example data.sequence_length=4096.")
     if run.parallelism.layout == "auto":
         degrees = tuple(tp for tp in (1, 2, 4, 8) if model.heads % tp == 0 and max(model.ffn, model.expert_ffn) % tp == 0)
     else:

@@ -11,10 +11,10 @@ from lightning_3d.runs.report.sweep import SWEEP_FILE
 
 COMMAND = Command(
     "report",
-    "Make report.html of a run, or sweep.html of a sweep and the reports of its jobs, from the files in the folder.",
+    "Write report.html for a run, or sweep.html and the reports of all jobs for a sweep, from the files in its folder.",
     takes="",
 )
-COMMAND.argument("FOLDER", "of a run (metrics.csv, config.yaml) or of a sweep (sweep.csv)")
+COMMAND.argument("FOLDER", "folder of a run (metrics.csv, config.yaml) or of a sweep (sweep.csv)")
 
 
 def run(arguments: list[str]) -> int:
@@ -28,7 +28,7 @@ def _run(folder: Path) -> int:
 
 
 def make(folder: Path) -> Path:
-    """Write the report of what is in a folder, and return its path.
+    """Write the report of the run or sweep in a folder, and return its path.
 
     Raises:
         ConfigError: the folder does not exist, or holds neither a run nor a sweep.

@@ -1,7 +1,7 @@
 """`lightning-3d run CONFIG.yaml`: train from a complete configuration, such as the one that every run leaves in its folder.
 
-Nothing is composed. A configuration file in the run folder that it names starts that run, once: sweeps write it there. To repeat a run,
-name a new folder. torch is imported after all checks.
+No Hydra groups are composed. A sweep prepares the run folder of each job with a `config.yaml`; that file runs in this very folder, but only
+once. To repeat a run, name a new folder. torch is imported after all checks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_3d.training.job import find_place, run_job, show_plan
 
 COMMAND = Command(
     "run",
-    "Train from a complete configuration, such as the config.yaml that every run leaves in its folder. Nothing is composed.",
+    "Train from a complete configuration, such as the config.yaml that every run leaves in its folder. Hydra composes nothing.",
     takes="",
     examples=["outputs/run/config.yaml --folder outputs/again", "outputs/run/config.yaml --resume"],
 )
-COMMAND.argument("CONFIG.yaml", "the configuration. A file in the run folder that it names starts that run, once: sweeps do so")
+COMMAND.argument("CONFIG.yaml", "the configuration file. The one in a folder that a sweep prepared runs in that folder, but only once")
 COMMAND.option("--folder", "NEW", "use another run folder than the one in the configuration")
 COMMAND.option(
-    "--resume", "CHECKPOINT", "resume in the same run folder, from its newest checkpoint or from the one given", nargs="?", const=""
+    "--resume", "CHECKPOINT", "resume in the same run folder, from CHECKPOINT or from the newest checkpoint there", nargs="?", const=""
 )
 
 
@@ -49,7 +49,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
     config = read_frozen(path)
     if options.folder is not None and options.resume is not None:
-        raise ConfigError("--resume continues in the folder of the run, so it cannot be combined with --folder.")
+        raise ConfigError("--resume continues in the folder of the run, so it cannot be combined with --folder. Leave out one of them.")
     if options.folder is not None:
         config = move_to(config, Path(options.folder).absolute())
     plan = plan_run(OmegaConf.create(config), outside, Advice())
@@ -85,7 +85,7 @@ def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:
 
 
 def _take(folder: Path, config: Path) -> RunFolder:
-    """Take the folder that was prepared with this very file, else a new one."""
+    """Take the folder if it was prepared with this very file; otherwise create it."""
     file = folder / CONFIG_FILE
     if file.exists() and file.samefile(config):
         return RunFolder.adopt(folder)

@@ -35,8 +35,8 @@ from lightning_3d.runs.sweep.sweep import Sweep
 from lightning_3d.training.job import Place, find_place, run_job, show_plan
 
 _NEW_FOLDER = (
-    "trainer.auto_resume=true resumes an earlier attempt in the same run folder, but without hydra.run.dir=FOLDER each start has a new"
-    " folder. Set hydra.run.dir."
+    "trainer.auto_resume=true finds nothing to resume, because each start creates a new run folder. Set hydra.run.dir=FOLDER to use the"
+    " same folder every time."
 )
 
 
@@ -60,7 +60,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 
 
 def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
-    """Run Hydra, and turn whatever ends it into an exit code."""
+    """Run Hydra, and translate every way in which it can end into an exit code."""
     try:
         _run_hydra(job, arguments)
     except SystemExit as end:
@@ -138,8 +138,8 @@ class BeforeRun(Callback):
         """Refuse a sweep in a process that torchrun or SLURM started: a sweep starts the ranks of each job itself."""
         if self.outside is not None:
             error = ConfigError(
-                f"A sweep (-m) starts the ranks of each job, but {self.outside.launcher} already started"
-                f" {self.outside.world_size}. Run it without {self.outside.launcher}."
+                f"A sweep (-m) starts the ranks of each job itself, but {self.outside.launcher} already started this process as one of"
+                f" {self.outside.world_size} rank{'s' * (self.outside.world_size > 1)}. Run the sweep without {self.outside.launcher}."
             )
             sys.exit(refuse(error, self.outside))
         # Between jobs and while Hydra composes them: exit in order, so that a sweep that has not begun leaves no folder.

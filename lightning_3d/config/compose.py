@@ -26,7 +26,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def register_sources(others: Sequence[type[Plugin]] = ()) -> None:
     """Register the config sources and the search path of this package, and `others`, with Hydra.
 
-    Hydra finds plugins by walking their folders, which it cannot do where an editable install maps names instead.
+    Hydra finds plugins by walking their folders, which fails if an editable install maps names instead.
     """
     found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # Hydra loads the modules of plugins a second time
     ours: list[type[Plugin]] = [LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, *others]

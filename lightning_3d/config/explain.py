@@ -42,28 +42,31 @@ def explain(error: Exception) -> Lightning3DError:
         return explain_value(error.__cause__)
     text = " ".join(str(error).split())
     if "Got NoneType" in text:
-        return ConfigError(f"{text}. Remove a group with ~GROUP; logger and callbacks also have the option none.")
+        return ConfigError(f"{text}. To remove a group, use ~GROUP; for logger and callbacks you can also use none.")
     if "Got int" in text or "Got float" in text or "Got bool" in text:
         return ConfigError(
-            "A group was given a number or a boolean; it takes the name of one of its configurations, for example parallelism=dp8 or"
-            " precision=fp32."
+            "The value of a group must be the name of one of its configurations, for example parallelism=dp8 or precision=fp32; got a"
+            " number or a boolean."
         )
     if text.startswith("Primary config module"):
-        return ConfigError("--config-path takes an absolute path, for example $PWD/mine. --config-dir adds a folder to this app's own.")
+        return ConfigError(
+            "--config-path must be an absolute path, for example $PWD/mine. To add a folder to this program's own, use --config-dir."
+        )
     if isinstance(error, OverrideParseException):
         return ConfigError(f'Cannot parse the override "{error.override}": {text}')
     return ConfigError(text)
 
 
 def explain_sweep(error: Exception, arguments: Sequence[str]) -> Lightning3DError:
-    """Return the error to show for a command line that may be a sweep. Hydra composes it once without the groups that it sweeps, so that
-    keys of their options do not exist then.
+    """Return the error to show for a command line that may be a sweep.
+
+    Hydra composes it once without the groups that the sweep varies, so the keys of these groups do not exist then.
     """
     refusal = explain(error)
     swept = [line.partition("=")[0] for line in arguments if "," in line.partition("=")[2]]
     groups = [key for key in swept if "." not in key and not key.startswith(("-", "+", "~"))]
     if groups and isinstance(error.__cause__ or error, (ConfigKeyError, ConfigAttributeError)):
-        return ConfigError(f"{refusal} If it is a key of {listed(groups, last='or')}, which this sweep varies, use ++KEY=VALUE.")
+        return ConfigError(f"{refusal} If the key belongs to {listed(groups, last='or')}, which this sweep varies, use ++KEY=VALUE.")
     return refusal
 
 
@@ -82,6 +85,6 @@ def _no_such_option(error: MissingConfigException) -> Lightning3DError:
     by_number = ""
     if group == "cluster":
         options = options or [file.stem for file in (conf_folder() / group).glob("*.yaml")]  # Hydra has none for a default of a default
-        by_number = " Append the number of nodes and of GPUs in each: h100_32x8."
+        by_number = " Append the number of nodes and the GPUs of each node, for example h100_32x8."
     what = f'There is no {group} "{name}".' if group else f'There is no configuration "{name}".'
     return ConfigError(f"{what}{near}" + (f" Available: {', '.join(sorted(options))}." if options else "") + by_number)

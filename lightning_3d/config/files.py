@@ -8,8 +8,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def _folder(name: str) -> Path:
-    inside, beside = _PACKAGE / name, _PACKAGE.parent / name
-    return inside if inside.is_dir() else beside
+    inside, next_to = _PACKAGE / name, _PACKAGE.parent / name
+    return inside if inside.is_dir() else next_to
 
 
 def conf_folder() -> Path:

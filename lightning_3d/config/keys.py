@@ -23,7 +23,7 @@ def data_options(name: object) -> dict[str, Any]:
 
 
 def check_type(key: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than the default. Null passes; where the default is null or missing, everything passes.
+    """Refuse a value whose type differs from the default's. Null passes; if the default is null or missing, every value passes.
 
     Raises:
         ConfigError: with the key, the value and the default.
@@ -38,7 +38,7 @@ def check_type(key: str, value: Any, default: Any) -> None:
 
 
 def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse an unknown key of a group. Nothing is checked where no keys are known.
+    """Refuse an unknown key of a group. Check nothing if no keys are known.
 
     Raises:
         ConfigError: with the key and the nearest known one.

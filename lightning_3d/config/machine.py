@@ -40,21 +40,21 @@ def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | No
         return cluster.accelerator, ()
     if cluster.nodes > 1 and outside is None:
         raise ConfigError(
-            f"The cluster {cluster.name} has {cluster.nodes} nodes, but only ranks on this node can be started from here. Start them with"
+            f"The cluster {cluster.name} has {cluster.nodes} nodes, but this command can start ranks on this node only. Start them with"
             f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} or with srun, or add"
-            " trainer.dry=true to check the configuration."
+            " trainer.dry=true to check the configuration only."
         )
     needed = outside.local_world_size if outside is not None else layout.world_size
     there = visible_gpus()
     if cluster.accelerator == "gpu" and there < needed:
         near = listed((other.name for other in nearest_layouts(layout, there)), last="or")
-        layouts = f" Layouts for {there}: {near}." if near else ""
+        layouts = f" Layouts for {plural(there, 'GPU')}: {near}." if near else ""
         raise LayoutError(
-            f"{plural(needed, 'rank')} on this machine need as many GPUs, but it has {there}.{layouts} Or run on the CPU with"
-            " cluster=local_cpu."
+            f"{plural(needed, 'rank')} on this machine need{'s' * (needed == 1)} {plural(needed, 'GPU')}, but it has {there}.{layouts} To"
+            " run on the CPU, use cluster=local_cpu."
         )
     if cluster.accelerator == "auto" and 0 < there < needed:
-        return "cpu", (f"This machine has {plural(there, 'GPU')} for {needed} ranks: running on the CPU.",)
+        return "cpu", (f"This machine has {plural(there, 'GPU')} for {needed} ranks, so the run uses the CPU.",)
     return ("gpu" if cluster.accelerator != "cpu" and there >= needed else "cpu"), ()
 
 

@@ -61,7 +61,7 @@ class Advice(Protocol):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A checked run with everything filled in that its configuration leaves open.
+    """A checked run, in which everything that the configuration leaves open is filled in.
 
     Attributes:
         run: checked configuration.
@@ -95,7 +95,7 @@ class RunPlan:
         return self.run.model
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration with everything filled in that it leaves open."""
+        """Return the configuration with the values that were filled in."""
         filled: dict[str, Mapping[str, Any]] = {
             "parallelism": {
                 **self.chosen,
@@ -162,8 +162,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
-            "optimizer.name=cpu_adamw steps weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
-            " optimizer.name=adamw."
+            "optimizer.name=cpu_adamw updates weights in host memory, so it needs parallelism.zero_offload=optimizer. Set that option, or"
+            " use optimizer.name=adamw."
         )
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size
@@ -203,17 +203,17 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, di
     open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
     if parallelism.layout != "auto":
         if open_keys:
-            raise ConfigError(f"parallelism.{open_keys[0]} must be given: only parallelism=auto leaves it to the planner.")
+            raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only with parallelism=auto does the planner choose it.")
         return run, {}
     if advice is None:
-        raise ConfigError("parallelism=auto works only on the command line, which asks the planner. Name a layout.")
+        raise ConfigError("parallelism=auto works only on the command line. Name a layout, for example parallelism=dp8.")
     complete = complete_run(run)
     run.cluster.check()
     run.plan.check()
     for key in ("sequence_length", "global_batch_size"):
         check_sizes(**{f"data.{key}": run.data.get(key)})
         if run.data.get(key) is None:
-            raise ConfigError(f"data.{key} must be given, so that the planner can choose a layout.")
+            raise ConfigError(f"data.{key} must be given, because the planner needs it to choose a layout.")
     here = run.cluster.accelerator == "auto" and not visible_gpus()
     chosen = advice.choose(complete, choose_precision(run, "cpu" if here or run.cluster.accelerator == "cpu" else "gpu"))
     return replace(complete, parallelism=replace(parallelism, **chosen)), chosen
@@ -256,7 +256,7 @@ def check_keys(config: DictConfig) -> RunConfig:
 
 
 def _schema() -> DictConfig:
-    """`RunConfig` for OmegaConf, which makes groups of frozen dataclasses read-only, also for a merge."""
+    """Return `RunConfig` for OmegaConf, which makes groups of frozen dataclasses read-only, also for a merge."""
     schema = OmegaConf.structured(RunConfig)
     groups = [schema]
     while groups:
@@ -306,7 +306,7 @@ def _check_resume(given: str) -> None:
     try:
         recover(path)
         if isinstance(path, Path) and path.is_symlink() and not path.exists():
-            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which does not exist.")
+            raise CheckpointError(f"trainer.resume={given} points to {path.readlink()}, which does not exist. Name an existing checkpoint.")
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint {given} to resume from (trainer.resume).")
         if not (path / MANIFEST).is_file():
@@ -322,7 +322,7 @@ def _check_targets(run: RunConfig) -> None:
         for name, entry in entries.items():
             if entry is not None and not (isinstance(entry, dict) and isinstance(entry.get("_target_"), str)):
                 raise ConfigError(
-                    f"{group}.{name} has no _target_, the name of its class. Set for example"
+                    f"{group}.{name} must have a _target_, which names its class. Set it, for example with"
                     f" +{group}.{name}._target_=lightning.pytorch.{examples[group]}."
                 )
             if group == "callbacks" and entry and "://" in str(entry.get("dirpath")):
@@ -333,7 +333,7 @@ def _check_url(key: str, url: str) -> None:
     """Check that a URL for checkpoints is remote and that the library that writes to it is installed."""
     path = place(url)
     if not isinstance(path, RemotePath):
-        raise ConfigError(f"{key}={url} is on the local disk; use {path}.")
+        raise ConfigError(f"{key} must be a remote URL or a path; got {url}, which is on the local disk. Use {path}.")
     try:
         path.require_backend()
     except CheckpointError as error:
@@ -344,15 +344,18 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
     """Return (rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
     spec = run.spec
     if spec.experts and spec.top_k > spec.experts:
-        raise ConfigError(f"The model routes each token to {spec.top_k} experts, but has only {spec.experts}.")
+        raise ConfigError(
+            f"The model routes each token to {spec.top_k} experts, but has only {spec.experts}. Change one of these numbers in"
+            " model.config."
+        )
     if experts.asked_for and not spec.experts:
         name = experts.asked_for[0]
-        raise ConfigError(f"parallelism.{name} is for a mixture of experts, but the model is dense. Omit it.")
+        raise ConfigError(f"parallelism.{name} works only with a mixture of experts, but the model is dense. Omit it.")
     family = FAMILIES.get(spec.model_type)
     if experts.bias_update and family is not None and not family.biased_routers:
         raise ConfigError(
-            f"parallelism.moe_bias_update needs routers that choose experts with a bias, as in DeepSeek-V3; those of {spec.model_type} have"
-            " none. Use parallelism.moe_aux_loss."
+            "parallelism.moe_bias_update needs routers that choose experts with a bias, as in DeepSeek-V3. The routers of"
+            f" {spec.model_type} have none. Use parallelism.moe_aux_loss."
         )
     if layout.cp > 1:
         check_fields(spec.model_type, run.model["config"].get)
@@ -374,10 +377,13 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
         cp_kind=run.parallelism.cp_kind,
     )
     if run.data.get("sequence_length") is None:
-        raise ConfigError("data.sequence_length must be given: the number of tokens in a sample.")
+        raise ConfigError("data.sequence_length must be given in tokens, for example data.sequence_length=4096.")
     global_batch = run.data.get("global_batch_size")
     if global_batch is None:
-        raise ConfigError("data.global_batch_size must be given: the number of sequences of one optimizer step over all ranks.")
+        raise ConfigError(
+            "data.global_batch_size must be given: the number of sequences in an optimizer step, over all ranks, for example"
+            " data.global_batch_size=64."
+        )
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:
         micro_batch_size = largest_micro_batch(layout, schedule, global_batch)

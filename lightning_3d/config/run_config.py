@@ -85,8 +85,10 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run. `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's; loggers and
-    callbacks have a `_target_`.
+    """Configuration of a whole run.
+
+    `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's. Loggers and callbacks have a
+    `_target_`.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class CompleteRun(RunConfig):
 
     Attributes:
         spec: sizes of the model.
-        lora: adapters that are trained instead of the weights; `lora.r` is None where all weights are trained.
+        lora: adapters that are trained instead of the weights; `lora.r` is None if all weights are trained.
     """
 
     spec: ModelSpec

@@ -1,6 +1,6 @@
-"""Adds the config groups of lightning_3d to the search path of every Hydra app on this machine.
+"""Search path that offers the config groups of lightning_3d to every Hydra app on this machine.
 
-They come after the app's own, which therefore win where both have a file of the same name.
+They come after the app's own groups, so the app's file is used if both have a file of the same name.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -10,7 +10,10 @@ from lightning_3d.config.files import conf_folder
 
 
 class Lightning3DSearchPath(SearchPathPlugin):
-    """Groups as files, layouts and clusters by name, recipes. Found by Hydra and registered by hand, it adds them once."""
+    """Plugin that adds groups from files, layouts and clusters by name, and recipes.
+
+    Hydra may find this plugin although it was registered by hand; it then adds them only once.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         there = {element.provider for element in search_path.get_path()}

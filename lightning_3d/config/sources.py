@@ -38,7 +38,7 @@ class NamedConfigs(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         name = self._name(config_path)
         if name is None:
-            raise ConfigLoadError(f"there is no {self.scheme()} {config_path}")
+            raise ConfigLoadError(f"There is no {self.scheme()} {config_path}.")
         content, header = self.make(name)
         path = f"{self.scheme()}://{self.path}"
         return ConfigResult(provider=self.provider, path=path, config=OmegaConf.create(content), header=header)
@@ -110,7 +110,7 @@ class ClusterSource(NamedConfigs):
         return "cluster"
 
     def accepts(self, name: str) -> bool:
-        # This machine is one node, of as many GPUs as there are.
+        # local clusters are one node with all GPUs of this machine, so their names have no numbers
         return self._PATTERN.fullmatch(name) is not None and not name.startswith("local")
 
     def make(self, name: str) -> tuple[dict[str, Any], dict[str, str | None]]:

@@ -59,7 +59,7 @@ class Usage:
 
 
 class Meter(TorchDispatchMode):
-    """Tracks storages from their first appearance in an operation until they are freed.
+    """Tracker of storages from their first appearance in an operation until they are freed.
 
     Storages allocated between two calls of `settle` are fresh. `settle` gives those that are still alive a category; the others were
     temporary. `hold` gives known tensors their category.

@@ -276,7 +276,7 @@ def _owner_of_last(job: Job) -> int:
 
 
 class _Known(BaseException):
-    """Ends a run that was started to find out one fact."""
+    """Exception that ends a run which was started to find out one fact."""
 
 
 def _run_until_known(job: Job, rank: int, found: Found, wanted: str) -> None:

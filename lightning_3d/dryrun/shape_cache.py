@@ -64,7 +64,7 @@ class ShapeCache:
         self._can: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-        """Return everything that the shapes of the results depend on; None where that is not known."""
+        """Return everything that the shapes of the results depend on; None if that is not known."""
         can = self._can.get(func)
         if can is None:
             can = self._can[func] = can_be_remembered(func)
@@ -78,7 +78,7 @@ class ShapeCache:
         return key
 
     def recall(self, key: Hashable | None, tensors: Sequence[Tensor]) -> Any:
-        """Make the result of a known operation again; None where it is not known."""
+        """Make the result of a known operation again; None if it is not known."""
         found = self._known.get(key)
         if found is None:
             return None
@@ -100,7 +100,7 @@ class ShapeCache:
 
 
 def _made(part: Tensor, tensors: Sequence[Tensor]) -> _Made | None:
-    """Describe how to make a result again; None where its shape is not enough."""
+    """Describe how to make a result again; None if its shape is not enough."""
     storage = part.untyped_storage()
     places = [place for place, tensor in enumerate(tensors) if is_fake(tensor) and tensor.untyped_storage()._cdata == storage._cdata]
     same = [place for place in places if tensors[place] is part]

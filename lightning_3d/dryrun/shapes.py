@@ -128,7 +128,7 @@ def _assumed(tensor: Tensor) -> bool | int | float:
 
 @dataclass
 class Found:
-    """Facts that ranks of a pipeline tell each other besides tensors, found by running the ranks one after the other.
+    """Facts, other than tensors, that ranks of a pipeline send each other; found by running the ranks one after the other.
 
     Attributes:
         objects: objects that a rank broadcast, in order, by its index in the pipeline.
@@ -149,14 +149,14 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], found: Found, *, 
         rank: global rank.
         world_size: number of ranks.
         pipeline: global ranks of its pipeline.
-        found: facts that they tell each other.
+        found: facts that they send each other.
         gloo: whether to behave as over gloo, on CPUs; otherwise as over NCCL.
 
     Raises:
         RuntimeError: this process already has process groups.
     """
     if dist.is_initialized():
-        raise RuntimeError("A dry run needs a process that has no process groups.")
+        raise RuntimeError("A dry run needs a process without process groups, but this one has some. Run it in a new process.")
     backend, store = fake_backend(gloo)
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
     asked: dict[int, int] = {}

@@ -80,12 +80,12 @@ def _pod(target: Target, options: KubernetesOptions, name: str, master: str, bef
 
     Args:
         master: host name of the first pod.
-        before: words before torchrun: a command that replaces itself by it.
+        before: words before torchrun: a command that replaces itself with torchrun.
     """
     if not options.image:
-        raise ConfigError("launch.image must be given: the container image with this package and its dependencies.")
+        raise ConfigError("launch.image must be given: set it to a container image with this package and its dependencies.")
     if options.env.keys() & {"MASTER_ADDR", "MASTER_PORT"}:
-        raise ConfigError("launch.env must not set MASTER_ADDR or MASTER_PORT, which the launcher sets. launch.port sets the port.")
+        raise ConfigError("launch.env must not contain MASTER_ADDR or MASTER_PORT, because the launcher sets them. Use launch.port.")
     command = torchrun_command(
         target,
         options.python,
@@ -120,7 +120,7 @@ def _pod(target: Target, options: KubernetesOptions, name: str, master: str, bef
 
 
 def _resources(target: Target, options: KubernetesOptions) -> dict[str, Any]:
-    """Request all GPUs of the node, and the other resources that were asked for."""
+    """Request all GPUs of the node, and the other resources that the options set."""
     asked = {"cpu": options.cpu, "memory": options.memory}
     requests = {key: _quantity(key, value) for key, value in asked.items() if value is not None}
     limits = {options.gpu: target.gpus_per_node} if target.gpus_per_node else {}
@@ -132,11 +132,11 @@ def _folder(target: Target, options: KubernetesOptions, name: str) -> str:
     for claim, path in options.volumes.items():
         _require_label("launch.volumes", claim)
         if not path.startswith("/") or ":" in path:
-            raise ConfigError(f"The path of a volume must be absolute, such as /mnt/{claim}; launch.volumes puts {claim} at {path!r}.")
+            raise ConfigError(f"The path of {claim} in launch.volumes must be absolute, for example /mnt/{claim}; got {path!r}.")
     folder = target.folder or next((f"{path.rstrip('/')}/{name}" for path in options.volumes.values()), None)
     inside = folder is not None and any(PurePosixPath(folder).is_relative_to(path) for path in options.volumes.values())
     if folder is None or not inside:
-        where = f"{folder} is not in a volume" if folder is not None else "would be inside the pod and be lost with it"
+        where = f"{folder} is not in a volume" if folder is not None else "would be inside the pod and would be lost with it"
         raise ConfigError(
             f"The run folder {where}. All nodes write checkpoints there, so it must be in a shared volume: "
             + ("launch.volumes={CLAIM: /mnt/runs}" if not options.volumes else f"hydra.run.dir={[*options.volumes.values()][0]}/NAME")
@@ -155,7 +155,7 @@ def _name(target: Target, options: KubernetesOptions, *, before: str, after: str
     near = as_name(options.name)[:room].rstrip("-")
     if options.name != near:
         raise ConfigError(
-            f"launch.name must be at most {room} lower-case letters, digits and dashes, a letter first, such as {near};"
+            f"launch.name must start with a letter and have at most {room} lower-case letters, digits and dashes, for example {near};"
             f" got {options.name!r}."
         )
     return near
@@ -163,12 +163,13 @@ def _name(target: Target, options: KubernetesOptions, *, before: str, after: str
 
 def _require_label(key: str, name: str) -> None:
     if len(name) > _LABEL or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
-        raise ConfigError(f"A name in {key} must be at most {_LABEL} lower-case letters, digits and dashes; got {name!r}.")
+        raise ConfigError(f"A name in {key} must have at most {_LABEL} lower-case letters, digits and dashes; got {name!r}.")
 
 
 def _quantity(key: str, value: str) -> str:
     if not re.fullmatch(_QUANTITY, value):
-        raise ConfigError(f"launch.{key} must be a quantity of Kubernetes, such as 64Gi, or 8 for cpu; got {value!r}.")
+        example = "8" if key == "cpu" else "64Gi"
+        raise ConfigError(f"launch.{key} must be a Kubernetes quantity, for example {example}; got {value!r}.")
     return value
 
 

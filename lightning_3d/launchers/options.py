@@ -162,5 +162,5 @@ def _parse(line: str) -> tuple[str, Any]:
     except HydraException as error:
         raise ConfigError(f'The option "{line}" cannot be parsed: {" ".join(str(error).split())}') from error
     if override.is_sweep_override():
-        raise ConfigError(f'The option "{line}" has several values, but a launch takes one. Write a list as [A,B].')
+        raise ConfigError(f'The option "{line}" has several values, but lightning-3d launch uses one. Write a list as [A,B].')
     return override.key_or_group, override.value()

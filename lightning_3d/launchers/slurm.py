@@ -37,7 +37,7 @@ def directives(target: Target, options: SlurmOptions) -> list[str]:
     for key in ("sbatch", "srun"):
         for line in getattr(options, key):
             if not line.startswith("-") or "\n" in line:
-                raise ConfigError(f'launch.{key} must be a list of options, as in ["--reservation=mine"]; got {line!r}.')
+                raise ConfigError(f'launch.{key} must be a list of options, for example ["--reservation=mine"]; got {line!r}.')
     given = {
         "job-name": options.name or target.name,
         "nodes": target.nodes,
@@ -59,15 +59,15 @@ def directives(target: Target, options: SlurmOptions) -> list[str]:
 def _environment(options: SlurmOptions) -> dict[str, str]:
     for name in options.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ConfigError(f"launch.env must map names of environment variables to values; {name!r} is not such a name.")
+            raise ConfigError(f"launch.env must map names of environment variables to values, for example {{DEBUG: 1}}; got {name!r}.")
     return options.env
 
 
 def _require_word(key: str, value: str | None) -> None:
     if value is not None and not re.fullmatch(r"[\w.:,/%@+=\[\]-]+", value):
-        raise ConfigError(f"{key} must consist of letters, digits and _.:,/%@+=[]- to fit in a line of #SBATCH; got {value!r}.")
+        raise ConfigError(f"{key} may contain only letters, digits and _.:,/%@+=[]-, because it becomes a line of #SBATCH; got {value!r}.")
 
 
 def submit(target: Target, options: SlurmOptions) -> int:
-    """Hand the script to sbatch."""
+    """Submit the script with sbatch."""
     return hand_to(["sbatch"], render(target, options))

@@ -16,5 +16,5 @@ def hand_to(command: Sequence[str], text: str) -> int:
         ConfigError: the program is not installed.
     """
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]} is not installed on this machine. Add --dry to print what would be submitted.")
+        raise ConfigError(f"{command[0]} is not installed on this machine. Install it, or add --dry to print what would be submitted.")
     return 1 if subprocess.run(command, input=text, text=True, check=False).returncode else 0

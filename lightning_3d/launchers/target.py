@@ -59,7 +59,7 @@ def find_target(overrides: Sequence[str], machine: Machine) -> Target:
 
     config = compose(overrides)
     if config.get("trainer") is not None and config.trainer.get("dry"):
-        raise ConfigError("trainer.dry=true would start nothing on the nodes. To check a launch, use lightning-3d launch KIND --dry.")
+        raise ConfigError("trainer.dry=true would train nothing on the nodes. To check a launch, use lightning-3d launch KIND --dry.")
     plan = check_for(config, machine)
     ranks, nodes, gpus = plan.layout.world_size, int(config.cluster.nodes), config.cluster.gpus_per_node or 0
     folder = [line.partition("=")[2].strip("'\"") for line in overrides if line.lstrip("+").startswith("hydra.run.dir=")]

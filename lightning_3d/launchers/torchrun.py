@@ -57,8 +57,8 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
     meeting: dict[str, int] = {}
     if endpoint is None and target.nodes > 1:
         raise ConfigError(
-            f"launch.endpoint must be given for {target.nodes} nodes: launch.endpoint=HOST:{PORT}, where HOST is a name or address of the"
-            " first node that all nodes reach. Run the same command on every node."
+            f"launch.endpoint must be given for {target.nodes} nodes. Use launch.endpoint=HOST:{PORT}, where HOST is a name or address of"
+            " the first node that all nodes can reach. Run the same command on every node."
         )
     if endpoint is not None:
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))

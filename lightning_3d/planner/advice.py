@@ -1,4 +1,4 @@
-"""The planner's answers about a run: what fits and what is fastest. Imports no torch.
+"""Answers of the planner about a run: what fits and what is fastest. Imports no torch.
 
 `plan_run` takes `Advice`, so that the checks of a configuration work without a planner.
 """
@@ -27,7 +27,7 @@ from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Candidate, Fixed, Found, search
 from lightning_3d.planner.stack import Stack
-from lightning_3d.planner.tables import margin, memory_table
+from lightning_3d.planner.tables import memory_table
 from lightning_3d.storage.numbers import gigabytes
 
 _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, precision of matrix products)
@@ -57,7 +57,7 @@ def profile_of(path: str) -> Profile:
 
 
 def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | None:
-    """Convert a cluster to a machine; None where neither it nor a profile states the rates of its GPUs.
+    """Convert a cluster to a machine; None if neither it nor a profile states the rates of its GPUs.
 
     Raises:
         ConfigError: a profile that cannot be read, or that was measured on other hardware.
@@ -69,12 +69,12 @@ def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | 
     require_same_gpu(measured, cluster.gpu, cluster.accelerator)
     if cluster.gpus_per_node and measured.device == "cpu" and cluster.gpus_per_node != measured.ranks_per_node:
         raise ConfigError(
-            f"profile={profile} was measured with {plural(measured.ranks_per_node, 'rank')} on the cores of a machine, but the cluster has"
-            f" {cluster.gpus_per_node}. Use lightning-3d profile --ranks {cluster.gpus_per_node}."
+            f"profile={profile} was measured with {plural(measured.ranks_per_node, 'CPU rank')} on a node, but the cluster has"
+            f" {cluster.gpus_per_node}. Measure again with lightning-3d profile --ranks {cluster.gpus_per_node}."
         )
     if stated is None and cluster.nodes > 1 and measured.link("between") is None:
         raise ConfigError(
-            f"profile={profile} was measured on one node, and {cluster.name} does not state the link between its {cluster.nodes} nodes."
+            f"profile={profile} was measured on one node, and the bandwidth between the {cluster.nodes} nodes of {cluster.name} is unknown."
             " Profile two nodes with torchrun, or set cluster.inter_node.bandwidth."
         )
     machine = machine_of_profile(measured, stated, nodes=cluster.nodes)
@@ -82,7 +82,7 @@ def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | 
 
 
 def _stated(cluster: ClusterConfig) -> Machine | None:
-    """Convert the rates that the cluster states; None where it does not state those of its GPUs."""
+    """Convert the rates that the cluster states; None if it does not state those of its GPUs."""
     rates = cluster.peak_flops
     known = (cluster.gpus_per_node, cluster.memory, cluster.memory_bandwidth, rates.bf16, cluster.intra_node.bandwidth)
     if any(value is None for value in known) or (cluster.nodes > 1 and cluster.inter_node.bandwidth is None):
@@ -156,7 +156,7 @@ def _measured_stack(run: CompleteRun, path: str, precision: str) -> Stack:
     assert machine is not None
     if profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
         raise ConfigError(
-            f"profile={path} was measured in {profile.precision}, but the run is in {precision}. Profile with precision={kind}."
+            f"profile={path} was measured in {profile.precision}, but the run uses {precision}. Measure again with precision={kind}."
         )
     return stack_of_profile(profile, machine, OURS)
 
@@ -203,8 +203,9 @@ class Advice:
         return (_tight(job, memory, machine, reserve),) if memory.total > (1 - reserve) * machine.memory else ()
 
     def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
-        """Refuse a run that needs more than the memory of this machine, with `ranks` of its ranks on the cores. An unknown model family
-        passes, and so does a machine that does not state its memory.
+        """Refuse a run whose `ranks` ranks on the cores of this machine need more than its memory.
+
+        An unknown model family passes, and so does a machine whose memory is unknown.
 
         Raises:
             LayoutError: with a table of the memory, and options that would fit.
@@ -227,8 +228,8 @@ class Advice:
         parts = {name: share * size for name, size in asdict(memory_of_all(job)).items()}
         raise LayoutError(
             f"{layout.name} needs about {gigabytes(needed(job))} for its {plural(ranks, 'rank')} on this machine, but only"
-            f" {gigabytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or GPUs (cluster=h100_1x8). Use force=true to start"
-            " anyway."
+            f" {gigabytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8). Use force=true to"
+            " start anyway."
         )
 
 
@@ -247,12 +248,12 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
     machine = machine_of(run.cluster, run.profile)
     if machine is None:
         raise ConfigError(
-            f"The planner needs to know the GPUs of the cluster, but {run.cluster.name} does not state them. Use a cluster such as"
+            f"The planner cannot plan for the cluster {run.cluster.name}, because its GPUs are unknown. Use a cluster such as"
             " cluster=h100_4x8, or measure this machine with lightning-3d profile and set profile=profile.json."
         )
     if run.spec.shapes is None:
         raise ConfigError(
-            f"The planner does not know the model family '{run.spec.model_type}'. Known families:"
+            f"The planner does not know the model family '{run.spec.model_type}'. Use one of the known families:"
             f" {', '.join(sorted(FAMILIES))}."
         )
     job = job_of(run, precision)
@@ -285,13 +286,13 @@ def _without_reserve(tight: Sequence[Candidate], machine: Machine, reserve: floa
         return ""
     share = tight[0].memory.total / machine.memory
     return (
-        f" and {reserve:.0%} of the memory left free (plan.memory_reserve={reserve:g}). {tight[0].job.layout.name} would fill {share:.0%},"
-        f" which plan.memory_reserve={floor(100 * (1 - share)) / 100:g} allows; below 0.12 runs often run out of memory"
+        f" and {reserve:.0%} of the memory left free (plan.memory_reserve={reserve:g}). {tight[0].job.layout.name} would fill {share:.0%}."
+        f" To allow it, set plan.memory_reserve={floor(100 * (1 - share)) / 100:g}; with less than 0.12, runs often run out of memory"
     )
 
 
 def _room(machine: Machine, reserve: float) -> Callable[[Job], float | None]:
-    """Return a function from a job to the bytes that it needs; None where they use the reserve."""
+    """Return a function from a job to the bytes that it needs; None if they use the reserve."""
     return lambda one: total if (total := memory_of(one).total) <= (1 - reserve) * machine.memory else None
 
 
@@ -299,8 +300,9 @@ def _tight(job: Job, memory: Memory, machine: Machine, reserve: float) -> str:
     """Return the warning about a layout that fits but uses the reserve."""
     advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
     return (
-        f"{job.layout.name} is predicted to fill {margin(memory, machine)}, on its fullest rank. That is less than the reserve of"
-        f" {reserve:.0%} (plan.memory_reserve), so it may run out of memory. {advice}."
+        f"{job.layout.name} is predicted to fill {memory.total / machine.memory:.0%} of {gigabytes(machine.memory)} on its fullest rank."
+        f" That leaves {gigabytes(machine.memory - memory.total)}, less than the reserve of {reserve:.0%} (plan.memory_reserve), so the run"
+        f" may run out of memory. {advice}."
     )
 
 
@@ -309,16 +311,16 @@ def _too_large(job: Job, memory: Memory, machine: Machine, reserve: float) -> st
     advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
     return (
         f"{job.layout.name} needs about {gigabytes(memory.total)} on its fullest rank, but {machine.gpu} has {gigabytes(machine.memory)}.\n"
-        f"{memory_table(memory)}\n{advice}, or parallelism=auto to let the planner choose. Use force=true to start anyway."
+        f"{memory_table(memory)}\n{advice}, or use parallelism=auto to let the planner choose. Use force=true to start anyway."
     )
 
 
 def _nearest(job: Job, fits: Callable[[Job], float | None]) -> str | None:
-    """Find keys of `parallelism` that make the same layout fit, fewest changes first; None where there are none.
+    """Find keys of `parallelism` that make the same layout fit, fewest changes first; None if there are none.
 
     Args:
         job: the job that does not fit.
-        fits: function from a job to the bytes that it needs, or None where it does not fit.
+        fits: function from a job to the bytes that it needs, or None if it does not fit.
     """
     levels = RECOMPUTE[RECOMPUTE.index(job.recompute) :]
     tries = [replace(job, zero=zero, recompute=recompute) for recompute in levels for zero in range(job.zero, 4)]

@@ -21,7 +21,7 @@ class Matrix:
 
     outputs: int
     inputs: int
-    cut: str = "column"
+    sharded_by: str = "column"
 
     @property
     def size(self) -> int:
@@ -30,8 +30,8 @@ class Matrix:
     def local(self, tp: int) -> tuple[float, float]:
         """Return (outputs, inputs) on one tensor-parallel rank."""
         return (
-            self.outputs / (tp if self.cut == "column" else 1),
-            self.inputs / (tp if self.cut == "row" else 1),
+            self.outputs / (tp if self.sharded_by == "column" else 1),
+            self.inputs / (tp if self.sharded_by == "row" else 1),
         )
 
 
@@ -126,7 +126,7 @@ class Architecture:
         """
         if spec.shapes is None:
             raise ConfigError(
-                f"The planner does not know the model family '{spec.model_type}'. Known families:"
+                f"The planner does not know the model family '{spec.model_type}'. Use one of the known families:"
                 f" {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)

@@ -110,7 +110,7 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
 def _attention(job: Job, machine: Machine) -> Part:
     """Predict scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
     (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
-    of 16-bit scores, of which no half is saved (arXiv:2205.05198, section 4)."""
+    of 16-bit scores. A causal mask saves nothing there (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
     width = model.query_width / layout.tp
     context = model.context(job.seq)
@@ -168,8 +168,8 @@ def _mixture(job: Job, machine: Machine) -> Part:
     rows = job.tokens * model.top_k
     if layout.ep >= layout.tp:  # tokens of a tensor-parallel group are shared before they are sent
         rows /= layout.tp
-        cut = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
-        part = products(job, machine, cut, rows, local)
+        unsharded = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
+        part = products(job, machine, unsharded, rows, local)
         inner: float = model.expert_ffn * rows / job.tokens
     else:
         part = products(job, machine, model.mlp(model.expert_ffn), rows, local)

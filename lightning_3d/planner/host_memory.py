@@ -10,7 +10,7 @@ _UNLIMITED = 1 << 60
 
 
 def available_memory(root: Path = _ROOT) -> float | None:
-    """Return the bytes that this process and its children can allocate before the kernel kills one; None where the kernel does not say,
+    """Return the bytes that this process and its children can allocate before the kernel kills one; None if the kernel does not say,
     as on systems other than Linux.
 
     Args:
@@ -51,7 +51,7 @@ def _of_groups(root: Path) -> Iterator[float | None]:
 
 
 def _number(path: Path) -> int | None:
-    """Read a number from a file; None where there is no such file, and for `max`."""
+    """Read a number from a file; None if there is no such file, and for `max`."""
     try:
         text = path.read_text().strip()
     except OSError:

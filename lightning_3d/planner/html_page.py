@@ -37,7 +37,7 @@ td.layout { white-space: normal; min-width: 210px; } td.layout b { display: bloc
   .figure svg text { font-size: 17px; } }
 """
 
-_PARETO_NOTE = "numbers are the rows above; joined: none is both faster and smaller"
+_PARETO_NOTE = "numbers refer to the rows above; a line joins the layouts that no other layout beats in both speed and memory"
 
 
 def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0) -> str:
@@ -54,7 +54,7 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
     cards = [
         _card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
         _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, reserve)),
-        _card("Where a step's time goes", "of the rank that works most", _bars(found.best)),
+        _card("Where a step's time goes", "on the busiest rank", _bars(found.best)),
         _card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
     ]
     if first.job.layout.pp > 1:
@@ -90,7 +90,7 @@ def _tiles(first: Candidate, machine: Machine) -> str:
 
 
 def _table(found: Found, machine: Machine) -> str:
-    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "loses by")
+    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "slower by")
     number = ' class="number"'
     head = "".join(f"<th{number if 2 <= place <= 7 else ''}>{name}</th>" for place, name in enumerate(names))
     rows = []
@@ -165,8 +165,8 @@ def _pareto(found: Found, machine: Machine, reserve: float) -> str:
     for one in sorted(found.seen, key=lambda one: id(one) in places):
         x, y, place = across(one.memory.total / 1e9), up(tokens_per_second(one)), places.get(id(one))
         look = 'r="9" fill="var(--accent)"' if place else 'r="5" fill="var(--card)" stroke="var(--muted)" stroke-width="2"'
-        told = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gigabytes(one.memory.total)}"
-        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}><title>{escape(told)}</title></circle>')
+        label = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gigabytes(one.memory.total)}"
+        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}><title>{escape(label)}</title></circle>')
         marks += [f'<text class="inside" x="{x:.1f}" y="{y + 4:.1f}">{place}</text>'] if place else []
     marks.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">GB of the fullest rank</text>')
     marks.append('<text x="0" y="12">tokens/s</text>')
@@ -242,8 +242,8 @@ def _timeline(candidate: Candidate, machine: Machine) -> str:
         if stop <= end:
             name, words = seen[kind] = _ACTIONS[kind]
             place = f'x="{left + start * scale:.2f}" y="{top + rank * row + 2}" width="{(stop - start) * scale:.2f}" height="{row - 6}"'
-            told = f"<title>stage {stage}, {words}, micro-batch {index}</title>"
-            marks.append(f'<rect class="{name}" {place} stroke="var(--card)" stroke-width="0.5">{told}</rect>')
+            label = f"<title>stage {stage}, {words}, micro-batch {index}</title>"
+            marks.append(f'<rect class="{name}" {place} stroke="var(--card)" stroke-width="0.5">{label}</rect>')
     part = f"the first {end:.3g} of {timeline.seconds:.3g} s" if end < timeline.seconds * 0.99 else "all of a step"
     legend = [(words, name) for name, words in (seen[kind] for kind in _ACTIONS if kind in seen)]
     content = _legend([*legend, ("bubble", "idle")]) + _svg(width, top + ranks * row + 6, marks, least=900)

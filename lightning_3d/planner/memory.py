@@ -116,7 +116,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
         optimizer += parameters * job.trained * job.state_bytes / (ranks if job.zero >= 1 else 1)
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
-    elif job.zero == 3:  # two blocks, and what is beside the blocks, are whole at a time
+    elif job.zero == 3:  # at a time, two blocks and the parts outside of blocks are gathered
         block = sum(parameters_of(job, Stage(1, False, False)))
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
@@ -154,8 +154,8 @@ def block_activations(job: Job) -> float:
     mixtures = (model.layers - model.dense_layers) / model.layers
     inner = (1 - mixtures) * model.ffn / layout.tp
     if mixtures:
-        cut = layout.tp  # experts are cut, or the tokens are shared before they are sent
-        inner += mixtures * (model.top_k * model.expert_ffn + model.shared_ffn) / cut
-        shared += mixtures * 4 * width * model.top_k * model.hidden / cut / 2  # what is sent to experts and comes back
+        split = layout.tp  # experts are sharded, or the tokens are split before they are sent
+        inner += mixtures * (model.top_k * model.expert_ffn + model.shared_ffn) / split
+        shared += mixtures * 4 * width * model.top_k * model.hidden / split / 2  # what is sent to experts and comes back
     factor = 3 if model.gated else 2
     return tokens * (shared + attention + (factor * width + footprint.saved_inner) * inner)

@@ -109,7 +109,7 @@ class Profile:
         return 1 / slope if slope else self.products[0]
 
     def link(self, placement: str) -> tuple[float, float] | None:
-        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes; None where none was measured."""
+        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes; None if none was measured."""
         found = [one for one in self.of("collective") if one["placement"] == placement]
         if not found:
             return None
@@ -128,7 +128,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ConfigError: no such file, or a damaged one.
     """
-    hint = "Make one with lightning-3d profile."
+    hint = "Write a profile with lightning-3d profile."
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -168,11 +168,11 @@ def _positive(value: Any) -> float:
 
 
 def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> None:
-    """Refuse a profile of other hardware than the cluster's.
+    """Refuse a profile that was measured on other hardware than the cluster's.
 
     Args:
         profile: the profile.
-        gpu: the cluster's name of its GPUs; None where it does not say.
+        gpu: the cluster's name of its GPUs; None if it is unknown.
         accelerator: cpu, gpu or auto.
 
     Raises:
@@ -181,10 +181,10 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
     kind = "gpu" if profile.device == "cuda" else "cpu"
     if accelerator not in ("auto", kind):
         wanted = gpu or accelerator.upper()
-        raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile its machines.")
+        raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile that cluster.")
     types = set(_types(gpu or ""))
     if kind == "gpu" and types and not types & set(_types(profile.name)):
-        raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile its machines.")
+        raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile that cluster.")
 
 
 def _types(name: str) -> list[str]:
@@ -197,7 +197,7 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
 
     Args:
         profile: the measurements.
-        stated: cluster with known vendors' rates, of which the measurements become shares. None: only the measurements are known.
+        stated: cluster with known vendors' rates; the measurements become shares of these rates. None: only the measurements are known.
         nodes: number of nodes where `stated` is None.
     """
     rate, kernel = profile.products
@@ -246,13 +246,13 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
     largest = max(profile.of("model"), key=lambda one: one["tokens"])
     kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
-    by_block, beside = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
+    by_block, fixed = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
     footprint = replace(stack.footprint, saved=0.0)
     job = _job(profile, largest, replace(stack, footprint=footprint))
     footprint = replace(
         footprint,
         saved=max(0.0, by_block - block_activations(job)) / job.tokens / job.model.hidden,
-        logit=beside / (job.tokens * job.model.vocab),
+        logit=fixed / (job.tokens * job.model.vocab),
         context=profile.context,
     )
     measured = replace(
@@ -263,7 +263,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     )
     if profile.device == "cuda":
         return measured
-    # On a CPU nothing runs beside the cores' own work, and what is counted is what tensors hold.
+    # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are counted.
     return replace(measured, overlap=Overlap(False, False, False), footprint=replace(footprint, allocator=1.0))
 
 
@@ -313,7 +313,7 @@ def _fit(
 
 
 def _solve(table: Sequence[tuple[Sequence[float], float]]) -> list[float] | None:
-    """Solve least squares of one or two unknowns by their normal equations; None where the rows do not determine them."""
+    """Solve least squares of one or two unknowns by their normal equations; None if the rows do not determine them."""
     if len(table[0][0]) == 1:
         square = sum(row[0] ** 2 for row, _ in table)
         return [sum(row[0] * rest for row, rest in table) / square] if square else None

@@ -151,11 +151,11 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
             continue
         rows = job.global_batch // layout.dp
         sizes = [fixed.micro_batch] if fixed.micro_batch else [size for size in divisors(rows) if size & (size - 1) == 0 and size <= 64]
-        cuts = [fixed.sequence_parallel] if fixed.sequence_parallel is not None else [True, False] if layout.tp > 1 else [True]
+        splits = [fixed.sequence_parallel] if fixed.sequence_parallel is not None else [True, False] if layout.tp > 1 else [True]
         orders = [fixed.order] if fixed.order else ORDERS if layout.pp > 1 and layout.dp > 1 else ORDERS[:1]
-        for placed, size, cut in product([replace(layout, order=order, vp=1) for order in orders], sizes, cuts):
-            if rows % size == 0 and (not cut or job.seq % (layout.tp * layout.cp) == 0):
-                yield replace(job, layout=placed, micro_batch=size, sequence_parallel=cut and layout.tp > 1, schedule="", zero=1)
+        for placed, size, split in product([replace(layout, order=order, vp=1) for order in orders], sizes, splits):
+            if rows % size == 0 and (not split or job.seq % (layout.tp * layout.cp) == 0):
+                yield replace(job, layout=placed, micro_batch=size, sequence_parallel=split and layout.tp > 1, schedule="", zero=1)
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:

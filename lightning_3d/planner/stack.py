@@ -157,5 +157,5 @@ class Stack:
         return stepped * self.traffic.parameter
 
     def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
-        """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None where gathering overlaps."""
+        """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None if gathering overlaps."""
         return None

@@ -33,7 +33,7 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
     """Return (parameters, parameters of routed experts) of a stage on one rank. The first number excludes the second."""
     model, layout = job.model, job.layout
-    whole = sum(matrix.size for matrix in model.attention if matrix.cut == "none") + model.norms
+    whole = sum(matrix.size for matrix in model.attention if matrix.sharded_by == "none") + model.norms
     dense = stage.blocks * ((model.dense_block - whole) / layout.tp + whole)
     ends = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
     dense += ends * model.embedding / layout.tp

@@ -98,7 +98,7 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
         pipeline: `simulate` plays the schedule's actions; `bound` returns a lower bound for all orders of actions; `estimate` is a formula
             that is exact for 1F1B with equal stages and close for others.
         keep: keep the events of the timeline.
-        work: `work_of` a job that differs only in schedule, chunks or ZeRO stage, where it is known.
+        work: `work_of` a job that differs only in schedule, chunks or ZeRO stage, if it is known.
     """
     layout, stages, work = job.layout, stages_of(job), work or work_of(job, machine)
     kinds, played = _stage_seconds(job, machine, work)

@@ -82,7 +82,7 @@ def _seconds(step: Step, part: str) -> float:
 
 def found_table(found: Found, machine: Machine) -> str:
     """Return a table of the best candidates, one row each."""
-    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "of GPU", "GB free", "loses by")
+    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "of GPU", "GB free", "slower by")
     rows = [head]
     for one in found.best:
         job = one.job

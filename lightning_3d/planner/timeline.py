@@ -102,7 +102,7 @@ def play(
                     runnable.append(woken)
         clock[rank] = now
     if any(done < len(actions) for done, actions in zip(position, order, strict=True)):
-        raise ValueError("The order of actions deadlocks: ranks wait for each other.")
+        raise ValueError("The order of actions deadlocks, because ranks wait for each other.")
     return Timeline(max(clock), tuple(busy), tuple(clock), tuple(events))
 
 

@@ -55,8 +55,8 @@ def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
         content = _about(device, ranks) | {"precision": shapes.precision, "operations": _middle([*own, *together])}
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"Three blocks of the model with {shapes.micro_batch} x {shapes.seq} tokens do not fit on one GPU"
-            f" ({torch.cuda.get_device_name(device)}). Profile with a smaller parallelism.micro_batch_size or data.sequence_length."
+            f"The profile runs three blocks of the model with {shapes.micro_batch} x {shapes.seq} tokens, which do not fit on one GPU"
+            f" ({torch.cuda.get_device_name(device)}). Use a smaller parallelism.micro_batch_size or data.sequence_length."
         ) from error
     finally:
         dist.destroy_process_group()
@@ -83,7 +83,7 @@ def _about(device: torch.device, ranks: int) -> dict[str, Any]:
 
 
 class _Meter:
-    """Times operations on a device."""
+    """Timer of operations on a device."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device

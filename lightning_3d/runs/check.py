@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.compose import plain
 from lightning_3d.config.plan_run import RunPlan, plan_run
-from lightning_3d.errors import ConfigError, LayoutError, listed
+from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
 from lightning_3d.planner.advice import Advice
 from lightning_3d.ranks.environment import OutsideRank
@@ -24,9 +24,9 @@ class Machine(Enum):
     THIS = auto()
     """This machine, now."""
     NODES = auto()
-    """The nodes of its cluster, which see the files of this machine. The cluster need not say how many there are."""
+    """The nodes of its cluster, which see the files of this machine. Their number may be unknown."""
     COUNTED_NODES = auto()
-    """Nodes whose cluster must say how many nodes and GPUs it has."""
+    """Nodes of a cluster that must have a known number of nodes and GPUs."""
     REMOTE_NODES = auto()
     """Counted nodes that do not see the files of this machine."""
     NONE = auto()
@@ -40,8 +40,8 @@ def check_for(config: DictConfig, machine: Machine = Machine.THIS, outside: Outs
         outside: this process as a rank that torchrun or SLURM started; only for `Machine.THIS`.
 
     Raises:
-        Lightning3DError: what `lightning-3d train trainer.dry=true` reports; for nodes also keys that are missing, a cluster that does not
-            say what it has, and ranks that the nodes cannot share equally.
+        Lightning3DError: what `lightning-3d train trainer.dry=true` reports; for nodes also missing keys, a cluster of unknown size, and
+            ranks that cannot be split equally over the nodes.
     """
     if machine in _NODES:
         _require_complete(config)
@@ -71,15 +71,15 @@ _NODES = (Machine.NODES, Machine.COUNTED_NODES, Machine.REMOTE_NODES)
 
 
 def _plan(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
-    """`plan_run`, and a check that only Hydra's overrides allow: a group with several names."""
+    """Run `plan_run`, and refuse a group with several names, which only Hydra's overrides show."""
     for override in OmegaConf.select(config, "hydra.overrides.task") or ():
         if override.startswith("parallelism=["):
-            raise ConfigError(f"{override} names several layouts; a run has one. Use -m parallelism=A,B to run each.")
+            raise ConfigError(f"{override} names several layouts, but a run uses one. To run each of them, use -m parallelism=A,B.")
     return plan_run(config, outside, Advice())
 
 
 def _as_seen_from(config: DictConfig, machine: Machine) -> DictConfig:
-    """The configuration without what this machine cannot see; for this machine the configuration itself."""
+    """Return a copy of the configuration without the parts that cannot be checked here; for this machine, the configuration itself."""
     if machine is Machine.THIS:
         return config
     config = copy.deepcopy(config)
@@ -93,7 +93,7 @@ def _as_seen_from(config: DictConfig, machine: Machine) -> DictConfig:
 
 
 def _leave_out_files(config: DictConfig, machine: Machine) -> None:
-    """Take the files out of a configuration that the machine does not need, or that only the nodes see and check.
+    """Remove from a configuration the files that the machine does not need, or that only the nodes can see and check.
 
     Raises:
         ConfigError: the architecture of the model is in one of them.
@@ -112,13 +112,13 @@ def _leave_out_files(config: DictConfig, machine: Machine) -> None:
         model.pretrained = None
     elif not Path(str(model.pretrained)).expanduser().is_dir():
         raise ConfigError(
-            f"model=pretrained takes the architecture from {model.pretrained}, which this machine does not have, so nothing can be"
-            " checked. Name the model (model=llama3_1_8b model.pretrained=PATH); the nodes check the folder."
+            f"model=pretrained needs the folder model.pretrained={model.pretrained} on this machine to check the run, but it does not"
+            " exist here. Name the model instead (model=llama3_1_8b model.pretrained=PATH); then only the nodes need the folder."
         )
 
 
 def _require_complete(config: DictConfig) -> None:
-    """Raises ConfigError where a key is missing that a check for other machines would accept: a run that is launched needs it now."""
+    """Raise ConfigError if a key is missing that a check for other machines would accept: a run that is launched needs it now."""
     data = config.get("data")
     missing = sorted(OmegaConf.missing_keys(data)) if isinstance(data, DictConfig) else []  # with the name of the group in front
     missing += ["model.pretrained"] if OmegaConf.select(config, "model.pretrained") == REQUIRED else []
@@ -127,16 +127,16 @@ def _require_complete(config: DictConfig) -> None:
 
 
 def _check_nodes(plan: RunPlan, machine: Machine) -> None:
-    """Raises ConfigError or LayoutError where nodes and ranks do not go together."""
+    """Raise ConfigError or LayoutError if the ranks do not fit on the nodes."""
     cluster, ranks = plan.run.cluster, plan.layout.world_size
     if machine is not Machine.NODES and cluster.gpus_per_node is None:
         raise ConfigError(
-            f"The cluster {cluster.name} does not say how many nodes and GPUs it has. Name a cluster of a known size, such as"
-            f" cluster=h100_{max(1, ranks // 8)}x8, or nodes without GPUs: cluster=local_cpu cluster.nodes=2."
+            f"The size of the cluster {cluster.name} is unknown. Use a cluster with a known number of nodes and GPUs, such as"
+            f" cluster=h100_{max(1, ranks // 8)}x8, or nodes without GPUs, such as cluster=local_cpu cluster.nodes=2."
         )
     if ranks % cluster.nodes:
         counts = [count for count in range(1, ranks + 1) if ranks % count == 0]
         raise LayoutError(
-            f"Layout {plan.layout} has {ranks} ranks, which {cluster.nodes} nodes cannot share equally. Set cluster.nodes to"
-            f" {listed(counts, last='or')}."
+            f"Layout {plan.layout} has {plural(ranks, 'rank')}, which cannot be split equally over {plural(cluster.nodes, 'node')}. Set"
+            f" cluster.nodes to {listed(counts, last='or')}."
         )

@@ -1,4 +1,4 @@
-"""The last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to resume. Imports no torch."""
+"""Last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to resume. Imports no torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, comma
         folder: run folder.
         config: configuration of the run.
         status: how it ended.
-        command: how it was started; None where that is not known.
+        command: how it was started; None if that is not known.
         launcher: torchrun or slurm, which must start the resumed run too; None: no launcher.
     """
     code = status.exit_code or 0
@@ -107,7 +107,7 @@ def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, comma
 
 
 def newest_of(folder: Path, config: Mapping[str, Any], since: float) -> Newest | None:
-    """Find the complete checkpoint with the most steps that a run left; None where there is none, or its place cannot be read.
+    """Find the complete checkpoint with the most steps that a run left; None if there is none, or its place cannot be read.
 
     Args:
         since: start of the run, in seconds since the epoch. Outside the run folder, older checkpoints may belong to another run.

@@ -1,4 +1,4 @@
-"""The folder of a run: it holds the files of one run, and nothing of a run that was refused."""
+"""Folder of a run: it holds the files of one run, and nothing of a run that was refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ LOGS = "logs"
 WANDB_FILE = "wandb_run.json"
 """File with the id, name, group, project and url of the run at Weights & Biases."""
 SAME = ("model", "data", "optimizer", "seed")
-"""Groups that are equal in all attempts of a run. Layout, machines and length may change: checkpoints belong to the model."""
+"""Groups that must be the same in all attempts of a run. Layout, machines and length may change, because checkpoints do not depend on
+them.
+"""
 
 _CHECKPOINTS, _LOCK, _PROBE = "checkpoints", ".lock", ".room"
 _START_BYTES = 2**18
@@ -39,7 +41,7 @@ class RunFolder:
         path: absolute.
         created: folders that were created for it, outermost first; `path` is one of them unless it existed.
         before: names that were in it before this run.
-        resume: checkpoint of an earlier attempt of this run, to resume; None where there is none.
+        resume: checkpoint of an earlier attempt of this run, to resume; None if there is none.
     """
 
     path: Path
@@ -49,11 +51,11 @@ class RunFolder:
 
     @classmethod
     def claim(cls, path: Path, *, numbered: bool, option: str = "hydra.run.dir") -> RunFolder:
-        """Make a folder this run's own. Of several processes that try at once, one succeeds.
+        """Claim a folder for this run. If several processes try at once, one succeeds.
 
         Args:
             path: the folder.
-            numbered: where another run has it, take the first of path_1, path_2, ... that is free.
+            numbered: if another run has it, take the first of path_1, path_2, ... that is free.
             option: option that names another folder, for messages.
 
         Raises:
@@ -92,13 +94,13 @@ class RunFolder:
 
     @classmethod
     def take(cls, path: Path, config: Mapping[str, Any], claim: Callable[[], RunFolder], earlier: Path | None = None) -> RunFolder:
-        """Take the folder of an earlier attempt of this run where there is one, else a new one.
+        """Take the folder of an earlier attempt of this run if there is one, or else a new one.
 
         Args:
             path: the folder.
             config: the configuration; with `trainer.auto_resume`, and in a job that SLURM restarted, `path` holds an earlier attempt.
             claim: takes a new folder.
-            earlier: folder of the previous attempt, where the launcher remembers it.
+            earlier: folder of the previous attempt, if the launcher remembers it.
         """
         again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if again and (path / CONFIG_FILE).exists():
@@ -125,8 +127,8 @@ class RunFolder:
         differ = [group for group in SAME if group in earlier and group in config and earlier[group] != config[group]]
         if differ:
             raise ConfigError(
-                f"{path} holds the files of another run: its {listed(differ)} {'differs' if len(differ) == 1 else 'differ'}, so this run"
-                " cannot resume there (trainer.auto_resume). Set hydra.run.dir to a new folder."
+                f"{path} holds a run whose {listed(differ)} {'differs' if len(differ) == 1 else 'differ'} from this run's, so this run"
+                " cannot resume there. Set hydra.run.dir to a new folder."
             )
         _hold(path)
         try:
@@ -137,7 +139,7 @@ class RunFolder:
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
-        """Take a folder that was prepared for this run: it holds only the configuration. Of several processes that try, one succeeds.
+        """Take a folder that was prepared for this run and holds only the configuration. If several processes try, one succeeds.
 
         Raises:
             ConfigError: a run took it before, or it cannot be written.
@@ -239,7 +241,7 @@ def _at_urls(path: Path) -> list[RemotePath]:
 
 
 def read_wandb_file(path: Path) -> dict[str, str | None]:
-    """Read the names of a run at Weights & Biases; empty if it is not there."""
+    """Read the names of a run at Weights & Biases; empty if it has none."""
     try:
         names = json.loads((path / WANDB_FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -262,13 +264,13 @@ def _hold(path: Path) -> None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the process that works, or worked last, in a run folder; None where it is not known."""
+    """Return the process that works, or worked last, in a run folder; None if it is not known."""
     holder, status = Holder.read(path / _LOCK), read_status(path)
     return holder or (Holder(status.pid, status.host, since=status.started) if status is not None else None)
 
 
 def in_progress(path: Path) -> bool | None:
-    """Check whether a run is in progress in a folder; None where this host cannot see it."""
+    """Check whether a run is in progress in a folder; None if this host cannot see it."""
     holder, status = holder_of(path), read_status(path)
     said = status is None or status.status == RUNNING
     if holder is None:
@@ -299,12 +301,12 @@ def _taken(path: Path, option: str) -> str:
     new = f"Set {option} to a new folder.{again}"
     if works is None and holder is not None:
         return (
-            f"{path} holds the files of another run. It was in progress on another host ({holder.describe()}), and this host cannot see"
-            f" whether it still is: check there first. Set {option} to another folder."
+            f"{path} holds the files of another run, which was in progress on another host ({holder.describe()}). Check there whether it"
+            f" has ended, or set {option} to another folder."
         )
     if holder is not None and (status is None or status.status == RUNNING):
         return (
-            f"{path} holds the files of another run, which ended without recording why: its process is gone ({holder.describe()}). {new}"
+            f"{path} holds the files of another run, whose process ended without recording why ({holder.describe()}). {new}"
         )
     if status is None or status.ended is None:
         return f"{path} holds the files of another run. {new}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SlurmRequest:
-    """Resources that a run asks SLURM for besides nodes, tasks and GPUs, which its cluster states. None: the site's default.
+    """Resources that a run requests from SLURM in addition to nodes, tasks and GPUs, which its cluster states. None: the site's default.
 
     Attributes:
         partition: partition of SLURM.

@@ -30,7 +30,7 @@ class RunStatus:
         ended: end, in seconds since the epoch; None while it runs.
         pid: id of the process that supervises the ranks, or of rank 0 under torchrun and SLURM.
         host: host of that process.
-        reason: message of the failure, where it is known.
+        reason: message of the failure, if it is known.
     """
 
     status: str
@@ -78,7 +78,7 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """Read the status in a folder; None where there is none, or it cannot be read."""
+    """Read the status in a folder; None if there is none, or it cannot be read."""
     try:
         return RunStatus(**json.loads((folder / STATUS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):

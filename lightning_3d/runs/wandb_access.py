@@ -37,7 +37,7 @@ def require_access(loggers: Mapping[str, Any] | None) -> None:
 
 
 def check_access(offline: bool, otherwise: str) -> None:
-    """Refuse what wandb would ask for at a terminal, or wait for.
+    """Refuse a run for which wandb would ask at a terminal, or wait.
 
     Args:
         offline: whether the run is only written to the disk.
@@ -47,14 +47,14 @@ def check_access(offline: bool, otherwise: str) -> None:
         ConfigError: the package is not installed, or there is no API key for an online run.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError('logger=wandb needs the package wandb. Install it: pip install "lightning-3d[wandb]". Or leave out logger=wandb.')
+        raise ConfigError('logger=wandb needs the package wandb. Install it with pip install "lightning-3d[wandb]", or omit logger=wandb.')
     if is_offline(offline):
         return
     settings, url = _settings(), _url()
     if not (any(os.environ.get(name) for name in _KEYS) or settings.get("api_key") or _in_netrc(urlsplit(url).hostname or url)):
         raise ConfigError(
-            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY or run `wandb login`. To write the run to the"
-            f" disk only, set {otherwise} or WANDB_MODE=offline."
+            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY or run `wandb login`. To write the run only"
+            f" to disk, set {otherwise} or WANDB_MODE=offline."
         )
 
 
@@ -65,8 +65,9 @@ def is_offline(offline: bool) -> bool:
 
 
 def require_host(tries: int = 3, pause: float = 2.0) -> None:
-    """Fail at once if the server cannot be reached, for which wandb itself needs a minute and a half. With a proxy or a slow network, leave
-    it to wandb.
+    """Fail at once if the server cannot be reached; wandb itself would take a minute and a half.
+
+    With a proxy or a slow network, leave the check to wandb.
 
     Raises:
         OSError: the host name cannot be resolved, or the host or the network refuses the connection.

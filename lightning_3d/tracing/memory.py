@@ -13,7 +13,7 @@ from lightning_3d.tracing.trace import Memory
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward, each storage once.
+    """Counter of the bytes that autograd keeps for the backward, each storage once.
 
     Recomputed and offloaded blocks have hooks of their own, so only their inputs are counted.
 
@@ -66,7 +66,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 class MemoryWatch:
-    """Watches the memory of one rank for a step.
+    """Meter of the memory of one rank during a step.
 
     On a GPU the peak is the allocator's, since the process began; activations are what is not of another category. On a CPU tensors
     are counted: activations are what the backward keeps.
@@ -83,7 +83,7 @@ class MemoryWatch:
         self._saved = SavedTensors(_storages(_tensors_of(module))) if hooks and device.type != "cuda" else None
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Context for the forward and backward of a batch."""
+        """Return a context for the forward and backward of a batch."""
         return self._saved if self._saved is not None else nullcontext()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Times what a rank does while recording is on (CUDA events on GPUs, the clock elsewhere), and notifies listeners."""
+"""Timing of what a rank does while recording is on (CUDA events on GPUs, the clock elsewhere), and hooks for listeners."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Any) -> Iterator[None]:
-        """Context for an action of a schedule and everything that belongs to it; `span` times the parts."""
+        """Return a context for an action of a schedule and everything that belongs to it; `span` times the parts."""
         with ExitStack() as stack:
             for listener in self._listeners:
                 stack.enter_context(listener(action))
@@ -65,7 +65,7 @@ class Recorder:
         self._recording = on
 
     def span(self, kind: str, stage: int | None = None, micro_batch: int | None = None) -> AbstractContextManager[Any]:
-        """Context for what is to be timed."""
+        """Return a context that times its body."""
         return _Span(self, kind, stage, micro_batch) if self._recording else _NOTHING
 
     def take(self) -> list[Event]:

@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A rank's part in the pipeline part of one batch: start of its first action, end of its last, seconds in actions."""
+    """Work of a rank in the pipeline part of one batch: start of its first action, end of its last, seconds in actions."""
 
     first: float
     last: float
@@ -144,7 +144,7 @@ def chosen_ranks(layout: Layout) -> frozenset[int]:
 
 
 def pipeline_by_pipeline(layout: Layout) -> list[int]:
-    """All ranks, those of a pipeline together, the first tensor- and context-parallel ranks before others."""
+    """List all ranks, pipeline by pipeline; the first tensor- and context-parallel ranks come before others."""
     places = {pipeline: layout.coordinates(pipeline[0]) for pipeline in layout.groups("pp")}
     pipelines = sorted(places, key=lambda pipeline: (places[pipeline]["tp"] + places[pipeline]["cp"] > 0, pipeline))
     return [rank for pipeline in pipelines for rank in pipeline]

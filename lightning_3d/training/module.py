@@ -31,7 +31,7 @@ OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dt
 
 
 class CausalLM(LightningModule):
-    """Trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
+    """LightningModule that trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
 
     The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
     adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token.
@@ -123,7 +123,11 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:
     try:
         return get_peft_model(model, lora)
     except ValueError as error:
-        raise ConfigError(f"PEFT cannot add adapters to this model (model.lora.target_modules={names}): {error}") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"PEFT cannot add adapters to the layers model.lora.target_modules={names}: {said}. Name layers of this model, or use"
+            " model.lora.target_modules=all-linear."
+        ) from error
 
 
 def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) -> Any:
@@ -144,10 +148,13 @@ def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) ->
         config = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
         if model_type not in CONFIG_MAPPING:
-            near = did_you_mean(str(model_type), CONFIG_MAPPING)
+            near = did_you_mean(str(model_type), CONFIG_MAPPING) or " Use another model_type, or a newer version of Transformers."
             raise ConfigError(f"Transformers {transformers.__version__} has no model_type {model_type!r}.{near}") from error
         said = " ".join(str(error).split())
-        raise ConfigError(f"Transformers cannot build a configuration of model_type {model_type!r}: {said}") from error
+        raise ConfigError(
+            f"Transformers cannot build a configuration of model_type {model_type!r} from model.config: {said.rstrip('.')}. Correct these"
+            " values in model.config."
+        ) from error
     declared = _declared_fields(type(config))
     read = _words_of_the_code(type(config))
     for name in fields:

@@ -1,4 +1,4 @@
-"""The callback that writes `routers.csv`: load and dropped tokens of each router of a mixture of experts, on rank 0."""
+"""Callback that writes `routers.csv`: load and dropped tokens of each router of a mixture of experts, on rank 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 
 
 class RouterLog(Callback):
-    """Writes one row for each router. A dense model gets no file. Loggers get load and losses from `MetricsCSV`.
+    """Callback that writes one row for each router. A dense model gets no file. Loggers get load and losses from `MetricsCSV`.
 
     A resumed run continues the same file; rows of steps that it repeats are removed first.
 

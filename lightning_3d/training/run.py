@@ -71,7 +71,9 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     more |= {"checkpoint_check_space": False} if config.get("force") else {}
     strategy = make_object("parallelism", {**config["parallelism"], **more})
     if not isinstance(strategy, Lightning3DStrategy):
-        raise ConfigError(f"parallelism._target_ is {config['parallelism']['_target_']}, which is not a Lightning3DStrategy.")
+        raise ConfigError(
+            f"parallelism._target_ must be Lightning3DStrategy or a subclass of it; got {config['parallelism']['_target_']}."
+        )
     return strategy
 
 

@@ -24,7 +24,7 @@ CONFIG, RUN_ID = "config", "wandb_run_id"
 
 
 class RunRecord(pl.Callback):
-    """Adds configuration and run id to checkpoints, the configuration to the run at Weights & Biases, and its id to the run folder."""
+    """Callback that records a run: configuration and run id in checkpoints, configuration at Weights & Biases, run id in the run folder."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config

@@ -21,7 +21,7 @@ class StepNumbers:
         loss: mean over the global batch, in nats per target token.
         grad_norm: global norm before clipping; None if the strategy does not report it.
         lr: learning rate of the first parameter group in this step.
-        tokens: target tokens of the global batch (all its tokens where the strategy does not count targets).
+        tokens: target tokens of the global batch (all its tokens if the strategy does not count targets).
         seconds: time from having the batch to the end of the optimizer step, over all its batches; without waiting for data,
             validation and checkpoints.
         routers: a `lightning_3d.parallel.expert.RouterStatistics` for a mixture of experts; None for a dense model.
@@ -45,7 +45,7 @@ class StepNumbers:
 
 
 class StepClock:
-    """Measures optimizer steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
+    """Clock that measures optimizer steps and reads their numbers from the strategy's `last_step` or, under other strategies, from
     Lightning. A step may have several batches (`accumulate_grad_batches`).
     """
 

@@ -77,7 +77,7 @@ class Difference:
         what = ("loss", self.loss, "relative"), ("gradient norm", self.grad_norm, "relative"), ("weights", self.weight, "absolute")
         lines = ["largest differences"]
         for (name, value, how), limit, noise in zip(what, self.limits, self.noise, strict=True):
-            why = f" ({NOISE} x the effect of a change in the last bit of the weights)" if limit == NOISE * noise else ""
+            why = f" ({NOISE} times the effect of changing the last bit of the weights)" if limit == NOISE * noise else ""
             where = f", {self.worst}" if name == "weights" else ""
             lines.append(f"  {name:<14} {value:9.2e}   allowed {limit:.0e} {how}{why}{where}")
         return "\n".join(lines)
@@ -110,10 +110,10 @@ def verify(
         RuntimeError: a run failed; with its message.
     """
     if precision not in RELATIVE:
-        raise ConfigError(f"precision must be 32-true or 64-true for verify, because coarser types hide differences; got {precision}.")
+        raise ConfigError(f"precision must be 32-true or 64-true for verify, because lower precisions hide differences; got {precision}.")
     layout = strategy_class(**strategy).layout
     if layout is None:
-        raise ConfigError("verify needs a layout, for example strategy={'layout': 'tp2_pp2_dp2'}.")
+        raise ConfigError("verify needs a layout in strategy, for example strategy={'layout': 'tp2_pp2_dp2'}.")
     _check_batches(batches, layout.dp)
     run = _Run(module, dict(strategy), list(batches), precision, clip, strategy_class)
     with tempfile.TemporaryDirectory(prefix="lightning_3d_verify_") as folder:
@@ -130,10 +130,10 @@ def _check_batches(batches: Sequence[Any], dp: int) -> None:
     for index, batch in enumerate(batches):
         rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(batch)}
         if len(rows) != 1 or 0 in rows or min(rows) % dp:
-            found = f"have {listed(sorted(rows))} rows" if rows else "are missing"
+            found = f"tensors with {listed(sorted(rows))} rows" if rows else "no tensors"
             raise ConfigError(
-                f"The tensors of a global batch must have the same number of rows in dimension 0, divisible by dp={dp}, but those of"
-                f" batch {index} {found}."
+                f"All tensors of a global batch must have the same number of rows in dimension 0, divisible by dp={dp}; batch {index} has"
+                f" {found}."
             )
 
 
@@ -142,7 +142,7 @@ _RESULT = "result.json"
 
 @dataclass(frozen=True)
 class _Run:
-    """The training that all processes do."""
+    """Training job that all processes run."""
 
     module: pl.LightningModule
     strategy: dict[str, Any]

@@ -114,14 +114,14 @@ def test_a_layout_of_ones_own_inside_the_reserve_is_warned_of(answers: dict[str,
     answer = answers["tight by hand"]
     assert answer.code == 0 and "dp32_ep8: 32 ranks on GPUs" in answer.output
     [warning] = [line for line in answer.output.splitlines() if "plan.memory_reserve" in line]
-    assert warning.startswith("lightning_3d: dp32_ep8 is predicted to fill 97% of 80.0 GB, ")
+    assert warning.startswith("lightning_3d: dp32_ep8 is predicted to fill 97% of 80.0 GB on its fullest rank.")
     advice = warning.partition(". Use ")[2].partition(" (")[0].split()
     (advised,) = run_commands([["train", *TIGHT_BY_HAND, *advice]])
     assert advice and advised.code == 0 and "plan.memory_reserve" not in advised.output, "what is advised leaves the reserve"
 
 
 def test_a_plan_says_when_its_sequences_are_the_short_ones_of_the_data(answers: dict[str, Result]) -> None:
-    said = "64 sequences of 128 tokens a step, the length of data=python_stdlib; the model takes up to data.sequence_length=131072"
+    said = "64 sequences of 128 tokens a step, the length of data=python_stdlib; the model supports up to data.sequence_length=131072"
     assert answers["no length"].output.splitlines()[0].endswith(said)
 
 
@@ -172,7 +172,7 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("auto on what is not known", "needs to know the GPUs of the cluster, but local does not state them"),
+        ("auto on what is not known", "cannot plan for the cluster local, because its GPUs are unknown"),
         ("nothing fits", "No layout of 70.6 billion parameters fits on 8 GPUs with 80.0 GB each"),
         ("all reserved", "and 85% of the memory left free (plan.memory_reserve=0.85). dp8 would fill"),
         ("more than all reserved", "plan.memory_reserve must be a finite number between 0 and 0.9; got 1.0."),

@@ -114,7 +114,7 @@ def test_recipe_overrides_groups_and_values_and_the_command_line_overrides_it() 
 
 def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
     overrides = ["recipe=llama3_70b_256xa100", "trainer.dry=true", "optimizer.name=cpu_adamw"]
-    with pytest.raises(ConfigError, match="cpu_adamw steps weights in host memory.* parallelism.zero_offload=optimizer"):
+    with pytest.raises(ConfigError, match="cpu_adamw updates weights in host memory.* parallelism.zero_offload=optimizer"):
         planned(*overrides)
     assert planned(*overrides, "parallelism.zero_offload=optimizer").zero.offload == "optimizer"
 
@@ -156,9 +156,9 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
         (["+optimizer.momentum=1"], "optimizer has no option 'momentum'"),
         (["optimizer.betas=0.9"], "optimizer.betas must be two numbers, for example .*; got 0.9"),
         (["optimizer.no_decay=norm"], "optimizer.no_decay must be a list, for example .*; got 'norm'"),
-        (["optimizer.scheduler=cosine"], "optimizer.scheduler has keys; got 'cosine'. Use optimizer.scheduler.name=cosine"),
-        (["+logger.mine=1"], r"logger.mine has no _target_.*lightning.pytorch.loggers.CSVLogger"),
-        (["callbacks.progress=5"], r"callbacks.progress has no _target_"),
+        (["optimizer.scheduler=cosine"], "optimizer.scheduler must be a mapping; got 'cosine'. Use optimizer.scheduler.name=cosine"),
+        (["+logger.mine=1"], r"logger.mine must have a _target_.*lightning.pytorch.loggers.CSVLogger"),
+        (["callbacks.progress=5"], r"callbacks.progress must have a _target_"),
         (["trainer.extra=5"], "trainer.extra: Cannot assign int to Dict"),
         (["trainer.max_steps=many"], "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$"),
         (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has .*compile, cp_kind, layout'),
@@ -204,9 +204,9 @@ def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.Monke
     monkeypatch.setattr("lightning_3d.config.machine.visible_gpus", lambda: 4)
     assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == ("gpu", "bf16")
     fewer = planned("parallelism=dp8")
-    assert fewer.accelerator == "cpu" and fewer.warnings == ("This machine has 4 GPUs for 8 ranks: running on the CPU.",)
+    assert fewer.accelerator == "cpu" and fewer.warnings == ("This machine has 4 GPUs for 8 ranks, so the run uses the CPU.",)
     assert planned("parallelism=tp4", "cluster=local_cpu").accelerator == "cpu"
-    with pytest.raises(LayoutError, match="Layouts for 4: "):
+    with pytest.raises(LayoutError, match="Layouts for 4 GPUs: "):
         planned("parallelism=dp8", "cluster.accelerator=gpu")
     two_nodes = OutsideRank(rank=0, local_rank=0, world_size=8, local_world_size=4, launcher="torchrun")
     assert plan_run(composed("parallelism=dp8", "cluster.accelerator=gpu"), two_nodes).accelerator == "gpu"
@@ -260,7 +260,7 @@ def test_the_strategy_may_be_a_class_of_the_user() -> None:
         return make_strategy({"parallelism": {**parallelism, **changes}, "precision": {"name": "fp32"}, "trainer": {}, "seed": 7})
 
     assert type(strategy(layout="dp2")) is Mine
-    with pytest.raises(ConfigError, match="parallelism._target_ is torch.nn.Identity, which is not a Lightning3DStrategy"):
+    with pytest.raises(ConfigError, match="parallelism._target_ must be Lightning3DStrategy .*; got torch.nn.Identity"):
         strategy(_target_="torch.nn.Identity")
     with pytest.raises(ConfigError, match=r"Cannot create parallelism \(nowhere.Strategy\)"):
         strategy(_target_="nowhere.Strategy")
@@ -319,8 +319,8 @@ def test_files_of_a_user(tmp_path: Path) -> None:
         "-cn whole parallelism=tp8_pp2_dp16": "tp8_pp2_dp16: 256 ranks on GPUs",
         "recipe=local": "the first line of its file must be  # @package _global_",
         "-cn nothing": 'There is no configuration "nothing".',
-        "-cp nothing": "--config-path takes an absolute path",
-        "recipe=null": "Remove a group with ~GROUP",
+        "-cp nothing": "--config-path must be an absolute path",
+        "recipe=null": "To remove a group, use ~GROUP",
     }
     answers = run_commands([["train", "-cd", str(tmp_path), *line.split(), "trainer.dry=true"] for line in lines])
     for (line, said), answer in zip(lines.items(), answers, strict=True):

@@ -155,7 +155,7 @@ def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Re
     [
         ("another machine", "(cpu), but the cluster has NVIDIA H100 SXM"),
         ("another GPU", "measured on NVIDIA H100 80GB HBM3, but the cluster has NVIDIA A100"),
-        ("another precision", "was measured in bf16, but the run is in fp32"),
+        ("another precision", "was measured in bf16, but the run uses fp32"),
         ("no profile", "none.json cannot be read: No such file"),
         ("no format", "other.json is not a profile"),
         ("cut off", "cut.json cannot be read: it is not JSON"),

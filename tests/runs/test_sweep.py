@@ -161,7 +161,7 @@ def test_run_that_goes_on_is_not_started_twice(tmp_path: Path) -> None:
     entry = job(tmp_path / "s", 0)
     entry.folder.mkdir(parents=True)
     RunStatus.begun().write(entry.folder)
-    with pytest.raises(ConfigError, match=f"holds a run that is in progress .process {os.getpid()} "):
+    with pytest.raises(ConfigError, match=f"belongs to a run that is in progress .process {os.getpid()} "):
         run(tmp_path / "s", [entry])
 
 

@@ -76,13 +76,13 @@ def test_schedule_that_needs_more_micro_batches_is_skipped(results: dict[str, Re
     ("name", "message"),
     [
         ("no such key", 'There is no configuration key "optimizer.lrr". Did you mean "optimizer.lr"?'),
-        ("key of a swept group", "If it is a key of recipe, which this sweep varies, use ++KEY=VALUE."),
+        ("key of a swept group", "If the key belongs to recipe, which this sweep varies, use ++KEY=VALUE."),
         ("no such model", 'There is no model "nonesuch".'),
         ("no such metric", 'got "losss". Did you mean "loss"?'),
         ("metric of no name", 'hydra.launcher.metric must be loss, val_loss, '),
         ("no number", "hydra.launcher.jobs_at_once must be a whole number; got 'two'."),
         ("one folder", "Set hydra.sweep.subdir to a name that differs between jobs"),
-        ("impossible folder", "Cannot use the sweep folder /dev/null/sweep: Not a directory. Set hydra.sweep.dir."),
+        ("impossible folder", "Cannot use the sweep folder /dev/null/sweep: Not a directory. Set hydra.sweep.dir to another"),
         ("cfg", "Only one of --run, --multirun, --cfg"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         assert in_progress(run) and RunFolder.claim(run, numbered=True).path.name == "run_1"
     assert in_progress(run) is False and is_held(run / ".lock") is False
     said = refusal(run)
-    assert f"which ended without recording why: its process is gone (process {process.pid} of {me.user} on {me.host}" in said
+    assert f"whose process ended without recording why (process {process.pid} of {me.user} on {me.host}" in said
     assert said.endswith("Set hydra.run.dir to a new folder. To resume that run, set trainer.auto_resume=true.")
     assert RunFolder.reopen(run, {}).path == run, "a lock that is left of a killed process holds nobody up"
 
@@ -104,8 +104,8 @@ def test_a_folder_of_a_run_on_another_host(tmp_path: Path) -> None:
     left_by(tmp_path / "run", RUNNING, "node7", 4711)
     assert in_progress(tmp_path / "run") is None
     said = refusal(tmp_path / "run")
-    assert "It was in progress on another host (process 4711 on node7, since " in said
-    assert "and this host cannot see whether it still is: check there first." in said
+    assert "which was in progress on another host (process 4711 on node7, since " in said
+    assert "Check there whether it has ended, or set" in said
 
 
 def test_a_folder_without_locks_is_judged_by_the_process(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_a_position_in_another_order_is_refused(change: dict[str, int]) -> None:
 def test_f26_a_resumed_run_without_a_position_is_refused() -> None:
     data = as_rank(Counting(), 1, 0)
     data.trainer.global_step, data.trainer.ckpt_path = 5, "run/step5.ckpt"
-    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but has no position in the data"):
+    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but does not contain the position in the data"):
         first_tokens(data)
 
 
@@ -269,7 +269,7 @@ def test_f23_a_data_set_shorter_than_one_global_batch_is_refused() -> None:
     data = Counting(train_tokens=56)
     with pytest.raises(
         DataError,
-        match="56 tokens .* 7 samples of 8, fewer than one global batch of 8. Use a global batch of at most 7",
+        match="56 tokens .* 7 samples of 8 tokens, fewer than one global batch of 8. Use a global batch of at most 7",
     ):
         data.setup("fit")
 
@@ -278,7 +278,7 @@ def test_f23_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py file under"):
         stdlib_of(tmp_path).setup("fit")
     write_tokens(tmp_path / "empty.bin", np.empty(0, dtype=np.uint16), vocab_size=4)
-    with pytest.raises(DataError, match="0 samples of 16, fewer than one global batch of 4. Use more data"):
+    with pytest.raises(DataError, match="0 samples of 16 tokens, fewer than one global batch of 4. Use more data"):
         TokenFiles(train_path=tmp_path / "empty.bin", sequence_length=16, global_batch_size=4).setup("fit")
 
 
@@ -315,18 +315,18 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
     ("damage", "message"),
     [
         ({"bytes": -1}, "199 bytes, which is 99 tokens and 1 bytes of uint16, but corpus.json says 100 tokens"),
-        ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.; it is truncated"),
+        ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.. It is truncated"),
         ({"tokens": 90}, "corpus.json says 90 tokens"),
-        ({"dtype": "uint32"}, "its size fits uint16: correct dtype"),
+        ({"dtype": "uint32"}, "Its size fits uint16: correct dtype"),
         ({"dtype": "int64"}, "dtype in .* must be uint16 or uint32; got 'int64'"),
         ({"tokens": "many"}, "tokens in .*; got 'many'"),
         ({"tokens": -1}, "tokens in .*; got -1"),
         ({"vocab_size": None}, "vocab_size in .*; got None"),
-        ({"document_separator": 50}, "document_separator in .* is 50, which is outside its vocab_size of 50"),
+        ({"document_separator": 50}, "document_separator in .* must be less than its vocab_size of 50; got 50"),
         ({"tokens": ...}, "lacks tokens"),
         ({"token": 3}, "has the unknown entry token"),
         ({"text": "{"}, "cannot be read as JSON"),
-        ({"text": "[1]"}, "holds list, not a JSON object"),
+        ({"text": "[1]"}, "must hold a JSON object .*; got a list"),
         ({"text": None}, r"has no corpus\.json next to it"),
     ],
     ids=str,
@@ -361,7 +361,7 @@ def test_a_held_out_split_shorter_than_a_sample_is_refused(tmp_path: Path) -> No
         train_path=tmp_path / "train.bin", val_path=tmp_path / "val.bin", sequence_length=8, global_batch_size=2
     )
     with pytest.raises(
-        DataError, match="has 5 tokens, fewer than one sample of 8. Use a data.sequence_length of at most 5"
+        DataError, match="has 5 tokens, fewer than one sample of 8 tokens. Use a data.sequence_length of at most 5"
     ):
         data.setup("fit")
 
@@ -483,7 +483,7 @@ def test_only_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
     ("changes", "message"),
     [
         ({"text_column": "txet"}, "no column 'txet'; it has text and number. Did you mean \"text\""),
-        ({"split": "validation"}, "no split 'validation'; it has train and held"),
+        ({"split": "validation"}, "no split 'validation'. Use one of its splits: train, held"),
         ({"path": "./nowhere"}, r"The data set \./nowhere does not exist"),
         ({"tokenizer": "./nowhere"}, r"The tokenizer \./nowhere does not exist"),
         ({"vocab_size": 10}, "Token 10 at position 18 of split 'train'"),
@@ -537,11 +537,11 @@ def test_a_data_module_by_name(sources: Path) -> None:
     [
         (
             {"name": "token"},
-            "data.name is 'token'; it must be python_stdlib, tokens, huggingface or instructions. Did you mean \"tokens\"",
+            "data.name must be python_stdlib, tokens, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
         ),
         ({"name": "tokens", "train_path": "???", "sequence_length": 8}, "data=tokens needs data.train_path"),
         ({"name": "tokens", "sequence_lenght": 8}, "no option 'sequence_lenght'.* Did you mean \"sequence_length\""),
-        ({"name": "python_stdlib", "sequence_length": 8, "global_batch_size": 8}, "data.global_batch_size is 8, but"),
+        ({"name": "python_stdlib", "sequence_length": 8, "global_batch_size": 8}, "data.global_batch_size=8 contradicts"),
         ({"name": "python_stdlib", "sequence_length": 1}, "data.sequence_length must be at least 2.*got 1"),
         ({"name": "python_stdlib", "sequence_length": 8, "val_fraction": 1.5}, "data.val_fraction must be .*; got 1.5"),
         ({"name": "python_stdlib", "sequence_length": 8, "val_sequences": 0}, "data.val_sequences must be .*; got 0"),

@@ -119,11 +119,11 @@ def test_what_is_too_long(tokenizer: Path, tmp_path: Path) -> None:
     long_prompt, long_answer = turns(" ".join(["w1"] * 20), "w2"), turns("w1", " ".join(["w2"] * 20))
     rows = [{"messages": talk} for talk in (long_prompt, long_answer, turns("w1", "w2"), turns("w3", "w4"))]
     data = module(tmp_path, rows, tokenizer, val_fraction=0.0)
-    with pytest.warns(UserWarning, match="2 of 4 conversations .* longer .*=16 and are truncated; 1 have no answer"):
+    with pytest.warns(UserWarning, match="Truncated 2 of 4 conversations .*=16 tokens and left out 1 with no answer"):
         data.prepare_data()
     data.setup()
     assert data.train_set is not None
     samples = [said(sample["labels"][sample["labels"] != -100]) for sample in data.train_set]
     assert samples == [" ".join(["w2"] * 9), "w2 [end]", "w4 [end]"]
-    with pytest.raises(DataError, match="None of the 1 conversations"), pytest.warns(UserWarning):
+    with pytest.raises(DataError, match="has 1 conversation, but none with an answer"), pytest.warns(UserWarning):
         module(tmp_path, rows[:1], tokenizer).prepare_data()

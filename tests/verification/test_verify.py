@@ -153,9 +153,9 @@ def test_batches_that_ranks_cannot_share_are_refused() -> None:
     short, rows = own_batches(1)[0], torch.zeros(6, 2)
     for batches, words in (
         ([], "one global batch for each step"),
-        ([(rows, rows[:4])], "those of batch 0 have 4 and 6 rows"),
-        ([rows, {"x": rows[:3]}], "divisible by dp=2, but those of batch 1 have 3 rows"),
-        ([{"x": "no tensor"}], "those of batch 0 are missing"),
+        ([(rows, rows[:4])], "batch 0 has tensors with 4 and 6 rows"),
+        ([rows, {"x": rows[:3]}], "divisible by dp=2; batch 1 has tensors with 3 rows"),
+        ([{"x": "no tensor"}], "batch 0 has no tensors"),
     ):
         with pytest.raises(ConfigError, match=words):
             lightning_3d.verify(Own(), strategy, batches)
@@ -166,7 +166,7 @@ def test_what_one_process_makes_of_other_last_bits_is_allowed() -> None:
     found = Difference(1e-6, 1e-6, 9e-5, "name", (), ())
     assert not found.same
     noisy = replace(found, noise=(1e-8, 1e-8, 6e-5))
-    assert noisy.same and "allowed 1e-04 absolute (2 x the effect of a change in the last bit of the weights)" in str(noisy)
+    assert noisy.same and "allowed 1e-04 absolute (2 times the effect of changing the last bit of the weights)" in str(noisy)
     assert not replace(noisy, loss=2e-5).same
     assert not replace(noisy, weight=float("nan")).same
 

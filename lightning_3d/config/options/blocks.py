@@ -47,11 +47,11 @@ class BlockOptions:
         if self.recompute_every > 1 and self.recompute == "none":
             raise ConfigError(f"recompute_every={self.recompute_every} needs recompute=full or recompute=selective.")
         if isinstance(self.recompute_keep, str):
-            raise ConfigError(f'recompute_keep must be a list of names: ["{self.recompute_keep}"].')
+            raise ConfigError(f'recompute_keep must be a list; got "{self.recompute_keep}". Use recompute_keep=[{self.recompute_keep}].')
         if self.recompute_keep is not None:
             object.__setattr__(self, "recompute_keep", tuple(self.recompute_keep))
         if self.recompute_keep is not None and self.recompute != "selective":
-            raise ConfigError(f"recompute_keep needs recompute=selective; recompute is {self.recompute}.")
+            raise ConfigError(f"recompute_keep needs recompute=selective; got recompute={self.recompute}.")
 
     def require_suits(self, schedule: str, *, tp: int, pp: int, cp: int = 1) -> None:
         """Refuse options that a layout and schedule cannot run.
@@ -62,17 +62,17 @@ class BlockOptions:
         """
         if self.compile and cp > 1:
             raise LayoutError(
-                f"compile=true cannot trace the attention of context-parallel ranks, and cp is {cp}. Use compile=false or cp 1."
+                f"compile=true cannot trace the attention of context-parallel ranks; the layout has cp {cp}. Use compile=false or cp 1."
             )
         if self.recompute == "selective" and self.compile and tp > 1:
             raise LayoutError(
-                f"recompute=selective with compile=true cannot be traced through sharded layers, and tp is {tp}. Use recompute=full or"
-                " compile=false."
+                f"compile=true with recompute=selective cannot trace layers that tensor parallelism shards; the layout has tp {tp}. Use"
+                " recompute=full or compile=false."
             )
         if self.recompute == "selective" and pp > 1 and find_schedule(schedule).split_backward:
             raise LayoutError(
-                f"recompute=selective keeps results for one backward pass of a block, but {schedule} computes the gradients of inputs and"
-                " weights separately. Use recompute=full, or the schedule 1F1B."
+                f"recompute=selective needs one backward pass for each block, but {schedule} computes the gradients of inputs and weights"
+                " in separate passes. Use recompute=full, or the schedule 1F1B."
             )
 
     def recomputes(self, index: int) -> bool:

@@ -19,7 +19,7 @@ class ExpertOptions:
             layers.
         bias_update: step by which a router's bias for the choice of experts moves towards experts with few tokens, after each optimizer
             step (arXiv:2408.15664); for models with such a bias (DeepSeek-V3). 0 leaves it unchanged.
-        capacity_factor: most tokens of an expert, as a multiple of its even share of the tokens that a rank has of a micro-batch. First
+        capacity_factor: largest number of tokens for an expert, as a multiple of its even share of a rank's tokens of a micro-batch. First
             choices come before second ones, then earlier tokens (GShard, arXiv:2006.16668); the expert skips the others. None: no limit.
 
     Raises:

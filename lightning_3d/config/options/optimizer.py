@@ -1,4 +1,4 @@
-"""The check of the keys of an optimizer and a scheduler. Imports no torch."""
+"""Checks for the keys of an optimizer and a scheduler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     for beta in betas:
         _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1")
     if name == "cpu_adamw" and config.get("fused") is not None:
-        raise ConfigError("optimizer.fused is an option of adamw; cpu_adamw is always one kernel. Omit it, or set it to null.")
+        raise ConfigError("optimizer.fused is an option of adamw only, because cpu_adamw is always fused. Omit it, or set it to null.")
     kinds = config.get("no_decay") or ()
     if isinstance(kinds, str) or not isinstance(kinds, Sequence):
         raise ConfigError(f"optimizer.no_decay must be a list, for example [norm, bias]; got {kinds!r}.")
@@ -61,7 +61,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
 
 def _check_scheduler(config: Any) -> None:
     if not isinstance(config, Mapping):
-        raise ConfigError(f"optimizer.scheduler has keys; got {config!r}. Use optimizer.scheduler.name={config}.")
+        raise ConfigError(f"optimizer.scheduler must be a mapping; got {config!r}. Use optimizer.scheduler.name={config}.")
     name = config.get("name")
     if name not in _SCHEDULES:
         raise ConfigError(f"optimizer.scheduler.name must be {listed(_SCHEDULES, last='or')}; got {name!r}.")

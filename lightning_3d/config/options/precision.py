@@ -26,8 +26,8 @@ def precision_of(lightning: str, *, fp8: bool = False) -> str:
         raise unknown_precision(lightning)
     if fp8 and lightning != "bf16-true":
         raise ConfigError(
-            f'fp8=True needs Trainer(precision="bf16-true"); got {lightning!r}. Linear layers of blocks multiply in float8; everything else'
-            " is bf16 with float32 master weights."
+            f'fp8=True needs Trainer(precision="bf16-true"); got {lightning!r}. Only the linear layers of blocks multiply in float8;'
+            " everything else uses bf16 with float32 master weights."
         )
     return names[lightning]
 
@@ -36,12 +36,12 @@ def unknown_precision(name: str) -> ConfigError:
     """Return the error for a name that is not in `PRECISIONS`, also for Lightning's names."""
     if name.startswith(("fp16", "16", "float16", "half")):
         return ConfigError(
-            f"precision={name} is not supported: float16 needs a loss scale, and all ranks would have to know of an overflow on any of them"
-            ' before a step. Use precision=bf16, in a script Trainer(precision="bf16-true"): it has the range of float32.'
+            f"precision={name} is not supported, because float16 needs a loss scale. Use precision=bf16, which has the range of float32 and"
+            ' needs none. In a script, use Trainer(precision="bf16-true").'
         )
     lightning = listed(dict.fromkeys(PRECISIONS.values()), last="or")
     return ConfigError(
-        f'There is no precision "{name}".{did_you_mean(name, PRECISIONS)} It must be auto, {listed(PRECISIONS, last="or")}; in a script'
+        f'There is no precision "{name}".{did_you_mean(name, PRECISIONS)} Use auto, {listed(PRECISIONS, last="or")}. In a script,'
         f" Trainer(precision=...) must be {lightning}."
     )
 
@@ -66,7 +66,7 @@ def check_fp8_device(device: str, capability: tuple[int, int] | None) -> None:
 
 
 def check_fp8_library() -> None:
-    """Refuse where torchao is not installed."""
+    """Refuse float8 if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise fp8_refused("needs torchao, which is not installed: pip install lightning-3d[fp8]")
 

@@ -21,7 +21,7 @@ class ZeroOptions:
     """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with `zero_` in front.
 
     Attributes:
-        stage: sharded over data-parallel ranks are 0: nothing, 1: the optimizer's state, 2: gradients too, 3: parameters too.
+        stage: state that is sharded over data-parallel ranks. 0: nothing. 1: the optimizer's state. 2: also gradients. 3: also parameters.
         reduce: time of the gradient reduction. "step": once for each optimizer step; a rank keeps whole local gradients until then.
             "micro_batch": during every backward pass; a rank keeps 1 / dp of them, and the traffic grows with the number of micro-batches.
             None: "micro_batch" at stages 2 and 3 without a pipeline, else "step".
@@ -52,8 +52,8 @@ class ZeroOptions:
         splits = find_schedule(schedule).split_backward and pp > 1
         if self.gather == MICRO_BATCH and splits:
             raise LayoutError(
-                f"zero_gather=micro_batch frees the parameters of a block after its backward pass, but {schedule} computes the gradients of"
-                " inputs and of weights separately. Use zero_gather=step, or the schedule 1F1B."
+                f"zero_gather=micro_batch frees a block's parameters after its backward pass, but {schedule} computes the gradients of"
+                " inputs and weights in separate passes. Use zero_gather=step, or the schedule 1F1B."
             )
         reduce = self.reduce or (MICRO_BATCH if self.stage >= 2 and pp == 1 else STEP)
         gather = self.gather or ((STEP if splits else MICRO_BATCH) if self.stage == 3 else None)
@@ -70,7 +70,7 @@ class ZeroOptions:
                 " zero_stage=2, or zero_reduce=step."
             )
         if self.gather is not None and self.stage != 3:
-            raise LayoutError(f"zero_gather={self.gather} needs zero_stage=3; at stage {self.stage} no parameters are gathered.")
+            raise LayoutError(f"zero_gather={self.gather} needs zero_stage=3; got {self.stage}, which gathers no parameters.")
         if self.offload not in OFFLOAD:
             hint = did_you_mean(str(self.offload), OFFLOAD)
             raise LayoutError(f'zero_offload must be none, optimizer or parameters; got "{self.offload}".{hint}')
@@ -78,7 +78,7 @@ class ZeroOptions:
         if self.stage < needed:
             raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}; got {self.stage}.")
         if self.reduce_scatter and self.stage == 0:
-            raise LayoutError("zero_reduce_scatter=true needs a zero_stage above 0: at stage 0 every rank needs the whole gradient.")
+            raise LayoutError("zero_reduce_scatter=true needs zero_stage=1 or more; got 0, where every rank needs the whole gradient.")
 
     @property
     def gathers_every_micro_batch(self) -> bool:

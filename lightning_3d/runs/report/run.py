@@ -89,7 +89,7 @@ def write_report(folder: Path, about: About | None = None, *, reason: str = "") 
     Args:
         folder: run folder.
         about: facts about the run; None: read from `config.yaml`.
-        reason: message of the failure, where the caller knows it.
+        reason: message of the failure, if the caller knows it.
 
     Raises:
         ConfigError: the folder does not hold a run, or cannot be written.
@@ -151,11 +151,11 @@ class _RunPage:
             "timeline": self._timeline(),
             "counted": self.about.counted,
             "memory": self._memory(),
-            "activations": "activations and all else" if self.trace is not None and self.trace.device == "cuda" else "activations",
+            "activations": "activations and everything else" if self.trace is not None and self.trace.device == "cuda" else "activations",
         }
 
     def shown(self) -> dict[str, Any]:
-        """Words for the template."""
+        """Return the words for the template."""
         status = self.about.status or (self.status.status if self.status is not None else "")
         timeline = self._timeline()
         stages = self.layout.pp
@@ -211,7 +211,7 @@ class _RunPage:
             return f"This run failed {after}" + (f", with exit code {code}." if code is not None else ".")
         if status == INTERRUPTED:
             return f"This run was interrupted {after}."
-        return f"This run was still running when the report was made, {after}." if status == RUNNING else ""
+        return f"This run was still in progress when this report was written, {after}." if status == RUNNING else ""
 
     def _tiles(self) -> list[dict[str, str]]:
         rows = self.rows
@@ -302,7 +302,7 @@ class _RunPage:
     def _memory_note(self) -> str:
         if self.trace is None:
             return ""
-        how = "counted tensors; activations are the peak of what was kept for the backward"
+        how = "counted tensors; activations are the peak of what was kept for the backward pass"
         if self.trace.device == "cuda":
             how = "peak of the allocator since the run started"
         elif any(each.memory.activations is None for each in self.trace.ranks):

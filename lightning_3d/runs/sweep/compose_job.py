@@ -56,7 +56,7 @@ def compose_job(
         run: the check of a job of `lightning-3d run`; or the command of another app, whose own function is run.
 
     Returns:
-        The job, or the reason why it cannot run; and its configuration with Hydra's part, None where it does not compose.
+        The job, or the reason why it cannot run; and its configuration with Hydra's part, None if it does not compose.
     """
     key = tuple(overrides)
     try:

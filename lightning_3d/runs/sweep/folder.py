@@ -43,7 +43,7 @@ class SweepFolder:
 
     @classmethod
     def take(cls, path: Path, *, numbered: bool) -> SweepFolder:
-        """Make a folder this sweep's own while this process lives. It may hold an earlier start of the same sweep.
+        """Claim a folder for this sweep while this process lives. The folder may hold an earlier start of the same sweep.
 
         Args:
             path: the folder.
@@ -59,7 +59,8 @@ class SweepFolder:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise ConfigError(f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir.") from error
+                said = f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir to another folder."
+                raise ConfigError(said) from error
         other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
         if holder is None:
             raise ConfigError(f"Another sweep is in progress in {path}. Wait until it ends, or {other}.")
@@ -104,7 +105,7 @@ def is_finished(job: Job) -> bool:
     if status.status == RUNNING and in_progress(job.folder):
         holder = holder_of(job.folder)
         who = f" ({holder.describe()}). {holder.what_to_do('set hydra.sweep.dir to another folder')}" if holder is not None else "."
-        raise ConfigError(f"{job.folder} holds a run that is in progress{who}")
+        raise ConfigError(f"{job.folder} belongs to a run that is in progress{who}")
     if status.status != FINISHED:
         return False
     difference = first_difference(_moved(_config_in(job.folder), job.folder), _as_read(job.config))
@@ -123,7 +124,7 @@ def prepare(sweep: Path, job: Job) -> Path | None:
     (`trainer.auto_resume`).
 
     Returns:
-        The place to which they were moved; None where there were none.
+        The place to which they were moved; None if there were none.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -136,7 +137,8 @@ def prepare(sweep: Path, job: Job) -> Path | None:
             (job.folder / name).write_text(text, encoding="utf-8")
         (job.folder / CONFIG_FILE).write_text(frozen_text(job.config), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir.") from error
+        said = f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir to another name."
+        raise ConfigError(said) from error
     return moved
 
 

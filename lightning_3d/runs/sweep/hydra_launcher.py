@@ -28,7 +28,7 @@ class SweepLauncher(Launcher):
 
     Args:
         metric: name of the number that a job returns to the sweeper, or several; None: the final validation loss, or the training loss
-            where there is no validation.
+            if there is no validation.
 
     Attributes:
         machine: where the engine runs the jobs.

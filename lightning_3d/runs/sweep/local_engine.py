@@ -27,7 +27,7 @@ _CANNOT_START = 126
 
 @dataclass(frozen=True)
 class Began:
-    """A job was started, or submitted. `where` has more for the user, such as the number of a SLURM job."""
+    """Event: a job was started or submitted. `where` gives the user details, such as the number of a SLURM job."""
 
     job: Job
     where: str = ""
@@ -35,14 +35,14 @@ class Began:
 
 @dataclass(frozen=True)
 class Going:
-    """A job is still running: a chance to show its progress."""
+    """Event: a job is still running, so its progress can be shown."""
 
     job: Job
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job has ended. `reason` explains the exit code where the engine knows more."""
+    """Event: a job has ended. `reason` explains the exit code if the engine knows more."""
 
     job: Job
     exit_code: int
@@ -53,7 +53,7 @@ Event = Began | Going | Ended
 
 
 class Engine(Protocol):
-    """Starts jobs and reports what happens to them."""
+    """Interface of an engine, which starts jobs and reports what happens to them."""
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
         """Run all jobs, in any order and as many at once as the engine chooses. Yields one `Began` and one `Ended` for each, and any
@@ -64,7 +64,7 @@ class Engine(Protocol):
 
 
 class Interrupted(BaseException):
-    """This process received a signal that ends the sweep."""
+    """Exception for a signal that ends the sweep."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -161,7 +161,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Pass a signal on, and kill what does not end in time: after SIGTERM, runs save first. The ranks of a run die with the process that
+    """Forward a signal, and kill what does not end in time: after SIGTERM, runs save first. The ranks of a run die with the process that
     started them."""
     for process in processes:
         _send(process, number)

@@ -35,14 +35,14 @@ class Outcome:
         number: number of the job.
         overrides: overrides of the job.
         status: skipped, checked, not started, running, or how it ended.
-        exit_code: exit code; None where there is none.
+        exit_code: exit code; None if there is none.
         reason: why it was skipped or failed; of a checked job, its description.
         numbers: numbers by name of `METRICS`, without those that do not exist. Losses are from the last step that has them. Speeds are
             medians over all steps but the first; the bubble is the median over traced steps, memory their maximum. `seconds` is the
             time from the start of the run to its end.
         folder: run folder; None for jobs without one.
         before: whether an earlier start of the same sweep finished it.
-        layout: name of the layout, where the configuration has one.
+        layout: name of the layout, if the configuration has one.
     """
 
     number: int
@@ -87,7 +87,7 @@ def finished_before(job: Job) -> Outcome:
 
 
 def check_metric(name: str) -> None:
-    """Raises ConfigError for a number that no job has."""
+    """Raise ConfigError for a metric that no job has."""
     if name not in METRICS:
         names, near = listed(METRICS, last="or"), did_you_mean(str(name), METRICS)
         raise ConfigError(f'hydra.launcher.metric must be {names}; got "{name}".{near}')

@@ -66,7 +66,7 @@ class SlurmResources(SlurmRequest):
 
 
 class SlurmEngine:
-    """Submits jobs and waits for them.
+    """Engine that submits jobs and waits for them.
 
     Args:
         resources: resources that each job asks for.
@@ -86,7 +86,9 @@ class SlurmEngine:
             raise ConfigError('hydra/launcher=slurm needs the package submitit. Install it: pip install "lightning-3d[slurm]".') from error
         absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
         if resources.executor == "slurm" and absent:
-            raise ConfigError(f"hydra/launcher=slurm needs SLURM on this machine, but {absent[0]} is not installed.")
+            raise ConfigError(
+                f"hydra/launcher=slurm needs SLURM, but {absent[0]} is not installed on this machine. Start the sweep on a SLURM node."
+            )
         self._submitit: Any = submitit
         self._resources = resources
         self._at_once = at_once
@@ -180,11 +182,11 @@ def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
         return None
     status = read_status(job.folder)
     code = status.exit_code if status is not None else None
-    return Ended(job, code or 1, "SLURM ended it: it was cancelled, exceeded its time or memory, or a node failed (see sacct).")
+    return Ended(job, code or 1, "SLURM ended the job: it was cancelled, exceeded its time or memory, or a node failed (see sacct).")
 
 
 def _code_of(task: Any) -> int | None:
-    """Read the exit code of a task; None where it left none."""
+    """Read the exit code of a task; None if it left none."""
     from submitit.core.utils import pickle_load
 
     path = Path(task.paths.result_pickle)

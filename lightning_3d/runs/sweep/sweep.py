@@ -84,7 +84,7 @@ class Sweep:
         return any(outcome.folder is not None for outcome in self.outcomes.values())
 
     def _plan(self, entries: Sequence[Entry]) -> list[Job]:
-        """The jobs that are to be run, each with its folder ready."""
+        """Prepare the folders of the jobs, and return the jobs to run."""
         _require_own_folders(entries)
         outcomes = {entry.number: Outcome.of(entry) for entry in entries}
         jobs = []

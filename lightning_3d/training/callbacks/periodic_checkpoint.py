@@ -1,4 +1,4 @@
-"""The callback that saves during a fit, at its end, and when a signal ends it, and keeps the newest checkpoints."""
+"""Callback that saves during a fit, at its end, and when a signal ends it, and keeps the newest checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback that shows progress: one line on a terminal, a line every few steps elsewhere."""
+"""Callback that shows progress: one line on a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 

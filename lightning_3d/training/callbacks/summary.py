@@ -1,4 +1,4 @@
-"""The callback that prints a table when a fit has ended."""
+"""Callback that prints a table when a fit has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 
 class Summary(Callback):
-    """Prints a table when a fit has ended: model, layout, steps, speed, losses, entropies of the text, checkpoint.
+    """Callback that prints a table when a fit has ended: model, layout, steps, speed, losses, entropies of the text, checkpoint.
 
     Args:
         model_name: model name for the first row; None uses the type of the configuration or the module's class.

@@ -38,14 +38,14 @@ def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModul
     name = arguments.pop("name", None)
     if name not in DATA_MODULES:
         raise ConfigError(
-            f"data.name is {name!r}; it must be {listed(DATA_MODULES, last='or')}."
-            f"{did_you_mean(str(name), DATA_MODULES)}"
+            f"data.name must be {listed(DATA_MODULES, last='or')}; got {name!r}.{did_you_mean(str(name), DATA_MODULES)}"
         )
     for key, value in given.items():
         if arguments.get(key) is None:
             arguments[key] = value
         elif arguments[key] != value:
-            raise ConfigError(f"data.{key} is {arguments[key]}, but the rest of the configuration says {value}. Set it in one place.")
+            other = {"vocab_size": "model.config.vocab_size"}.get(key, key)
+            raise ConfigError(f"data.{key}={arguments[key]} contradicts {other}={value}. Remove data.{key}, or make them equal.")
     module_name, class_name = DATA_MODULES[name].split(":")
     data_module: Callable[..., PackedDataModule] = getattr(import_module(module_name), class_name)
     _check_arguments(data_module, arguments, f"data={name}")
@@ -66,11 +66,11 @@ def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) 
         if parameter.default is Parameter.empty and arguments.get(key) is None
     ]
     if missing:
-        raise ConfigError(f"{what} needs {listed(missing)}.")
+        raise ConfigError(f"{what} needs {listed(missing)}, for example {missing[0]}=... on the command line.")
 
 
 def _parameters(data_module: Any) -> dict[str, Parameter]:
-    """Keyword arguments of a class, including those that it passes to its parents."""
+    """Return the keyword arguments of a class, including those that it passes to its parents."""
     known: dict[str, Parameter] = {}
     for parent in data_module.__mro__:
         if "__init__" not in parent.__dict__:

@@ -91,10 +91,10 @@ class PackedDataModule(LightningDataModule):
                 f"data.sequence_length must be at least 2 (an input and its target); got {sequence_length}."
             )
         if global_batch_size < 1:
-            raise ConfigError(f"The global batch must have at least 1 sample; got {global_batch_size}.")
+            raise ConfigError(f"data.global_batch_size must be at least 1; got {global_batch_size}.")
         if val_sequences is not None and val_sequences < 1:
             raise ConfigError(
-                f"data.val_sequences must be a positive number, or null for the whole split; got {val_sequences}."
+                f"data.val_sequences must be at least 1, or null for the whole split; got {val_sequences}."
             )
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
@@ -133,7 +133,7 @@ class PackedDataModule(LightningDataModule):
         if samples == 0:
             raise DataError(
                 f"The held-out part of {val.name} has {len(val)} tokens, fewer than one sample of"
-                f" {self.sequence_length}. Use a data.sequence_length of at most {len(val)}, or hold out more."
+                f" {self.sequence_length} tokens. Use a data.sequence_length of at most {len(val)}, or hold out more tokens."
             )
         self.val_set = self._pack(val, self.val_sequences)
 
@@ -152,8 +152,9 @@ class PackedDataModule(LightningDataModule):
             return
         works = f"Use a global batch of at most {samples}" if samples else "Use more data"
         raise DataError(
-            f"{tokens.name} has {len(tokens)} tokens to train on: {samples} sample{'s' * (samples != 1)} of {self.sequence_length}, fewer"
-            f" than one global batch of {self.global_batch_size}. {works} or a shorter data.sequence_length."
+            f"{tokens.name} has {len(tokens)} tokens to train on. That is {samples} sample{'s' * (samples != 1)} of"
+            f" {self.sequence_length} tokens, fewer than one global batch of {self.global_batch_size}. {works} or a shorter"
+            " data.sequence_length."
         )
 
     # Loaders
@@ -197,7 +198,7 @@ class PackedDataModule(LightningDataModule):
             return self._restored["epoch"], self._restored["samples"]
         if self.trainer is not None and self.trainer.global_step > 0 and self.trainer.ckpt_path is not None:
             raise DataError(
-                f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but has no position"
+                f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but does not contain the position"
                 " in the data, so training would repeat the first samples. Resume with the data module that"
                 " wrote it, or start a new run from its weights."
             )

@@ -157,9 +157,9 @@ def load_split(path: str, name: str | None, split: str) -> Any:
     except DataError:
         raise
     except KeyError:
-        raise DataError(f"{path} has no split '{split}'; it has {listed(saved)}.") from None
+        raise DataError(f"{path} has no split '{split}'. Use one of its splits: {', '.join(saved)}.") from None
     except Exception as error:
-        raise DataError(f"The data set {path} cannot be read: {error}") from error
+        raise DataError(f"The data set {path} (data.path) cannot be read: {error}") from error
 
 
 def local_files(place: Path) -> tuple[str, list[str]]:
@@ -167,7 +167,8 @@ def local_files(place: Path) -> tuple[str, list[str]]:
     found = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
     known = [path for path in found if path.suffix in _READERS]
     if not known:
-        raise DataError(f"{place} has no file of a known type ({', '.join(_READERS)}).")
+        types = ", ".join(_READERS)
+        raise DataError(f"{place} has no file of a known type. Set data.path to a file or folder with one of these types: {types}.")
     readers = [_READERS[path.suffix] for path in known]
     reader = max(sorted(set(readers)), key=readers.count)
     return reader, [str(path) for path in known if _READERS[path.suffix] == reader]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError, listed
+from lightning_3d.errors import ConfigError, DataError, listed, plural
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.entropy import Entropy
 from lightning_3d.training.data.huggingface import default_cache, is_local, load_split, state_of
@@ -127,12 +127,15 @@ class Instructions(PackedDataModule):
                 kept.append((ids[:length], targets[:length]))
         if truncated or len(kept) < count:
             warnings.warn(
-                f"{truncated} of {count} conversations in {self.path} are longer than data.sequence_length={length} and are truncated;"
-                f" {count - len(kept)} have no answer within it and are left out.",
+                f"Truncated {truncated} of {plural(count, 'conversation')} in {self.path} to data.sequence_length={length} tokens and left"
+                f" out {count - len(kept)} with no answer in these tokens. To keep more, raise data.sequence_length.",
                 stacklevel=2,
             )
         if not kept:
-            raise DataError(f"None of the {count} conversations in {self.path} has an answer within data.sequence_length={length} tokens.")
+            raise DataError(
+                f"{self.path} has {plural(count, 'conversation')}, but none with an answer in its first {length} tokens. Raise"
+                " data.sequence_length."
+            )
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         packed = pack(kept, length, padding)
         vocab_size = max(len(tokenizer), int(packed[0].max()) + 1)
@@ -175,13 +178,15 @@ def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
     """
     messages, prompt, response = row.get("messages"), row.get("prompt"), row.get("response")
     if not messages and not (isinstance(prompt, str) and isinstance(response, str)):
-        raise DataError(f"{where} has neither messages nor prompt and response; it has {listed(sorted(row))}.")
+        raise DataError(
+            f"{where} has neither messages nor prompt and response; it has {listed(sorted(row))}. Rename the columns of the data set."
+        )
     if not messages and not tokenizer.chat_template:
         before = list(tokenizer(prompt)["input_ids"])
         answer = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         return before + answer, [False] * len(before) + [True] * len(answer)
     if not tokenizer.chat_template:
-        raise DataError(f"{where} has messages, but the tokenizer has no chat template. Set data.tokenizer to that of an instructed model.")
+        raise DataError(f"{where} has messages, but the tokenizer has no chat template. Set data.tokenizer to that of a chat model.")
     turns = messages or [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
     ids = _apply_template(turns, tokenizer)
     targets = [False] * len(ids)
@@ -189,8 +194,8 @@ def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
         before, after = _apply_template(turns[:index], tokenizer, answer=True), _apply_template(turns[: index + 1], tokenizer)
         if ids[: len(after)] != after or after[: len(before)] != before:
             raise DataError(
-                f"{where}: the tokenizer's chat template changes earlier turns when later ones follow, so it is unknown which tokens are"
-                " answers. Use rows with one answer, or another tokenizer."
+                f"The tokenizer's chat template changes earlier turns of {where} when later ones follow, so the tokens of the answers are"
+                " unknown. Use rows with one answer, or another tokenizer."
             )
         targets[len(before) : len(after)] = [True] * (len(after) - len(before))
     return ids, targets

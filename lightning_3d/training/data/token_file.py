@@ -60,13 +60,13 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
         held = f"{size // width} tokens" + (f" and {size % width} bytes" if size % width else "")
         other = next((name for name in DTYPES if size == index.tokens * np.dtype(name).itemsize), None)
         reason = (
-            f"its size fits {other}: correct dtype in the JSON"
+            f"Its size fits {other}: correct dtype in the JSON"
             if other
-            else "it is truncated or from another version: copy it again"
+            else "It is truncated or belongs to another version: copy it again"
         )
         raise DataError(
             f"{path} has {size} bytes, which is {held} of {index.dtype}, but {index_path(path).name} says"
-            f" {index.tokens} tokens ({index.tokens * width} bytes); {reason}."
+            f" {index.tokens} tokens ({index.tokens * width} bytes). {reason}."
         )
     if index.tokens == 0:
         return np.empty(0, dtype=index.dtype), index
@@ -95,12 +95,12 @@ def read_index(path: Path) -> TokenIndex:
 def _check_entries(sidecar: Path, entries: Any) -> TokenIndex:
     if not isinstance(entries, dict):
         raise DataError(
-            f"{sidecar} holds {type(entries).__name__}, not a JSON object with dtype, tokens and vocab_size."
+            f"{sidecar} must hold a JSON object with dtype, tokens and vocab_size; got a {type(entries).__name__}."
         )
     required, known = {"dtype", "tokens", "vocab_size"}, set(TokenIndex.__dataclass_fields__)
     for wrong, names in (("lacks", required - entries.keys()), ("has the unknown entry", entries.keys() - known)):
         if names:
-            raise DataError(f"{sidecar} {wrong} {', '.join(sorted(names))}. Its entries are {', '.join(sorted(known))}.")
+            raise DataError(f"{sidecar} {wrong} {', '.join(sorted(names))}. Its entries must be {', '.join(sorted(known))}.")
     if entries["dtype"] not in DTYPES:
         raise DataError(f"dtype in {sidecar} must be {' or '.join(DTYPES)}; got {entries['dtype']!r}.")
     for name, least in (("tokens", 0), ("vocab_size", 1), ("document_separator", 0)):
@@ -111,7 +111,7 @@ def _check_entries(sidecar: Path, entries: Any) -> TokenIndex:
     separator = entries.get("document_separator")
     if separator is not None and separator >= entries["vocab_size"]:
         raise DataError(
-            f"document_separator in {sidecar} is {separator}, which is outside its vocab_size of {entries['vocab_size']}."
+            f"document_separator in {sidecar} must be less than its vocab_size of {entries['vocab_size']}; got {separator}."
         )
     return TokenIndex(**entries)
 
