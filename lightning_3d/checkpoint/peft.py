@@ -67,7 +67,10 @@ class MergedFolder:
         uses = Counter(map(id, state.values()))
         tied = next((name for name, tensor in state.items() if uses[id(tensor)] > 1 and name.rpartition(".")[0] in self._layers), None)
         if tied is not None:
-            raise CheckpointError(f"{tied} has an adapter and is another layer's weight too: merging would change both. Drop --merge.")
+            raise CheckpointError(
+                f"The adapter of {tied} cannot be merged: another layer uses the same weight, and merging would change both. Export without"
+                " --merge."
+            )
 
     def names(self, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes = self._folder.names(prefix)

@@ -126,7 +126,7 @@ def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         ([str(tmp_path / "nothing")], "There is no checkpoint at"),
         ([str(llama[1]), "--output", str(tmp_path / "full")], "already exists and is not empty"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--module", "modle"], 'no model "modle". Did you mean "model"'),
-        ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "full")], "holds no tokenizer"),
+        ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "full")], "contains no tokenizer files"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "there is no folder"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--max-shard-size", "5 apples"], "max-shard-size"),
         ([str(llama[1]), "--dtype", "int4"], "--dtype must be bfloat16, float16, float32 or float64"),
