@@ -162,7 +162,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
-            "optimizer.name=cpu_adamw steps weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
+            "optimizer.name=cpu_adamw updates weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
             " optimizer.name=adamw."
         )
     if advice is not None and not run.force:

@@ -114,7 +114,7 @@ def test_recipe_overrides_groups_and_values_and_the_command_line_overrides_it() 
 
 def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
     overrides = ["recipe=llama3_70b_256xa100", "trainer.dry=true", "optimizer.name=cpu_adamw"]
-    with pytest.raises(ConfigError, match="cpu_adamw steps weights in host memory.* parallelism.zero_offload=optimizer"):
+    with pytest.raises(ConfigError, match="cpu_adamw updates weights in host memory.* parallelism.zero_offload=optimizer"):
         planned(*overrides)
     assert planned(*overrides, "parallelism.zero_offload=optimizer").zero.offload == "optimizer"
 
