@@ -52,4 +52,7 @@ class Compilation:
         uncompiled = uncompiled_frames() - self._uncompiled
         if uncompiled > 0 and not found:
             blocks = "block" if uncompiled == 1 else "blocks"
-            rank_zero_warn(f"compile=true: {uncompiled} {blocks} could not be compiled and run uncompiled. See torch's log for the reason.")
+            rank_zero_warn(
+                f"compile=true: {uncompiled} {blocks} could not be compiled. Training continues without compiling them. See torch's log for"
+                " the reason."
+            )

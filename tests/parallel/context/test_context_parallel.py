@@ -413,7 +413,7 @@ class Changed(Module):
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "dropout": ({"attention_dropout": 0.1}, {}, ConfigError, "attention_dropout=0.1"),
-    "recurrent layers": ({"layer_types": ["linear_attention"] * 4}, {}, PlanError, "layers of the kind linear_attention"),
+    "recurrent layers": ({"layer_types": ["linear_attention"] * 4}, {}, PlanError, "it has linear_attention layers"),
     "positions that know the length": ({"rope_scaling": {"rope_type": "dynamic"}}, {}, PlanError, "rope_type dynamic"),
     "a cache": ({}, {"use_cache": True}, ConfigError, "use_cache"),
     "the last logits": ({}, {"logits_to_keep": 1}, ConfigError, "logits_to_keep"),
