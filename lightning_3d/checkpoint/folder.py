@@ -92,7 +92,7 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
                 _clear(left)
     if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).is_file() and any(path.iterdir()):
         raise CheckpointError(
-            f"{path} is a folder that contains something other than a checkpoint. Save to a new name, inside that folder or elsewhere."
+            f"{path} is a folder that is not a checkpoint, so it is not replaced. Choose a new path, for example inside this folder."
         )
     folder = aside(path, SAVING)
     _delete(folder)
@@ -105,7 +105,7 @@ def commit(folder: Place, path: Place, about: Mapping[str, Any], files: Files) -
 
     What was at `path` before is kept until the new one is in its place.
     """
-    _require_sizes(folder, files, "Do all ranks see the same file system?")
+    _require_sizes(folder, files, "Save to a path on a file system that all ranks share.")
     described = {name: asdict(files[name]) for name in sorted(files)}
     manifest = {"format": FORMAT, "version": VERSION, **about, "files": described}
     if isinstance(path, RemotePath):
@@ -202,15 +202,16 @@ def read_manifest(path: Place) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {reason(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint of this strategy.")
+        raise CheckpointError(
+            f"{path / MANIFEST} is not the manifest of a lightning_3d checkpoint. Choose a folder that Lightning3DStrategy saved."
+        )
     if manifest.pop(_OWN_HASH, None) != _own_hash(manifest):
-        raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged; use another one.")
+        raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged. Use another one.")
     if manifest["version"] > VERSION:
         raise CheckpointError(
-            f"{path} has format version {manifest['version']}; this release of lightning_3d reads versions up to {VERSION}. Upgrade"
-            " lightning_3d."
+            f"{path} has format version {manifest['version']}; this release reads up to {VERSION}. Upgrade lightning_3d."
         )
-    _require_sizes(path, files_of(manifest), "The checkpoint is damaged; use another one.")
+    _require_sizes(path, files_of(manifest), "The checkpoint is damaged. Use another one.")
     return manifest
 
 
@@ -250,7 +251,7 @@ def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, An
 def _require_folder(path: Place) -> None:
     if isinstance(path, RemotePath):
         if not (path / MANIFEST).is_file():
-            there = f" Its contents have no {MANIFEST}: it was never finished, or is not a checkpoint." if path.exists() else ""
+            there = f" The folder has no {MANIFEST}: its save was never finished, or it is not a checkpoint." if path.exists() else ""
             hint = "" if there else did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
             raise CheckpointError(f"There is no checkpoint at {path}.{there}{hint}")
         return
@@ -260,9 +261,9 @@ def _require_folder(path: Place) -> None:
         hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
-        kind = "a checkpoint that was never finished, or another folder" if path.is_dir() else "a file"
+        kind = "a checkpoint that was never finished, or some other folder" if path.is_dir() else "a file"
         inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
-        hint = f" {inside[0]} is one." if inside else how_to_convert(path)
+        hint = f" Did you mean {inside[0]}?" if inside else how_to_convert(path)
         raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}")
 
 

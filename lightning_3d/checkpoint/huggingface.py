@@ -123,9 +123,9 @@ def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge:
         raise ConfigError(f"{path} has several models: {listed(sorted(models))}. Choose one with --module NAME.")
     name = module if module is not None else next(iter(models))
     if name not in models:
-        raise ConfigError(f'{path} holds no model "{name}".{did_you_mean(name, models)} It has {listed(sorted(models))}.')
+        raise ConfigError(f'{path} has no model "{name}".{did_you_mean(name, models)} It has {listed(sorted(models))}.')
     if merge and not models[name].get("adapters"):
-        raise ConfigError(f"The model in {path} has no PEFT adapters for --merge.")
+        raise ConfigError(f"The model in {path} has no PEFT adapters, so there is nothing to merge. Export without --merge.")
     if models[name].get("adapted") and not models[name].get("adapters"):
         raise CheckpointError(
             f"{path} does not describe the PEFT adapters of its model. Load it on one process with load_full_state_dict, and use"
@@ -148,8 +148,8 @@ class _Source:
         if shapes != expected:
             wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
             raise CheckpointError(
-                f"{path} does not contain the weights of this {type(model).__name__}: {listed(wrong[:3])} are missing or have another"
-                " shape. Check the model configuration."
+                f"The weights in {path} are not those of a {type(model).__name__}: {listed(wrong[:3])} are missing, unknown or of another"
+                " shape. Use load_full_state_dict to read them."
             )
         meta = {name: torch.empty(shapes[name], dtype=self._type(name), device="meta") for name in expected}
         self._groups, self.tensors = _groups(model, meta)
@@ -202,8 +202,8 @@ def _groups(model: Any, meta: Mapping[str, Tensor]) -> tuple[list[tuple[str, ...
     tensors = {key: tensor for names in groups for key, tensor in stored_form(model, {name: meta[name] for name in names}).items()}
     if tensors.keys() != whole.keys():
         raise CheckpointError(
-            f"A {type(model).__name__} cannot be exported: Transformers writes it by combining all tensors at once. Use save_pretrained of"
-            " Transformers on one process instead."
+            f"A {type(model).__name__} cannot be exported one tensor at a time, because Transformers combines several tensors when it saves"
+            " one. Load it on one process with load_full_state_dict, and use save_pretrained there."
         )
     return groups, tensors
 
@@ -213,7 +213,7 @@ def _write_weights(source: _Source, folder: Path, max_shard_size: str) -> dict[s
     try:
         split = split_torch_state_dict_into_shards(source.tensors, max_shard_size=max_shard_size)
     except ValueError:
-        raise ConfigError(f'--max-shard-size must be a size such as 5GB or 500MB; got "{max_shard_size}".') from None
+        raise ConfigError(f'--max-shard-size must be a number with a unit, for example 5GB or 500MB; got "{max_shard_size}".') from None
     files = split.filename_to_tensors
     places = {name: file for file, names in files.items() for name in names}
     with contextlib.ExitStack() as opened:  # a tensor that fills a file alone comes between those of another one
@@ -244,7 +244,7 @@ def _copy_tokenizer(tokenizer: Path | None, folder: Path) -> bool:
         return False
     files = {file for pattern in TOKENIZER_FILES for file in tokenizer.glob(pattern) if file.is_file()}
     if not files:
-        raise ConfigError(f"{tokenizer} contains no tokenizer files. Give the folder that has tokenizer.json or tokenizer_config.json.")
+        raise ConfigError(f"{tokenizer} contains no tokenizer files. Pass a folder that save_pretrained of the tokenizer wrote.")
     for file in files:
         shutil.copy(file, folder)
     return True

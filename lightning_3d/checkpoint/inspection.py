@@ -16,14 +16,14 @@ from lightning_3d.storage.remote_path import Place
 
 
 def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iterator[str]:
-    """Lines about the checkpoint at `path`; the last one says that it is whole.
+    """Describe the checkpoint at `path` in lines of text, of which the last reports that it is complete and undamaged.
 
     Args:
-        tensors: a line for each tensor too.
-        hashes: read all files and compare them with their hashes, not only their sizes.
+        tensors: whether to add a line for each tensor.
+        hashes: whether to compare all files with their hashes, not only with their sizes.
 
     Raises:
-        CheckpointError: it is not there, not finished, or damaged.
+        CheckpointError: the checkpoint does not exist, was never finished, or is damaged.
     """
     manifest = read_manifest(path)
     folder = TensorFolder(contents(path, manifest))

@@ -153,7 +153,7 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
         "$namespace": lambda entries: argparse.Namespace(**entries),
     }
     if word not in kinds:
-        raise ValueError(f"the word {word!r} is unknown")
+        raise ValueError(f"unknown type marker {word!r}")
     return kinds[word](unpack(value, tensors))
 
 

@@ -51,13 +51,13 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
         _require_same_settings(own, optimizer.param_groups, groups)
     elif described["class"] != own:
         raise CheckpointError(
-            f"The checkpoint has the state of {described['class']}, but configure_optimizers returned {own}."
-            f" Return {described['class']}, or load the weights only."
+            f"The checkpoint has the state of {described['class']}, but configure_optimizers returned {own}. To resume, return"
+            f" {described['class']}."
         )
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"The checkpoint's {own} has {len(groups)} parameter groups, but configure_optimizers returned"
-            f" {len(optimizer.param_groups)}. Return the same groups, or load the weights only."
+            f" {len(optimizer.param_groups)}. To resume, return the same groups."
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
@@ -72,7 +72,7 @@ def _require_same_settings(own: str, groups: Sequence[Mapping[str, Any]], saved:
         missing = sorted(numbers - settings.keys() - {"params", _NAMES, "initial_lr"})
         if missing:
             raise CheckpointError(
-                f"The checkpoint was converted from another optimizer than the {own} of configure_optimizers: its groups have no"
+                f"The checkpoint was not converted from {own}, which configure_optimizers returned: its parameter groups have no"
                 f" {listed(missing)}. Use the same optimizer, or convert with --weights-only."
             )
 
@@ -136,7 +136,7 @@ def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str
     if len(values) > 1:
         raise CheckpointError(
             f"Parameter group {index} has parameters that were in {len(found)} groups with different hyper parameters when the checkpoint"
-            f" was saved, for example {names[0]}. Use the same groups in configure_optimizers, or load the weights only."
+            f" was saved, for example {names[0]}. To resume, return the same groups from configure_optimizers."
         )
     return found[0]
 

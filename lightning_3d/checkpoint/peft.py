@@ -68,7 +68,8 @@ class MergedFolder:
         tied = next((name for name, tensor in state.items() if uses[id(tensor)] > 1 and name.rpartition(".")[0] in self._layers), None)
         if tied is not None:
             raise CheckpointError(
-                f"{tied} has an adapter, but its weight is tied to another layer, so merging would change both layers. Leave out --merge."
+                f"The adapter of {tied} cannot be merged: another layer uses the same weight, and merging would change both. Export without"
+                " --merge."
             )
 
     def names(self, prefix: str) -> dict[str, tuple[int, ...]]:

@@ -103,8 +103,8 @@ class TensorFolder:
             filled += common.numel
         if filled != part.numel():
             raise CheckpointError(
-                f"{self._folder} is incomplete: it has {filled} of the {part.numel()} elements of a slice of {name}. Use another"
-                " checkpoint."
+                f"{self._folder} has only {filled} of the {part.numel()} elements that this rank needs of {name}: the checkpoint is"
+                " incomplete. Use another one."
             )
         return found
 
@@ -176,5 +176,5 @@ def _data_offset(file: Any, read: _Read) -> int:
     except ValueError as error:
         raise ValueError(f"{read.name} is missing: {error}") from None
     if data + nbytes > read.length:
-        raise ValueError(f"{read.name} has fewer than {nbytes} bytes there")
+        raise ValueError(f"{read.name} ends before the {nbytes} bytes that should be read")
     return data

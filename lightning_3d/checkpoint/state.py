@@ -254,9 +254,9 @@ def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices
     if value.ndim == 0 or not spec.is_cut:
         return whole(value)
     raise CheckpointError(
-        f"The optimizer state '{key}' of '{name}' has the shape {tuple(value.shape)}. This rank's shard of '{name}' has the shape"
-        f" {spec.local_shape}, so the checkpoint cannot tell which part of the whole state this is. Save weights only, or use an"
-        " optimizer whose states have the shape of the parameter, such as AdamW."
+        f"The optimizer state '{key}' of parameter '{name}' cannot be saved: it has shape {tuple(value.shape)}, but this rank's shard of"
+        f" the parameter has shape {spec.local_shape}. States must have the parameter's shape or be single numbers. Save weights only"
+        " (save_weights_only=True), or use an optimizer such as AdamW."
     )
 
 
@@ -268,11 +268,8 @@ def _compare(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[in
     ]
     problems = [
         f"{title} {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."
-        for title, names in (("Missing in the checkpoint:", missing), ("Missing in the model:", unknown), ("Different shapes:", shapes))
+        for title, names in (("Missing from the checkpoint:", missing), ("Missing from the model:", unknown), ("Different shapes:", shapes))
         if names
     ]
     if problems:
-        raise CheckpointError(
-            f"The checkpoint belongs to another model. {' '.join(problems)} Load it into the model that it was saved from, or use another"
-            " checkpoint."
-        )
+        raise CheckpointError(f"The checkpoint does not fit the model. {' '.join(problems)} Build the model as it was when it was saved.")

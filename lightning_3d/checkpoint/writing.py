@@ -249,7 +249,9 @@ def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
         if covered != whole:
             wrong.setdefault(name, f"{name}: {covered} of {whole} elements")
     if wrong:
-        raise CheckpointError(f"The ranks do not hold these tensors exactly once: {listed(wrong.values())}.")
+        raise CheckpointError(
+            f"The shards of all ranks do not add up to these whole tensors: {listed(wrong.values())}. Please report this."
+        )
     contents: dict[str, Any] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=tensors[name].dtype),

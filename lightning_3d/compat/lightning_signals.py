@@ -52,7 +52,7 @@ def obey_signals_together(trainer: Any) -> None:
             with trainer.strategy.saving_at_once():
                 save_and_requeue(connector, signal.SIGUSR1, None)
         if end:
-            rank_zero_info(f"{signal.Signals(end).name}: the fit ends before its next batch.")
+            rank_zero_info(f"{signal.Signals(end).name}: the fit stops before the next batch.")
             raise ended_by(SIGTERMException(), end)
 
     obey_first_interrupt(trainer, note_interrupt)

@@ -73,7 +73,7 @@ def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
             if (pp > 1 and (prompts or kind == "ADALORA")) or (tp > 1 and kind == "PREFIX_TUNING"):
                 axis = "pp" if pp > 1 else "tp"
                 raise PlanError(
-                    f"PEFT's {kind} needs the whole model on each rank, which {axis} > 1 does not leave there. Use LoRA, or {axis}=1."
+                    f"PEFT's {kind} needs the whole model on each rank, but {axis} > 1 splits the model. Use LoRA, or {axis}=1."
                 )
 
 
@@ -88,7 +88,7 @@ def refuse_adapted_experts(module: nn.Module, experts: Iterable[str], axis: str)
     for name in experts:
         if name in found and is_adapter(found[name]):
             raise PlanError(
-                f"'{name}' are experts with an adapter, which cannot be sharded ({axis} > 1). Adapt other layers, for example"
+                f"The experts '{name}' have an adapter, so they cannot be sharded ({axis} > 1). Adapt other layers, for example"
                 f" target_modules=[q_proj,v_proj], or use {axis}=1."
             )
 

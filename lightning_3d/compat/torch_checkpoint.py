@@ -36,7 +36,10 @@ def read_dcp_metadata(path: Place) -> Any:
         def find_class(self, module: str, name: str) -> Any:
             is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             if (module, name) not in known and not is_dtype:
-                raise CheckpointError(f"{path} was not loaded: it contains {module}.{name}, which no checkpoint of this kind holds.")
+                raise CheckpointError(
+                    f"{path} was not loaded: it contains {module}.{name}, which checkpoints of lightning_3d never contain. Use another"
+                    " checkpoint."
+                )
             return super().find_class(module, name)
 
     try:
@@ -45,7 +48,7 @@ def read_dcp_metadata(path: Place) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path} cannot be read: {error!r}.") from error
+        raise CheckpointError(f"{path} cannot be read, so it is damaged: {error!r}. Use another checkpoint.") from error
 
 
 def dcp_place(file: str, offset: int, length: int) -> Any:

@@ -125,7 +125,10 @@ def build_on_meta(class_name: str, config: Mapping[str, Any]) -> Any:
 
     kind = getattr(transformers, class_name, None)
     if kind is None:
-        raise CheckpointError(f"The model is a {class_name}, which Transformers {transformers.__version__} does not have.")
+        raise CheckpointError(
+            f"Transformers {transformers.__version__} has no class {class_name}, but the checkpoint's model needs it. Install a release"
+            " that has it."
+        )
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(dict(config)))
     _keep_conversions(model)

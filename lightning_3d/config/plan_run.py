@@ -162,8 +162,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
         raise ConfigError(
-            "optimizer.name=cpu_adamw updates weights in host memory, so it needs parallelism.zero_offload=optimizer. Set that option, or"
-            " use optimizer.name=adamw."
+            "optimizer.name=cpu_adamw updates weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
+            " optimizer.name=adamw."
         )
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size

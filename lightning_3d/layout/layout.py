@@ -128,7 +128,7 @@ class Layout:
         for axis in reversed(self.order):
             index = coordinates.get(axis, 0)
             if not 0 <= index < self.size(axis):
-                raise LayoutError(f"There is no {axis} index {index} in {self}: they are 0 to {self.size(axis) - 1}.")
+                raise LayoutError(f"There is no {axis} index {index} in {self}: its {axis} indices are 0 to {self.size(axis) - 1}.")
             rank = rank * self.size(axis) + index
         return rank
 

@@ -33,7 +33,7 @@ def resolve_layout(
         layout = replace(layout, order=tuple(order))
     if vp is not None and layout.vp not in (1, vp):
         raise LayoutError(
-            f"The layout {layout} has vp {layout.vp}, but the option is vp={vp}. Give only one of them."
+            f"The layout {layout} has vp {layout.vp}, but the option vp is {vp}. Set only one of them."
         )
     if vp is not None:
         layout = replace(layout, vp=vp)

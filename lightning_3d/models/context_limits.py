@@ -26,13 +26,13 @@ def check_fields(name: str, read: Callable[[str], Any]) -> None:
     kinds = set(read("layer_types") or ()) - LAYER_TYPES
     reason = ""
     if kinds:
-        reason = f"it has layers of the kind {sorted(kinds)[0]}"
+        reason = f"it has {sorted(kinds)[0]} layers"
     elif read("attention_chunk_size"):
         reason = "it has chunked attention"
     elif rope := _rope_type(read):
         reason = f"its rotary positions (rope_type {rope}) depend on the length of the sequence"
     if reason:
-        raise PlanError(f"Context parallelism (cp) cannot split the sequences of {name}: {reason}. Use cp 1.")
+        raise PlanError(f"Context parallelism (cp) cannot split the sequences of {name}: {reason}. Use cp=1.")
     if dropout := next((value for key in DROPOUTS if (value := read(key))), 0.0):
         raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not support. Set it to 0.")
     if read("output_attentions"):

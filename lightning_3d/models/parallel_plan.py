@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import own
 from lightning_3d.compat.transformers import is_transformers_model, models_in
-from lightning_3d.errors import PlanError, did_you_mean
+from lightning_3d.errors import PlanError, did_you_mean, listed
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
@@ -105,7 +105,7 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     """
     user_plan = user_plan or {}
     if unknown := set(user_plan) - {"tp", "pp", "ep"}:
-        raise PlanError(f"A plan has the keys 'tp', 'pp' and 'ep'; got {sorted(unknown)}.")
+        raise PlanError(f"The keys of a plan must be 'tp', 'pp' or 'ep'; got {listed(map(repr, sorted(unknown)))}.")
     declared_tp, declared_pp = _declared(module)
     tp = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
     ep = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
@@ -190,7 +190,7 @@ def find_transformers_model(root: nn.Module) -> tuple[str, nn.Module]:
         there = "none" if not found else f"{len(found)}: {', '.join(found)}"
         raise PlanError(
             f"Context parallelism (cp) replaces the attention of one Transformers model, but {type(root).__name__} has {there}. Use"
-            " cp 1."
+            " cp=1."
         )
     return found.popitem()
 

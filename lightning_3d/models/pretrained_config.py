@@ -61,10 +61,10 @@ def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict
     """
     path, name, config = model.get("pretrained"), model.get("name"), model.get("config")
     if path == REQUIRED and not dry:
-        raise ConfigError("model.pretrained must be given: the folder of the pretrained weights, model.pretrained=PATH.")
+        raise ConfigError("The folder of the pretrained weights is missing. Set model.pretrained=PATH.")
     if path in (None, REQUIRED):
         if name == TAKEN:
-            raise ConfigError("model=pretrained takes the architecture from a folder in Transformers' format: give model.pretrained=PATH.")
+            raise ConfigError("model=pretrained reads the architecture from a folder in Transformers' format. Set model.pretrained=PATH.")
         return {**model, "pretrained": None}, read_spec(_fields(config))
     folder = find_folder(str(path))
     stored = architecture(folder)
@@ -173,6 +173,6 @@ def refuse_shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     other = [f"{name} {list(ours)}, stored {list(theirs)}" for name, (ours, theirs) in shapes.items() if ours != theirs]
     if other:
         raise ConfigError(
-            f"{plural(len(other), 'parameter')} of the model {'has' if len(other) == 1 else 'have'} another shape than stored in {folder}:"
-            f" {'; '.join(other[:3])}. Use the folder's configuration for the model."
+            f"{plural(len(other), 'parameter')} of the model {'differs' if len(other) == 1 else 'differ'} in shape from those stored in"
+            f" {folder}: {'; '.join(other[:3])}. Use the folder's configuration for the model."
         )

@@ -60,7 +60,7 @@ def find_folder(path: str | os.PathLike[str]) -> Path:
         return Path(snapshot_download(name, local_files_only=True)).absolute()
     except (OSError, ValueError):
         raise CheckpointError(
-            f"There is no folder {name}, and no model of this name in the cache {constants.HF_HUB_CACHE}. Ranks download nothing: run"
+            f"There is no folder {name}, and no model of this name in the cache {constants.HF_HUB_CACHE}. Ranks do not download models. Run"
             f" `hf download {name}` on every node first, or use a folder that all nodes can read."
         ) from None
 
@@ -76,9 +76,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}.{_what_it_is(folder)}") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read as JSON: {error}.") from None
+        raise CheckpointError(f"{folder / CONFIG} cannot be read as JSON: {error}. Copy or download it again.") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} does not contain a JSON object.")
+        raise CheckpointError(f"{folder / CONFIG} does not contain a JSON object. Copy or download it again.")
     return config
 
 
@@ -102,7 +102,9 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     headers = {name: read_header(folder / name) for name in files}
     lost = [f"'{name}' ({file})" for name, file in places.items() if name not in headers[file]]
     if lost:
-        raise CheckpointError(f"{folder / INDEX} names {plural(len(lost), 'tensor')} missing in their files: {_some(lost)}.")
+        raise CheckpointError(
+            f"{folder / INDEX} lists {plural(len(lost), 'tensor')} not in the files it names: {_some(lost)}. Copy or download them again."
+        )
     return {name: headers[file][name] for name, file in places.items()}
 
 

@@ -98,7 +98,7 @@ class ModelSpec:
         """
         if self.shapes is None:
             raise ConfigError(
-                f"The FLOPs of model_type '{self.model_type}' are unknown: `lightning_3d.models.families` does not list this family."
+                f"The FLOPs of model_type '{self.model_type}' are unknown. Add this family to `lightning_3d.models.families`."
             )
         matrices = sum(self._active(shape) for name, shape in self.shapes.items() if len(shape) > 1 and name != self.embedding)
         if self.tied:
@@ -131,7 +131,7 @@ class Reader:
     def size(self, name: str) -> int:
         value = self.optional(name)
         if value is None:
-            raise ConfigError(f"The model configuration has no {name}. Set it: sizes have no defaults here.")
+            raise ConfigError(f"The model configuration has no {name}. Set it, because sizes have no defaults.")
         return value
 
     def first(self, names: tuple[str, ...]) -> int:
@@ -144,7 +144,9 @@ def attention_windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
     kinds = reader.get("layer_types")
     if kinds is not None:
         if len(kinds) != layers:
-            raise ConfigError(f"layer_types of the model has {len(kinds)} entries for num_hidden_layers={layers}.")
+            raise ConfigError(
+                f"layer_types of the model must have one entry per layer (num_hidden_layers={layers}); got {len(kinds)} entries."
+            )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if not reader.get("use_sliding_window", True):
         return (None,) * layers

@@ -144,7 +144,9 @@ def _resolve(address: str, seconds: float) -> list[Any]:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 reason = error.strerror if isinstance(error, OSError) else "it is not a host name"
-                raise ConfigError(f"MASTER_ADDR={address} cannot be resolved, but all ranks must reach rank 0 there: {reason}.") from None
+                raise ConfigError(
+                    f"MASTER_ADDR={address} cannot be resolved: {reason}. All ranks must reach rank 0 at this address."
+                ) from None
         time.sleep(1.0)
 
 

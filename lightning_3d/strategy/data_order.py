@@ -150,11 +150,11 @@ class OneProcessOrder(DistributedSampler[Any]):
         _set(self.sampler, before)
         known = isinstance(self.sampler, RandomSampler)
         rank_zero_warn(
-            "The checkpoint lacks the random state that gave this epoch its sample order. "
-            + ("The rest of this epoch uses the order of Lightning's DistributedSampler. That is correct, with the same seed, for"
-               " checkpoints of Lightning's DDP and of older lightning_3d releases." if known else
-               f"Some samples of {type(self.sampler).__name__} may be read twice in this epoch, and others not at all.")
-            + " Later epochs use the order of one process."
+            "The checkpoint does not contain the random state that determined the order of samples in its epoch. "
+            + ("The rest of this epoch uses the order of Lightning's DistributedSampler. If the seed is the same, that order is correct for"
+               " checkpoints of Lightning's DDP and of old lightning_3d releases." if known else
+               f"In this epoch, some samples of {type(self.sampler).__name__} may be read twice, and others not at all.")
+            + " Later epochs have the same order as on one process."
         )
         if not known:
             return order
@@ -203,10 +203,9 @@ def require_equal_orders(loaders: Any, device: torch.device) -> None:
     differing = next((order for order, differs in zip(orders, (highest != lowest).tolist(), strict=True) if differs), None)
     if differing is not None:
         raise DataError(
-            f"The sampler {type(differing.sampler).__name__} returns a different order on different ranks. It must return the same order on"
-            " every rank, because the strategy selects each rank's samples from that order. Seed the sampler equally on all ranks, and do"
-            " not"
-            " iterate over the loader on only some ranks. If the sampler already returns only the samples of its own rank, set"
+            f"The sampler {type(differing.sampler).__name__} orders the samples differently on different ranks. Every rank must draw the"
+            " same order, because the strategy selects each rank's samples from it. Use the same seed for the sampler on all ranks, and do"
+            " not read the loader on only one rank when an epoch begins. If the sampler returns only the samples of its own rank, set"
             " Trainer(use_distributed_sampler=False)."
         )
 

@@ -117,10 +117,9 @@ def restore_average(trainer: pl.Trainer, checkpoint: MutableMapping[str, Any]) -
             state = states[callback.state_key]
             if state["n_averaged"] > 0:
                 raise ConfigError(
-                    "This checkpoint was written after StochasticWeightAveraging had started to average. Lightning cannot restore the"
-                    " scheduler of"
-                    " that callback here. Resume from a checkpoint of an epoch before swa_epoch_start, or use EMAWeightAveraging or"
-                    " WeightAveraging, which can resume from any epoch."
+                    "This checkpoint was written after StochasticWeightAveraging began to average, and training cannot resume from it:"
+                    " Lightning could not restore the scheduler of the averaging. Resume from a checkpoint of an epoch before"
+                    " swa_epoch_start, or use EMAWeightAveraging or WeightAveraging, which resume from any epoch."
                 )
             state["average_model_state"] = callback.state_dict()["average_model_state"]
 

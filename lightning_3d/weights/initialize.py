@@ -117,8 +117,8 @@ def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix
     target = blueprint.targets.get(name)
     if target is None:
         raise ConfigError(
-            f"A parameter is tied to '{prefix}{name}', which is not in the model that is being initialized."
-            " Initialize with the blueprint of the whole model."
+            f"A parameter is tied to '{prefix}{name}', but the model to initialize does not contain that parameter. Initialize with the"
+            " blueprint of the whole model."
         )
     if dtype.is_floating_point:
         dtype = torch.float32 if dtype.itemsize < 4 else dtype
@@ -130,7 +130,7 @@ def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix
         raise ConfigError(
             f"The parameter '{prefix}{name}' of shape {tuple(target.blank.shape)} is on the meta device, and no"
             f" initializer writes all of it. Add `def reset_parameters(self): nn.init.ones_(self.{key})`, with your"
-            f" values, to {owner}, or an `_init_weights(self, module)` that handles {owner} to a module around it,"
+            f" values, to {owner}; or add an `_init_weights(self, module)` that handles {owner} to a module that contains it;"
             f" {BUILD_IN_MEMORY}"
         )
     return value.detach()
@@ -159,8 +159,8 @@ def _local(full: Tensor, spec: ShardSpec | None) -> Tensor:
 def _require_shape(local: Tensor, parameter: nn.Parameter, name: str) -> None:
     if local.shape != parameter.shape:
         raise ConfigError(
-            f"The initializer and the sharding of '{name}' give the shape {tuple(local.shape)}, but the parameter on this"
-            f" rank has {tuple(parameter.shape)}."
+            f"The initial value of '{name}' on this rank has shape {tuple(local.shape)}, but the parameter has shape"
+            f" {tuple(parameter.shape)}. Let its initializer keep the shape."
         )
 
 
@@ -279,7 +279,7 @@ def _require_same_model(described: list[tuple[str, tuple[int, ...], str]]) -> No
     if not same.item():
         differing = sorted({name for name, *_ in set(described) ^ set(first[0])})
         where = (
-            f"here; they differ in {listed(map(repr, differing[:3]))}" if differing else "here, another rank differs"
+            f"on this rank; they differ in {listed(map(repr, differing[:3]))}" if differing else "on this rank, but another rank differs"
         )
         raise ConfigError(
             f"Not all ranks built the same model: {len(first[0])} tensors are in memory on rank 0 and {len(described)}"

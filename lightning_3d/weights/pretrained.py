@@ -150,8 +150,9 @@ def _available(
         elif made.tiling is None:
             folder = tensors[name].file.parent
             raise CheckpointError(
-                f"{folder} stores '{name}' in another form than {type(module).__name__} ('{new}', by {made.operations}), so"
-                f" slices of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH,"
+                f"{folder} stores '{name}' in a different form from '{new}' of {type(module).__name__} (Transformers applies"
+                f" {made.operations})."
+                f" So slices of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH,"
                 " save_original_format=False)."
             )
         else:
@@ -165,8 +166,8 @@ def _require_floats(found: Mapping[str, Stored]) -> None:
         for tensor in (tensor for value in stored for tensor in value.tensors):
             if tensor.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; {listed(FLOATS, last='or')} can be trained. Use the weights"
-                    " of the model before it was quantized."
+                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; only {listed(FLOATS)} can be trained. Use the weights of the"
+                    " model before it was quantized."
                 )
 
 

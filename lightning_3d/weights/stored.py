@@ -116,7 +116,7 @@ class Tiling:
                 if size != whole and dim != self.dim and not (dim == 0 and self.stacked):
                     raise CheckpointError(
                         f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in {piece.tensor.file}, which does not match the"
-                        f" other parts of '{name}' {list(shape)}."
+                        f" other parts of '{name}' {list(shape)}. Copy or download the files again."
                     )
         return StoredValue(shape, tuple(pieces))
 
@@ -159,7 +159,7 @@ class Reader:
                     if found is not None:
                         local[found[1]] = self._open(piece.tensor.file).get_slice(piece.tensor.name)[found[0]]
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{piece.tensor.file} cannot be read: {error}.") from error
+                raise CheckpointError(f"{piece.tensor.file} cannot be read: {error}. Copy or download it again.") from error
         return local
 
     def _open(self, path: Path) -> Any:

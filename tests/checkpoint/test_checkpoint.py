@@ -181,7 +181,7 @@ def test_f35_another_model_is_refused_with_a_list(saved: dict[str, Path]) -> Non
     shapes, names = (run_ranks(load_into, 2, str(saved["zero0"]), *model) for model in ((64, True), (32, False)))
     assert shapes[0] == shapes[1] and names[0] == names[1], "every rank sees the whole list"
     assert "model.model.embed_tokens.weight (61, 32) (model: (61, 64))" in shapes[0] and "and 28 more" in shapes[0]
-    assert "Missing in the checkpoint: model.lm_head.weight." in names[0]
+    assert "Missing from the checkpoint: model.lm_head.weight." in names[0]
 
 
 def failing_save(folder: str) -> list[str]:

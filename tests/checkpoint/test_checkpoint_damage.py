@@ -321,7 +321,7 @@ def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path)
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     save(tmp_path / "run" / "a", 1)
     for wrong in (tmp_path / "run", tmp_path):
-        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder that contains something other than a checkpoint"):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder that is not a checkpoint"):
             save(wrong, 2)
     (tmp_path / "empty").mkdir()
     assert save(tmp_path / "empty", 3) and step_of(tmp_path / "empty") == 3

@@ -130,7 +130,7 @@ def test_refusals(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "there is no folder"),
         ([str(llama[1]), "--output", str(tmp_path / "x"), "--max-shard-size", "5 apples"], "max-shard-size"),
         ([str(llama[1]), "--dtype", "int4"], "--dtype must be bfloat16, float16, float32 or float64"),
-        ([str(llama[1]), "--output", str(tmp_path / "x"), "--merge"], "has no PEFT adapters for --merge"),
+        ([str(llama[1]), "--output", str(tmp_path / "x"), "--merge"], "has no PEFT adapters, so there is nothing to merge"),
     ]
     for words, message in cases:
         assert command(words) == 2, words

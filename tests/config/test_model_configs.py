@@ -231,7 +231,7 @@ def test_flops_of_a_mixture_equal_those_that_torch_counts(name: str) -> None:
         ({"hidden_size": None}, "no hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers of the model must be .*; got 0"),
         ({"num_attention_heads": "four"}, "num_attention_heads of the model must be .*; got 'four'"),
-        ({"layer_types": ["full_attention"]}, "layer_types of the model has 1 entries"),
+        ({"layer_types": ["full_attention"]}, "layer_types of the model must have one entry per layer"),
     ],
     ids=str,
 )

@@ -56,7 +56,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "cp_dropout": (["parallelism=cp2", "model.config.attention_dropout=0.1"], ["attention_dropout=0.1", "Set it to 0"]),
     "cp_positions": (
         ["parallelism=cp2", "++model.config.rope_parameters.rope_type=dynamic"],
-        ["cannot split the sequences of llama", "rope_type dynamic", "Use cp 1"],
+        ["cannot split the sequences of llama", "rope_type dynamic", "Use cp=1"],
     ),
     "f13_sequence": (
         ["parallelism=tp4", "data.sequence_length=250"],

@@ -287,7 +287,7 @@ def test_order_is_kept_or_set():
 @pytest.mark.parametrize(
     ("layout", "schedule", "vp", "says"),
     [
-        ("pp4_vp2", None, 4, "The layout pp4_vp2 has vp 2, but the option is vp=4. Give only one"),
+        ("pp4_vp2", None, 4, "The layout pp4_vp2 has vp 2, but the option vp is 4. Set only one"),
         ("pp4_vp3", "ZBVZeroBubble", None, "exactly 2 stages on each pipeline rank, but the layout pp4_vp3 has vp 3."),
         ("pp4", "DualPipeV", 1, "Use pp4_vp2 (vp 2), or for vp 1 the schedule GPipe, 1F1B, "),
         ("pp4_vp2", "1F1B", None, "Use pp4 (vp 1), or for vp 2 the schedule Interleaved1F1B, "),

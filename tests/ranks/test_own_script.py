@@ -98,8 +98,8 @@ CASES = {  # how, failing rank, exit code, what is said once
     "child raises, rank 0 hangs": ("hang", 1, 1, "ArithmeticError: cannot go on"),
     "child is killed, rank 0 hangs": ("kill", 1, 1, "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)"),
     "rank 0 is killed, child hangs": ("kill", 0, -signal.SIGKILL, "rank 0 of 2 failed:\nit ended and reported no error."),
-    "rank 0 is told to end": ("term", 0, 0, "SIGTERM: the fit ends before its next batch."),
-    "child is told to end": ("term", 1, 0, "SIGTERM: the fit ends before its next batch."),
+    "rank 0 is told to end": ("term", 0, 0, "SIGTERM: the fit stops before the next batch."),
+    "child is told to end": ("term", 1, 0, "SIGTERM: the fit stops before the next batch."),
     "Ctrl-C": ("int", 0, 130, "SIGINT: the fit stopped after step 2."),
     "child dies before the ranks meet": ("early", 1, 1, "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)"),
 }

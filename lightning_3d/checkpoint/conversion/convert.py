@@ -47,7 +47,7 @@ def read_foreign(
     if path.is_file():
         return lightning_file.read_file(path, groups, optimizer=optimizer, plain_only=plain_only)
     if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {path}.")
+        raise CheckpointError(f"There is no checkpoint at {path}. Check the path.")
     if (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is already a lightning_3d checkpoint: every layout can load it.")
     if (path / METADATA_FILE).is_file() and (path / fsdp_folder.META).is_file():
@@ -127,7 +127,7 @@ def _lost(found: Foreign) -> list[str]:
     """List what is missing in a converted checkpoint, in sentences."""
     lost = ["The states of the random number generators are missing: dropout and random augmentations start as in a new run."]
     if "loops" not in found.trainer:
-        lost.append("The position in the data and Lightning's step count are missing: the fit starts counting at 0.")
+        lost.append("The position in the data and Lightning's step count are missing: the fit counts from 0.")
     if found.groups is None:
-        lost.append("The optimizer state is missing: you can load the weights, but training cannot resume.")
+        lost.append("There is no optimizer state: you can load the weights, but not resume training.")
     return lost

@@ -53,12 +53,14 @@ def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False)
     """
     folder = find_folder(path)
     if folder is None:
-        raise CheckpointError(f"{path} has no *_model_states.pt file of DeepSpeed. Give the folder of a DeepSpeed checkpoint.")
+        raise CheckpointError(
+            f"{path} has no *_model_states.pt file, so it is not a DeepSpeed checkpoint. Choose a folder that DeepSpeed saved."
+        )
     models = [load(file, KNOWN, plain_only=plain_only) for file in _of_ranks(folder, "model_states.pt")]
     if any(folder.glob("layer_*")) or any(folder.glob("*mp_rank_01_*")) or any(folder.glob("*expert_*")):
         raise CheckpointError(
-            f"{folder} has shards of pipeline stages, tensor-parallel ranks or experts, but only ZeRO shards can be converted. First merge"
-            " the others with the tools of the program that wrote them."
+            f"{folder} has shards of pipeline stages, tensor-parallel ranks or experts, but only shards of ZeRO can be converted. Save it"
+            " without those kinds of parallelism."
         )
     files = _of_ranks(folder, "optim_states.pt")
     first = models[0]
@@ -78,7 +80,7 @@ def _take_scheduler(found: Foreign, scheduler: Any) -> None:
     if isinstance(scheduler, dict) and "last_epoch" in scheduler:
         found.trainer["lr_schedulers"] = [scheduler]
     elif scheduler:
-        found.lost.append("The learning-rate scheduler is one of DeepSpeed's, so the new one begins at its first step.")
+        found.lost.append("The learning-rate scheduler is DeepSpeed's own and is left out, so the new scheduler starts at its first step.")
 
 
 def _of_ranks(folder: Path, ending: str) -> list[Path]:
@@ -101,7 +103,9 @@ class _Flattened:
         counts = optimizers[0]["partition_count"]
         self._ranks = int(max(counts) if isinstance(counts, (list, tuple)) else counts)
         if len(optimizers) != self._ranks or (self._stage == 3 and len(models) != self._ranks):
-            raise CheckpointError(f"{folder} has the files of {len(optimizers)} of {self._ranks} ranks. Copy all of them.")
+            raise CheckpointError(
+                f"{folder} has the files of {len(optimizers)} of {self._ranks} ranks. Copy the files of all ranks into it."
+            )
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         self._master = [state[key] for state in optimizers]
         self._base = [state["optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"] for state in optimizers]
@@ -134,8 +138,8 @@ class _Flattened:
         missing = [name for name in self._module if name not in found.weights and name not in found.aliases]
         if missing:
             raise CheckpointError(
-                f"{self._folder} has no values for {listed(missing[:3])}: DeepSpeed left them out of the checkpoint, probably because they"
-                " were frozen. Save it again with all parameters."
+                f"{self._folder} has no values for {listed(missing[:3])}, because they were excluded when it was saved. Save it with"
+                " exclude_frozen_parameters=False."
             )
         order = {name: place for place, name in enumerate(self._module)}
         found.weights = dict(sorted(found.weights.items(), key=lambda item: order.get(item[0], len(order))))
@@ -159,8 +163,7 @@ class _Flattened:
         base = self._base[0]
         if isinstance(base, list):
             raise CheckpointError(
-                f"{self._folder} was saved with elastic_checkpoint, which leaves out the hyperparameters of the optimizer. Use"
-                " --weights-only."
+                f"{self._folder} was saved with elastic_checkpoint, so it has no hyperparameters of the optimizer. Use --weights-only."
             )
         groups = []
         for group in base["param_groups"]:
@@ -189,15 +192,17 @@ class _Flattened:
         sizes = [flat[group].numel() for flat in self._master]
         if at > (sizes[0] if self._stage == 3 else sum(sizes)):
             raise CheckpointError(
-                f"{self._folder} is damaged or incomplete: parameter group {group} has only {sum(sizes)} elements, fewer than its"
-                " parameters need. Use another checkpoint."
+                f"{self._folder} has only {sum(sizes)} elements for parameter group {group}, fewer than its parameters need: the checkpoint"
+                " is damaged or incomplete. Use another one."
             )
         return places
 
     def _later(self, start: int, shape: tuple[int, ...], parts: Sequence[Tensor]) -> Later:
         """Read a parameter from a flat tensor that is sharded over ranks."""
         if any(part.ndim != 1 for part in parts):
-            raise CheckpointError(f"{self._folder} has an optimizer state that is not flat, so it cannot be joined. Use --weights-only.")
+            raise CheckpointError(
+                f"{self._folder} has optimizer states that are not one-dimensional, so their shards cannot be joined. Use --weights-only."
+            )
         if self._stage == 3:
             length = ceil(prod(shape) / self._ranks)
             cut = [part[start : start + length] for part in parts]

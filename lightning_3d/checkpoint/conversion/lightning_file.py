@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_3d.checkpoint.conversion.parameter_order import Shape, find_names
 from lightning_3d.checkpoint.conversion.safe_unpickler import load
 from lightning_3d.checkpoint.conversion.source_contents import NOT_CARRIED, Foreign, Later, as_state
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, did_you_mean, listed
 
 Groups = Sequence[Sequence[str]]
 
@@ -29,7 +29,9 @@ def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = Tru
     """
     contents = load(path, plain_only=plain_only)
     if not isinstance(contents, dict) or not isinstance(contents.get("state_dict"), dict):
-        raise CheckpointError(f"{path} is not a Lightning checkpoint: it has no state_dict.")
+        raise CheckpointError(
+            f"{path} is not a Lightning checkpoint: it has no state_dict. Choose a file that Trainer.save_checkpoint wrote."
+        )
     found = read_state(contents["state_dict"], contents.get("optimizer_states") if optimizer else None, groups, f"{path}")
     found.trainer = {key: value for key, value in contents.items() if key not in NOT_CARRIED}
     return found
@@ -132,16 +134,16 @@ def _check_given(weights: Mapping[str, Tensor], shapes: Sequence[Sequence[Shape 
     counts, wanted = [len(group) for group in given], [len(group) for group in shapes]
     if counts != wanted:
         raise CheckpointError(
-            f"--groups lists groups of {counts} names, but the groups of the optimizer have {wanted} parameters. List each parameter of"
-            " each group."
+            f"--groups has groups of {listed(counts)} names, but the optimizer's groups have {listed(wanted)} parameters. Use the names of"
+            " each group of configure_optimizers, in order."
         )
     for names, group in zip(given, shapes, strict=True):
         for name, shape in zip(names, group, strict=True):
             if name not in weights:
-                raise CheckpointError(f"--groups names {name}, which is not in the checkpoint. Remove it, or correct the name.")
+                raise CheckpointError(f"--groups contains {name}, which is not in the checkpoint.{did_you_mean(name, weights)}")
             if shape not in (None, tuple(weights[name].shape)):
                 raise CheckpointError(
-                    f"--groups puts {name} of shape {tuple(weights[name].shape)} at a place where the optimizer has a state of shape"
-                    f" {shape}. List the names in the order of the optimizer."
+                    f"--groups gives {name} an optimizer state of shape {shape}, but the parameter has shape"
+                    f" {tuple(weights[name].shape)}. Put the names in the order of configure_optimizers."
                 )
     return [list(group) for group in given]

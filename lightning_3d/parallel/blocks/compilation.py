@@ -48,8 +48,11 @@ class Compilation:
         found = self.graph_breaks
         if found:
             reasons = "; ".join(f"{reason.strip().splitlines()[0]} ({count} times)" for reason, count in found.items())
-            rank_zero_warn(f"compile=true: the compiled blocks have graph breaks, which cost speed: {reasons}.")
+            rank_zero_warn(f"compile=true: the compiled blocks are slower than they could be, because they have graph breaks: {reasons}.")
         uncompiled = uncompiled_frames() - self._uncompiled
         if uncompiled > 0 and not found:
             blocks = "block" if uncompiled == 1 else "blocks"
-            rank_zero_warn(f"compile=true: {uncompiled} {blocks} could not be compiled; torch's log has the reason.")
+            rank_zero_warn(
+                f"compile=true: {uncompiled} {blocks} could not be compiled. Training continues without compiling them. See torch's log for"
+                " the reason."
+            )

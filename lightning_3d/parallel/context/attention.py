@@ -83,8 +83,8 @@ def attention(
     name = type(module).__name__
     if not isinstance(attention_mask, Mask) or query.shape[2] * attention_mask.context.size != attention_mask.length:
         raise PlanError(
-            f"{name} was called with a mask other than that of the shared sequence. Context parallelism (cp) needs a model that makes"
-            " its masks with Transformers' create_causal_mask, and a step that calls the model itself, not a part of it."
+            f"{name} was called with an attention mask that context parallelism (cp) did not create. Create the model's masks with"
+            " Transformers' create_causal_mask, and call the whole model in the step, not a part of it."
         )
     if position_bias is not None:
         raise PlanError(f"{name} adds biases to its attention scores, which context parallelism does not support. Use cp=1.")
@@ -125,8 +125,8 @@ def make_mask(
     call = _running.get()
     if call is None:
         raise PlanError(
-            "A part of the model was called without the rest. With context parallelism (cp) a step must call the model itself, which"
-            " shards the sequence."
+            "The step called only a part of the model. With context parallelism (cp), it must call the whole model, because the model's"
+            " forward shards the sequence."
         )
     if q_length is None:
         assert cache_position is not None
@@ -164,6 +164,6 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
     if torch.equal(found, apart) or torch.equal(found, causal(queries, keys)):
         return torch.equal(found, apart)
     raise PlanError(
-        "A layer of the model has a mask other than causal or causal with a window, the only ones that context parallelism (cp) supports."
-        " Use cp 1."
+        "A layer of the model has a mask that context parallelism (cp) does not support: masks must be causal, with or without a sliding"
+        " window. Use cp=1."
     )

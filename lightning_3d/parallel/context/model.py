@@ -136,8 +136,8 @@ def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
         return None
     if position_ids.ndim != 2 or position_ids.shape[1] != length:
         raise PlanError(
-            f"position_ids have the shape {tuple(position_ids.shape)}; with context parallelism (cp) it must be (batch, {length}), one"
-            " number per token."
+            f"position_ids must have shape (batch, {length}) with context parallelism (cp), one number per token; got shape"
+            f" {tuple(position_ids.shape)}."
         )
     host = position_ids.detach().cpu()
     documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
@@ -150,8 +150,8 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
         found = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
         raise PlanError(
-            f"attention_mask is {found}; context parallelism (cp) accepts only a padding mask, {shape}. Give packed documents as"
-            " position_ids that start again with each document."
+            f"With context parallelism (cp), attention_mask must be a padding mask of shape {shape}; it is {found}. For packed documents,"
+            " pass position_ids that restart at 0 with each document."
         )
     host = attention_mask.detach().cpu().bool()
     return None if bool(host.all()) else host
@@ -164,4 +164,6 @@ def _refuse(arguments: dict[str, Any]) -> None:
             raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not support. Leave it out.")
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise ConfigError("logits_to_keep would keep the last tokens of every rank; with cp > 1 slice the logits instead.")
+        raise ConfigError(
+            "logits_to_keep is not supported with cp > 1: it would keep the last tokens of every rank. Slice the logits instead."
+        )

@@ -24,8 +24,8 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
     heads = query.shape[1]
     if heads % context.size:
         raise LayoutError(
-            f"cp_kind=ulysses splits the {heads} attention heads of a rank over cp={context.size} ranks, which does not divide them. Use"
-            " cp_kind=ring."
+            f"cp_kind=ulysses splits the {heads} attention heads of a rank over cp={context.size} ranks, but {heads} is not divisible by"
+            f" {context.size}. Use cp_kind=ring."
         )
     copies = key_copies(heads, key.shape[1], context.size)
     if copies > 1:

@@ -42,7 +42,7 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
     for name, parameter in _expert_parameters(module, plan):
         experts = parameter.shape[0]
         if experts % ep_size:
-            raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'.")
+            raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'. Use an ep that divides {experts}.")
         pieces = [(ep_index * experts // ep_size, experts // ep_size)]
         spec = cut_along(name, tuple(parameter.shape), 0, pieces, tp_replicas=(tp_index,))
         specs[name] = replace(spec, expert=True)
@@ -66,7 +66,9 @@ def shard_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Sha
             continue
         experts = getattr(child, "num_experts", None)
         if not isinstance(experts, int):
-            raise PlanError(f"'{name}' has no attribute num_experts, so its experts cannot be split over ranks.")
+            raise PlanError(
+                f"'{name}' has no attribute num_experts, so its experts cannot be split over ranks. Add the attribute, or use ep=1."
+            )
         specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
         child.num_experts = experts // context.size
 

@@ -198,8 +198,8 @@ class Routers:
             if not self.options.asked_for and not self.aux_loss:
                 return output  # its output is unknown, and no option needs it
             raise PlanError(
-                f"The router '{self.names[layer]}' does not return (logits, weights, experts) of its tokens, so it supports neither losses"
-                f" nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
+                f"The router '{self.names[layer]}' does not return (logits, weights, experts) for its tokens. So it supports neither"
+                f" load-balancing losses nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
             )
         logits, weights, chosen = output
         experts = self.experts[layer]
@@ -305,7 +305,7 @@ def make_routers(
     found = find_routers(module, experts)
     if not found:
         if options.asked_for:
-            raise ConfigError(f"{options.asked_for[0]} needs a mixture of experts, but the model has no router. Remove it.")
+            raise ConfigError(f"{options.asked_for[0]} needs a mixture of experts, but the model has no router. Remove the option.")
         return None
     modules = dict(module.named_modules())
     if options.bias_update and not all(hasattr(modules[name], BIAS) for name in found):
@@ -321,7 +321,7 @@ def make_routers(
 def _check_top_k(name: str, router: nn.Module, experts: int) -> None:
     top_k = getattr(router, "top_k", None)
     if isinstance(top_k, int) and top_k > experts:
-        raise ConfigError(f"The router '{name}' sends each token to {top_k} experts, but there are only {experts}.")
+        raise ConfigError(f"The router '{name}' sends each token to {top_k} experts, but there are only {experts}. Use a smaller top_k.")
 
 
 def _number(value: Tensor | None, like: Tensor) -> Tensor:

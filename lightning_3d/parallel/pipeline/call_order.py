@@ -70,7 +70,7 @@ class CallOrder:
         else:
             what = f"{called} but skips '{plan.layers}.{self._next}' (layers that are dropped at random?)"
         raise PlanError(
-            f"{what}. A pipeline runs every block once, in the order of '{plan.layers}', which the plan's 'pp' part names. {_ADVICE}"
+            f"{what}. A pipeline runs every block of '{plan.layers}' once, in order. {_ADVICE}"
         )
 
     @contextmanager
@@ -125,8 +125,8 @@ class CallOrder:
         else:
             return
         raise PlanError(
-            f"'{name}' of {plan.model} runs {where}, but its parameters are on one pipeline stage. The plan's 'pp' part can name what runs"
-            f" before or after all blocks. {_ADVICE}"
+            f"'{name}' of {plan.model} runs {where}, but its parameters are on only one pipeline stage. Modules of the plan's 'pp' part"
+            f" must run before or after all blocks. {_ADVICE}"
         )
 
     def _refuse_order(self, what: str, before: Iterable[str], after: Iterable[str]) -> None:
@@ -149,17 +149,17 @@ class CallOrder:
         for name, value in [*named, *((f"'{key}'", value) for key, value in kwargs.items())]:
             if value is not hidden and has_nan(value):
                 raise PlanError(
-                    f"Block '{self._plan.layers}.{index}' of {self._plan.model} reads a value of an earlier stage (argument {name})"
-                    " that is not on this stage: only the hidden states are sent. A value that several blocks read, such as the embedding,"
-                    f" cannot be split over stages. {_ADVICE}"
+                    f"Block '{self._plan.layers}.{index}' of {self._plan.model} needs a value of an earlier stage (argument {name})"
+                    " that is not on this stage: only hidden states are sent. A pipeline does not support values that several blocks read,"
+                    f" such as the embedding. {_ADVICE}"
                 )
 
     def look_at_hidden(self, hidden: Any, reader: str) -> None:
         """Refuse hidden states that became NaN between blocks."""
         if self.looks and self._clean and has_nan(hidden):
             raise PlanError(
-                f"{self._plan.model} mixes a value of an earlier pipeline stage into the hidden states before {reader} reads them, outside"
-                f" the blocks. That value is not on this stage: only the hidden states are sent. {_ADVICE}"
+                f"Before {reader}, {self._plan.model} adds a value of an earlier pipeline stage to the hidden states, outside the blocks."
+                f" That value is not on this stage: only hidden states are sent. {_ADVICE}"
             )
 
     def leave_block(self, hidden: Any) -> None:

@@ -195,4 +195,4 @@ def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
         if isinstance(value, Tensor):
             return value
-    raise PlanError("A block of the pipelined model was called without a tensor, so its hidden states are unknown.")
+    raise PlanError("A block of the pipelined model was called without a tensor. Pass the hidden states to it.")

@@ -84,8 +84,8 @@ def _require_held(known: Tensor, targets: Tensor) -> None:
     elif not known.all():
         place = (~known).nonzero()[0].tolist()
         raise DataError(
-            f"The label {int(targets[tuple(place)])} at position {place} is outside the model's vocabulary. Is the tokenizer the"
-            " model's own?"
+            f"The label {int(targets[tuple(place)])} at position {place} is outside the model's vocabulary. Use the model's own"
+            " tokenizer."
         )
 
 

@@ -65,8 +65,8 @@ def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
     for name in experts:
         if len(inspect.signature(module.get_submodule(name).forward).parameters) < 3:
             raise PlanError(
-                f"The experts '{name}' are not called with (tokens, experts of each token, their weights), so tp cannot shard"
-                " them. Use tp=1."
+                f"The forward of the experts '{name}' must take (tokens, experts of each token, their weights), or tp cannot shard them."
+                " Use tp=1."
             )
 
 
@@ -81,8 +81,8 @@ def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cu
     for name, size in rows.items():
         if len(rows) > 1 and size in (heads.queries, heads.keys):
             raise PlanError(
-                f"The plan shards '{name}' by rows, so every rank gets {size} numbers, one for each head; but each rank has only a"
-                f" part of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
+                f"The plan shards '{name}' by rows, so every rank gets {size} numbers, one for each head. But each rank has only"
+                f" some of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
             )
 
 
@@ -107,7 +107,10 @@ def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     parts = cut.parts or ((total // 2, total - total // 2) if packed else (total,))
     units = cut.units if isinstance(cut.units, tuple) else (cut.units,) * len(parts)
     if sum(parts) != total or len(units) != len(parts):
-        raise PlanError(f"'{name}' has {total} rows, but its plan packs parts of {parts} with units {units}.")
+        raise PlanError(
+            f"The parts {parts} of '{name}' in the plan, with units {units}, do not fit its {total} rows. The parts must add up to {total},"
+            " with one entry of units each."
+        )
     may_replicate = cut.style == "colwise" and len(parts) == 1 and is_key_or_value(name)
     pieces = []
     replicas: tuple[int, ...] = (tp_rank,)
@@ -137,7 +140,7 @@ def _split(
             )
         return *even_range(size, tp_size, tp_rank), (tp_rank,)
     if size % units:
-        raise PlanError(f"'{name}' has {size} rows, which are not {units} equal groups.")
+        raise PlanError(f"'{name}' has {size} rows, which cannot be split into {units} equal groups. Correct its units in the plan.")
     if units % tp_size == 0:
         length = size // tp_size
         return tp_rank * length, length, (tp_rank,)
@@ -257,7 +260,9 @@ def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut])
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
     """Refuse styles on other kinds of layers, and subclasses that do not call its forward, where the collective goes."""
     if style == "moe_identity_expert" and next(child.parameters(), None) is not None:
-        raise PlanError(f"The plan declares '{name}' an expert without weights ({style}), but it has parameters.")
+        raise PlanError(
+            f"The style {style} of '{name}' is for experts without weights, but '{name}' has parameters. Remove it from the plan."
+        )
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear
@@ -267,7 +272,10 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
             f" {type(child).__name__}. Name the nn.{wanted.__name__} layers inside it."
         )
     if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.sparse or child.scale_grad_by_freq):
-        raise PlanError(f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole embedding.")
+        raise PlanError(
+            f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole embedding. Remove these options, or leave"
+            " it out of the plan."
+        )
     for kind in type(child).__mro__[: type(child).__mro__.index(wanted)]:
         forward = vars(kind).get("forward")
         code = getattr(forward, "__code__", None)

@@ -73,7 +73,7 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         PlanError: it is not known that the rest of a block treats every token by itself.
     """
     if not plan.layers:
-        raise PlanError("The plan names no blocks ('pp'), so it is unknown where a sequence could be split.")
+        raise PlanError("The plan has no 'pp' part with the blocks, so it is unknown where to split the sequence.")
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
     mixtures = {name.rpartition(".")[0]: _is_expert_parallel(plan.cut_of(name)) for name in plan.experts if name in modules}
@@ -85,12 +85,12 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
             parents.setdefault(name.rpartition(".")[0], set()).add(cut.style)
     for parent, styles in parents.items():
         if parent.count(".") < plan.layers.count(".") + 2:
-            raise PlanError(f"Sharded layers are directly in the block '{parent}', not in an attention or an MLP inside it.")
+            raise PlanError(f"The block '{parent}' contains sharded layers directly, not inside an attention or MLP module.")
         if any(parent.startswith(f"{other}.") for other in parents):
-            raise PlanError(f"'{parent}' is sharded, and so is a module around it.")
+            raise PlanError(f"'{parent}' is sharded, and so is a module that contains it.")
         if not styles & COLUMN_STYLES or not styles & ROW_STYLES:
             found = ", ".join(sorted(styles))
-            raise PlanError(f"The sharded '{parent}' lacks a column-parallel or a row-parallel layer: its layers are {found}.")
+            raise PlanError(f"'{parent}' must have column-parallel and row-parallel layers; it has only {found}.")
     blocks = module.get_submodule(plan.layers).named_children()
     wholes = {name for index, block in blocks for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)}
     closed = {parent for parent, styles in parents.items() if styles & COLUMN_STYLES <= {"colwise_gather_output"}}
@@ -266,7 +266,7 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tenso
     for place, value in places:
         if isinstance(value, Tensor):
             return value, place
-    raise PlanError("A block of the model, or a module in it, was called without a tensor, so its hidden states are unknown.")
+    raise PlanError("A block of the model, or a module in it, was called without a tensor. Pass the hidden states to it.")
 
 
 def _put(hidden: Tensor, place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -27,19 +27,19 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
     if not offloaded:
         if name == CPU_ADAM:
             raise ConfigError(
-                f"{name} steps weights in host memory, which needs zero_offload=optimizer and a zero_stage above 0. Set these,"
+                f"{name} updates weights in host memory, which needs zero_offload=optimizer and a zero_stage above 0. Set these,"
                 " or use torch.optim.AdamW."
             )
         return
     package = type(optimizer).__module__.partition(".")[0]
     if package in GPU_ONLY or (package == "deepspeed" and name.startswith("Fused")):
         raise ConfigError(
-            f"{name} of {package} runs on GPUs only, but zero_offload steps in host memory. Use {WORKS}, or zero_offload=none."
+            f"{name} of {package} runs on GPUs only, but zero_offload updates weights in host memory. Use {WORKS}, or zero_offload=none."
         )
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise ConfigError(
-            f"{name} with capturable=True counts its steps on the GPU, but zero_offload steps in host memory. Remove capturable, or use"
-            " zero_offload=none."
+            f"{name} with capturable=True counts its steps on the GPU, but zero_offload updates weights in host memory. Remove capturable,"
+            " or use zero_offload=none."
         )
 
 

@@ -143,8 +143,8 @@ class Unit:
         for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
             if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
                 raise ConfigError(
-                    f"A parameter of shape {tuple(slot.parameter.shape)} was written to between two batches. With zero_stage=3 its values"
-                    " are not in memory then, and the new ones would be lost. Use zero_stage=2, or write before the fit begins."
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was changed between two batches, and with zero_stage=3 the change"
+                    " would be lost: its values are not in memory then. Use zero_stage=2, or change it before the fit begins."
                 )
 
     def restore(self) -> None:
@@ -251,8 +251,8 @@ class ParameterUnits:
             if "storage of size 0" not in str(error):
                 raise
             raise ConfigError(
-                "Something used a block's parameters outside of the block's forward, or computed a gradient through a block in another"
-                " order than its forward. zero_gather=micro_batch has already freed them. Use zero_gather=step."
+                "A block's parameters were used after zero_gather=micro_batch had freed them: outside the block's forward, or in a backward"
+                " that runs in another order than the forward. Use zero_gather=step."
             ) from error
         finally:
             self._in_use = False
@@ -290,8 +290,8 @@ class ParameterUnits:
             block, units = self._blocks[place]
             if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
                 raise ConfigError(
-                    f"A {type(block).__name__} ran without autograd, and something computed gradients of its parameters without calling it"
-                    " or a module in it. zero_gather=micro_batch has already freed them. Use zero_gather=step."
+                    f"The parameters of a {type(block).__name__} got gradients after zero_gather=micro_batch had freed them: the block ran"
+                    " without autograd, and the gradients were computed without calling it. Use zero_gather=step."
                 )
 
     def restore(self) -> None:

@@ -182,13 +182,14 @@ def check_zero(trained: Sequence[Trained], optimizer: Optimizer, stage: int) -> 
         raise ConfigError(f"{name} needs whole weight matrices, but zero_stage={stage} shards them. Use zero_stage=0, or AdamW.")
     if name == "Adagrad":
         raise ConfigError(
-            "DeepSpeed replaces Adagrad with a copy that learning-rate schedulers do not reach. Use zero_stage=0, or RMSprop."
+            "DeepSpeed replaces Adagrad with its own copy, and learning-rate schedulers would not change that copy. Use zero_stage=0, or"
+            " RMSprop."
         )
     unsharded = [f"{e.spec.name} {tuple(e.parameter.shape)}" for e in trained if not (e.parameter.ndim and e.parameter.numel())]
     if unsharded:
         raise ConfigError(
-            f"zero_stage={stage} cannot shard parameters without a dimension or without an element: {listed(unsharded)}. Give a"
-            " single number the shape (1,), freeze it, or use zero_stage=0."
+            f"zero_stage={stage} cannot shard parameters that have no dimensions or no elements: {listed(unsharded)}. Reshape single"
+            " numbers to (1,), freeze them, or use zero_stage=0."
         )
     dtypes = {entry.parameter.dtype for entry in trained}
     if torch.float64 in dtypes:

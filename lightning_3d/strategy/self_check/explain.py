@@ -49,8 +49,8 @@ class Explanation:
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
         return (
-            f"{self._what(failure)} The result is right without a pipeline. So some module reads a value from an earlier stage that is not"
-            " part of the hidden states: an embedding, a buffer, or an attribute set by an earlier block. Pass such values in the hidden"
+            f"{self._what(failure)} With pp=1, the result is correct. So some module reads something from an earlier stage that is not in"
+            " the hidden states: an embedding, a buffer, or an attribute that an earlier block set. Pass such values along in the hidden"
             " states, or use pp=1. Nothing was trained."
         )
 
@@ -66,8 +66,8 @@ class Explanation:
 
     def _partial(self, name: str) -> str:
         return (
-            f"Likely cause: '{name}' is replicated, but used on each rank's own heads or columns, so that each rank has only a part of its"
-            " gradient. Add it to the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
+            f"Likely cause: '{name}' is replicated, but each rank uses it only on its own heads or columns. So each rank has only a part of"
+            " its gradient. Add it to the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
         )
 
     def _cause(self, owner: str, cuts: Mapping[str, str]) -> str:
@@ -78,18 +78,18 @@ class Explanation:
         tp = self.layout.tp
         if tp > 1 and columns and rows:
             return (
-                f"Likely cause: between {listed(columns)} (column-parallel) and {listed(rows)} (row-parallel) a rank has 1/{tp} of the"
-                " features. The code there must read sizes such as the number of heads from the tensors, for example"
+                f"Likely cause: between {listed(columns)} (column-parallel) and {listed(rows)} (row-parallel), each rank has 1/{tp} of"
+                " the features. The code there must read sizes such as the number of heads from the tensors, for example"
                 " x.unflatten(-1, (-1, head_width)). A layer that packs several matrices (query, key and value; gate and up) needs"
                 " Cut('packed_colwise', parts=(rows of each)) instead of 'colwise'."
             )
         if tp > 1 and (columns or rows):
             missing, there = ("rowwise", columns) if columns else ("colwise", rows)
             return (
-                f"Likely cause: the plan shards {listed(there)} but has no '{missing}' layer for the same module. Every 'colwise'"
-                " layer needs a 'rowwise' layer after it that sums the parts."
+                f"Likely cause: the plan shards {listed(there)} but names no '{missing}' layer to go with it. Features that a 'colwise'"
+                f" layer splits must be joined by a 'rowwise' layer. Add the '{missing}' layer to the plan's 'tp' part."
             )
-        return "Likely cause: the plan does not say how some layer of that module is split over the ranks."
+        return "Likely cause: a layer of that module is missing from the plan. Add the layer with its style."
 
     def _advice(self) -> str:
         axes = [axis for axis in ("tp", "cp", "ep") if getattr(self.layout, axis) > 1]

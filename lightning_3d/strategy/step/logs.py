@@ -182,5 +182,5 @@ def _combination(reduce_fx: Any) -> str:
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
     if name not in ("mean", "sum", "max", "min"):
-        raise ConfigError(f"self.log(reduce_fx={reduce_fx!r}) is not supported in a step: use mean, sum, max or min.")
+        raise ConfigError(f"reduce_fx of self.log must be mean, sum, max or min in a step; got {reduce_fx!r}.")
     return name

@@ -69,8 +69,9 @@ class TokenMeanLoss:
         shift_labels = _targets(labels, shift_labels, ignore_index).to(logits.device)
         if shift_labels.shape != logits.shape[:-1]:
             raise PlanError(
-                f"The model's loss got labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}. The"
-                " forward of the model must pass its keyword arguments, such as shift_labels, on to loss_function."
+                f"loss_function got labels of shape {tuple(shift_labels.shape)}, which do not fit logits of shape {tuple(logits.shape)}. In"
+                " the"
+                " model's forward, pass **kwargs (which contain shift_labels) to loss_function."
             )
         tokens = (shift_labels != ignore_index).sum()
         total = token_losses(logits, shift_labels, ignore_index).sum()
@@ -95,7 +96,9 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
     if shift_labels is not None:
         return shift_labels
     if labels is None:
-        raise PlanError("The model's loss got no labels. Its forward must pass labels or shift_labels on to loss_function.")
+        raise PlanError(
+            "The model called loss_function without labels. Pass labels or shift_labels to loss_function in the model's forward."
+        )
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 

@@ -413,12 +413,12 @@ class Changed(Module):
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "dropout": ({"attention_dropout": 0.1}, {}, ConfigError, "attention_dropout=0.1"),
-    "recurrent layers": ({"layer_types": ["linear_attention"] * 4}, {}, PlanError, "layers of the kind linear_attention"),
+    "recurrent layers": ({"layer_types": ["linear_attention"] * 4}, {}, PlanError, "it has linear_attention layers"),
     "positions that know the length": ({"rope_scaling": {"rope_type": "dynamic"}}, {}, PlanError, "rope_type dynamic"),
     "a cache": ({}, {"use_cache": True}, ConfigError, "use_cache"),
     "the last logits": ({}, {"logits_to_keep": 1}, ConfigError, "logits_to_keep"),
-    "a mask of its own": ({}, {"attention_mask": torch.zeros(4, 1, SEQUENCE, SEQUENCE)}, PlanError, "attention_mask is of shape"),
-    "positions in three dimensions": ({}, {"position_ids": torch.zeros(3, 4, SEQUENCE)}, PlanError, "position_ids have the shape"),
+    "a mask of its own": ({}, {"attention_mask": torch.zeros(4, 1, SEQUENCE, SEQUENCE)}, PlanError, "must be a padding mask"),
+    "positions in three dimensions": ({}, {"position_ids": torch.zeros(3, 4, SEQUENCE)}, PlanError, "position_ids must have shape"),
 }
 
 
@@ -456,5 +456,5 @@ def train_a_part() -> None:
 
 
 def test_a_part_of_the_model_alone() -> None:
-    with pytest.raises(PlanError, match="A part of the model was called without the rest"):
+    with pytest.raises(PlanError, match="The step called only a part of the model"):
         run_ranks(train_a_part, 2)

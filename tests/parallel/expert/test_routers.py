@@ -73,7 +73,7 @@ def test_routers_that_return_something_else() -> None:
     assert torch.tensor(run_ranks(train_other, 1)[0]).isfinite().all()
     with pytest.raises(PlanError, match="does not return .* Remove moe_aux_loss"):
         run_ranks(train_other, 1, moe_aux_loss=0.1)
-    with pytest.raises(PlanError, match="are not called with .* Use tp=1"):
+    with pytest.raises(PlanError, match="must take .* Use tp=1"):
         run_ranks(train_other, 2, layout="tp2")
 
 

@@ -196,15 +196,15 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "turned": ("turned", ORDER, 1, "calls block 'blocks.2' but skips 'blocks.1'"),
     "skipped": ("skipped", ORDER, 2, "calls block 'blocks.3' but skips 'blocks.2'"),
     "early exit": ("early exit", ORDER, 1, "'norm' of Toy runs between the blocks 'blocks.3' and 'blocks.4'"),
-    "embedding again": ("embedding again", ORDER, 1, "of Toy reads a value of an earlier stage (argument 2)"),
-    "by name": ("named", ORDER, 2, "of Toy reads a value of an earlier stage (argument 'again')"),
-    "value residual": ("value residual", ORDER, 1, "of Toy reads a value of an earlier stage (argument 2)"),
-    "skip between": ("skip between", ORDER, 1, "mixes a value of an earlier pipeline stage into the hidden states before 'blocks."),
+    "embedding again": ("embedding again", ORDER, 1, "of Toy needs a value of an earlier stage (argument 2)"),
+    "by name": ("named", ORDER, 2, "of Toy needs a value of an earlier stage (argument 'again')"),
+    "value residual": ("value residual", ORDER, 1, "of Toy needs a value of an earlier stage (argument 2)"),
+    "skip between": ("skip between", ORDER, 1, "adds a value of an earlier pipeline stage to the hidden states"),
     "skip to the end": ("skip to the end", ORDER, 1, "into the hidden states before 'norm' reads them"),
     "skip to the logits": ("skip to the logits", ORDER, 1, "into the hidden states before the step reads them"),
     "zamba": (
         "zamba", ("model.embed_tokens", "model.layers", "model.final_layernorm", "lm_head"), 1,
-        "of ZambaForCausalLM reads a value of an earlier stage (argument 2)",
+        "of ZambaForCausalLM needs a value of an earlier stage (argument 2)",
     ),
 }  # fmt: skip
 

@@ -264,7 +264,7 @@ class DeepSpeedCPULion(torch.optim.SGD):
 
 def test_what_steps_in_host_memory_needs_offloading() -> None:
     adam, lion = (kind([nn.Parameter(torch.zeros(1))]) for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion))
-    with pytest.raises(ConfigError, match="DeepSpeedCPUAdam steps weights in host memory.* zero_offload=optimizer"):
+    with pytest.raises(ConfigError, match="DeepSpeedCPUAdam updates weights in host memory.* zero_offload=optimizer"):
         check_place(adam, offloaded=False)
     check_place(adam, offloaded=True)
     for offloaded in (True, False):
