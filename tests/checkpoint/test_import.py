@@ -217,10 +217,10 @@ def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path, capsys: pytest.Cap
     assert all(torch.equal(folder.read(f"optimizer.state.{name}.exp_avg"), state[number]["exp_avg"]) for number, name in enumerate(names))
     (tmp_path / "groups.json").write_text(json.dumps([names[::-1]]))
     assert command([str(source), "--output", str(tmp_path / "other.ckpt"), "--groups", str(tmp_path / "groups.json")]) == 2
-    assert "--groups puts" in capsys.readouterr().err
+    assert "--groups gives" in capsys.readouterr().err
     assert command([str(source), "--output", str(tmp_path / "other.ckpt"), "--weights-only", "--rename", "layers.=net."]) == 0
     assert "net.0.weight" in load_full_state_dict(tmp_path / "other.ckpt")
-    assert "The optimizer state is missing" in capsys.readouterr().out
+    assert "There is no optimizer state" in capsys.readouterr().out
 
 
 def test_shapes_in_order() -> None:

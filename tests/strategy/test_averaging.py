@@ -330,7 +330,7 @@ def test_swa_goes_on_from_before_its_average_only(one_process: Any, tmp_path: Pa
     run_ranks(fit, 2, str(tmp_path), "dp2", "swa", zero_stage=1)
     found = run_ranks(fit, 2, str(tmp_path / "again"), "dp2", "swa", zero_stage=1, resume=str(tmp_path / "epoch=0.ckpt"))
     assert_same(found, replace(expected, losses=expected.losses[1:], rates=expected.rates[STEPS_PER_EPOCH:]))
-    with pytest.raises(ConfigError, match="had started to average.*before swa_epoch_start"):
+    with pytest.raises(ConfigError, match="began to average.*before swa_epoch_start"):
         run_ranks(fit, 2, str(tmp_path / "again"), "dp2", "swa", zero_stage=1, resume=str(tmp_path / "epoch=2.ckpt"))
 
 

@@ -219,7 +219,7 @@ def test_a_checkpoint_from_before_orders_were_saved_goes_on_in_the_order_that_it
     found = together([seen for seen, _ in parts])
     assert found[0] == whole[STEPS + 2]
     assert set.union(*found[1:4]) == set(range(SAMPLES)) and found[1:4] != whole[2 * STEPS :]
-    assert any("lacks the random state" in warning for warning in parts[0][1])
+    assert any("does not contain the random state" in warning for warning in parts[0][1])
 
 
 class OfItsRank(RandomSampler):
@@ -240,5 +240,5 @@ def orders_that_differ() -> None:
 
 
 def test_ranks_whose_orders_differ_are_refused() -> None:
-    with pytest.raises(DataError, match="OfItsRank returns a different order on different ranks"):
+    with pytest.raises(DataError, match="OfItsRank orders the samples differently on different ranks"):
         run_ranks(orders_that_differ, 2, process_group=False)
