@@ -114,7 +114,7 @@ PIPELINE = (
     Fault(
         "pp-warm-up-off-by-one",
         "1F1B starts one forward too many on each rank: right numbers, one more micro-batch in memory.",
-        "layout/orders.py",
+        "layout/pipeline_orders.py",
         "pp - 1 - rank, micro_batches",
         "pp - rank, micro_batches",
         ("layout/test_planner_orders.py",),

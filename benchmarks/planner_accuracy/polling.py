@@ -14,7 +14,7 @@ from math import log
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_3d.layout.orders import training_order
+from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.planner.step_time import stage_seconds, step_of
 from lightning_3d.planner.timeline import play
 

@@ -166,7 +166,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
 def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
     """Place the actions of all pipeline ranks in time, each as long as its measured operations; None unless every stage was run."""
     from lightning_3d.dryrun.timeline import place
-    from lightning_3d.layout.orders import training_order
+    from lightning_3d.layout.pipeline_orders import training_order
 
     counted: dict[tuple[str, int], float] = {}
     for report in reports:

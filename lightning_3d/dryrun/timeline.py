@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lightning_3d.layout.orders import Order
+from lightning_3d.layout.pipeline_orders import Order
 from lightning_3d.planner.timeline import StageSeconds, play
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from lightning_3d.layout.orders import training_order
+from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.job import Job

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_3d.layout.orders import Order, training_order
+from lightning_3d.layout.pipeline_orders import Order, training_order
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d.cli.dryrun import read_options
 from lightning_3d.dryrun.meter import CATEGORIES
 from lightning_3d.dryrun.timeline import as_svg, as_text, idle, place
-from lightning_3d.layout.orders import training_order
+from lightning_3d.layout.pipeline_orders import training_order
 
 STEP = 4  # of a real run, after those in which ranks compare their data
 TIMES = 3  # that memory is measured, from that step on

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from torch_orders import torch_pipeline_order
 
-from lightning_3d.layout.orders import training_order
+from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import SCHEDULES, ScheduleInfo, stages_of_rank
 from lightning_3d.parallel.pipeline import schedule as engine
 from lightning_3d.planner.timeline import StageSeconds, in_flight, play

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from reference import Recipe, data
 from torch.utils.data import DataLoader
 
-from lightning_3d.layout.orders import training_order
+from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.planner.timeline import StageSeconds, play
 
 UNITS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}

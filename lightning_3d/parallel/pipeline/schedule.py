@@ -1,4 +1,4 @@
-"""The order of actions of every pipeline rank, as the engine runs them: `lightning_3d.layout.orders` with typed actions."""
+"""The order of actions of every pipeline rank, as the engine runs them: `lightning_3d.layout.pipeline_orders` with typed actions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from lightning_3d.layout import orders
+from lightning_3d.layout import pipeline_orders as orders
 
 
 class Kind(Enum):

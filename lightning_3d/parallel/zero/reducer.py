@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, scale_
 from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction
-from lightning_3d.parallel.zero.partial_gradients import PartialSums
+from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
 
