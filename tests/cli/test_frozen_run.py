@@ -133,7 +133,7 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
         ("- a", "has no run_folder"),
         ("a: 1", "has no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
-        ("run_folder: ${hydra:runtime.output_dir}", "not the one in .hydra"),
+        ("run_folder: ${hydra:runtime.output_dir}", "not the one in its .hydra"),
         ("run_folder: null", "has no run_folder"),
         ("3", "has no keys"),
     ],
