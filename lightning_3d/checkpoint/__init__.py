@@ -60,39 +60,43 @@ def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bo
 
 
 def local_states(checkpoint: Mapping[str, Any], local: LocalState) -> dict[str, dict[str, Any]]:
-    """This rank's shard of "state_dict" and "current_model_state", for callbacks that read them. Call after `load_weights`."""
+    """Return this rank's shard of "state_dict" and "current_model_state", for callbacks that read them. Call after `load_weights`."""
     return local.states(TensorFolder(place(checkpoint[PATH])))
 
 
 def load_optimizer(
     checkpoint: Mapping[str, Any], local: LocalState, optimizer: Optimizer, owner: OptimizerOwner
 ) -> None:
-    """Fill the optimizer's state and hyper parameters.
+    """Load the optimizer's state and hyperparameters.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state, or that of another optimizer.
+        CheckpointError: the checkpoint has no optimizer state, or the state of another optimizer.
     """
     found = place(checkpoint[PATH])
     described = checkpoint.get("optimizer_states")
     if not described:
-        raise CheckpointError(f"{found} has weights but no optimizer state, so training cannot resume from it.")
+        raise CheckpointError(
+            f"{found} has weights but no optimizer state, so training cannot resume from it. Resume another checkpoint, or use"
+            " load_full_state_dict to read the weights."
+        )
     restore_hyper_parameters(optimizer, described[0])
     local.load_optimizer(TensorFolder(found), owner)
 
 
 def saved_generators(checkpoint: Mapping[str, Any], local: LocalState) -> Tensor | None:
-    """States of this rank's random number generators, for `LocalState.restore_generators`."""
+    """Read the states of this rank's random number generators, for `LocalState.restore_generators`."""
     return local.saved_generators(TensorFolder(place(checkpoint[PATH])))
 
 
 def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> dict[str, Tensor]:
-    """Load all parameters and buffers of a checkpoint, unsharded, on the CPU, by their names in the user's module.
+    """Load all parameters and buffers of a checkpoint, unsharded, to the CPU. Keys are their names in the user's module.
 
-    Tied parameters share memory. For one process, without process groups:
+    Tied parameters share memory. Needs no process groups. In one process, use
     `module.load_state_dict(load_full_state_dict(path))`.
 
     Args:
-        verify_hashes: compare all files with their hashes first.
+        path: folder or URL of the checkpoint.
+        verify_hashes: whether to compare all files with their hashes first.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.

@@ -64,18 +64,19 @@ def export(
     merge: bool = False,
     hashes: bool = True,
 ) -> Exported:
-    """Write the folder `output`, which appears when it is complete.
+    """Write the model of a checkpoint to the folder `output`, which appears when it is complete.
 
-    Of a model with adapters of PEFT these are written, in PEFT's format, or the whole model with them merged in.
+    For a model with PEFT adapters, write only the adapters, in PEFT's format; with `merge`, the whole model with them merged in.
 
     Args:
-        path: a checkpoint.
-        module: the model's name in the user's module, where it has several.
-        dtype: of the weights; as they are in the checkpoint by default.
-        max_shard_size: of a file, such as "5GB".
-        tokenizer: a folder whose tokenizer's files are copied.
-        merge: merge the adapters into the model.
-        hashes: compare all files with their hashes first.
+        path: checkpoint to export.
+        output: folder to create.
+        module: the model's name in the user's module; only needed if the module has several models.
+        dtype: dtype of the written weights. None: as in the checkpoint.
+        max_shard_size: largest size of a file, such as "5GB" (10**9 bytes).
+        tokenizer: folder from which tokenizer files are copied. None: no tokenizer.
+        merge: whether to merge the adapters into the model.
+        hashes: whether to compare all files with their hashes first.
 
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, or no model of Transformers in it. ConfigError: `output` is taken.
@@ -115,7 +116,7 @@ def export(
 
 
 def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge: bool) -> tuple[str, Mapping[str, Any]]:
-    """The model's name in the user's module, and what the manifest says of it."""
+    """Return the model's name in the user's module and its entry in the manifest."""
     models: dict[str, Any] = manifest.get(MODELS, {})
     if not models:
         raise CheckpointError(f"{path} has no Transformers model. Use load_full_state_dict to read its weights.")
@@ -135,10 +136,11 @@ def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge:
 
 
 class _Source:
-    """The tensors that Transformers would save, made one after the other of those in the checkpoint.
+    """Tensors that Transformers would save, converted one at a time from the checkpoint.
 
     Attributes:
-        tensors: shape and type of each, in order. dtype: of the parameters, for the configuration.
+        tensors: shape and dtype of each tensor, in order.
+        dtype: dtype of the parameters, for the configuration.
     """
 
     def __init__(self, folder: TensorFolder | MergedFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Place) -> None:
@@ -171,7 +173,7 @@ class _Source:
 
 
 def _untied(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, tied parameters once."""
+    """Return the state dict with each tied parameter only once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -1,6 +1,6 @@
 """Lightning's own state (loops, callbacks, schedulers, hyper parameters) as JSON and a few tensors: data, never code.
 
-What JSON has no word for is written as an object with one key that begins with "$": {"$tuple": [1, 2]}, {"$tensor":
+Values that JSON does not support are written as an object with one key that starts with "$": {"$tuple": [1, 2]}, {"$tensor":
 "0"}.
 """
 
@@ -30,7 +30,7 @@ class Packer:
     """Converts values to what `json.dump` accepts.
 
     Attributes:
-        tensors: those found, by the key that stands in their place.
+        tensors: tensors that were found, by the key that replaces them.
         left_out: places and types of entries that are not plain data.
     """
 
@@ -117,10 +117,10 @@ class Packer:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of packing.
+    """Convert packed values back: the inverse of `Packer`.
 
     Raises:
-        ValueError: a "$" word that this version does not know.
+        ValueError: a "$" key is unknown in this version.
     """
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]

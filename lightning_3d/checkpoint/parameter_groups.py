@@ -26,13 +26,13 @@ _OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
 
 
 def name_groups(module: nn.Module, optimizer: Optimizer) -> Names:
-    """By names in the module, of parameters that are the module's own: a data-parallel backend may put others in their place."""
+    """List the names of each group's parameters. Only the module's own are named: a data-parallel backend may put others in their place."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
 
 def describe_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """Class and hyper parameters of an optimizer, without its tensors. Groups that were added since `names` was made have none."""
+    """Describe an optimizer by its class and hyperparameters, without tensors. Groups added after `names` was made have no names."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for group, own in zip(groups, names, strict=False):
         group[_NAMES] = own
@@ -43,7 +43,7 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
     """Restore the values of the parameter groups of `optimizer`.
 
     Raises:
-        CheckpointError: another class of optimizer, or another number of groups.
+        CheckpointError: the optimizer has another class or number of groups than the saved one.
     """
     own = type(optimizer).__name__
     groups = described["param_groups"]

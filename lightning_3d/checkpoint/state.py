@@ -243,12 +243,12 @@ class LocalState:
 
 
 def _per_element(folder: TensorFolder) -> set[str]:
-    """Keys of states with a value for each element, which those of other parameters tell where a parameter has the shape ()."""
+    """Keys of states with one value per element. For a parameter of shape (), the states of other parameters decide."""
     return {MASTER} | {name.rpartition(".")[2] for name, shape in folder.names(OPTIMIZER).items() if shape}
 
 
 def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices:
-    """Slices of a state that is not a range: of the parameter's shape, of shape (), or of an uncut parameter."""
+    """Slices of a state that is not a flat range: of the parameter's shape, of shape (), or of an unsharded parameter."""
     if tuple(value.shape) == spec.local_shape:
         return shard(value, spec)
     if value.ndim == 0 or not spec.is_cut:

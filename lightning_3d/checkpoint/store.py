@@ -66,10 +66,10 @@ class CheckpointOptions:
     """Options for saving and loading checkpoints.
 
     Attributes:
-        verify: compare every file with its hash before anything is loaded; each rank reads a part of the files once.
-        fall_back: where a checkpoint is damaged, load the newest good one in the same folder instead.
-        asynchronous: write `SaveMode.BACKGROUND` saves in the background, from copies on the host. False: training waits for each.
-        timeout_seconds: time after which a save that has not finished ends the run.
+        verify: whether to compare every file with its hash before loading; each rank reads some of the files once.
+        fall_back: whether to load the newest good checkpoint in the same folder if a checkpoint is damaged.
+        asynchronous: whether to write `SaveMode.BACKGROUND` saves in the background, from host copies. False: training waits for each.
+        timeout_seconds: time in seconds after which an unfinished save ends the run.
     """
 
     verify: bool = True
@@ -79,7 +79,7 @@ class CheckpointOptions:
 
 
 class SaveMode(Enum):
-    """Mode of a save: when it is finished, and what a failure of the storage does."""
+    """Modes of a save: whether training waits for it, and whether a failure of the storage is raised."""
 
     BACKGROUND = "background"
     """Written while training continues. A failure is a warning, and earlier checkpoints stay."""
@@ -92,7 +92,7 @@ class SaveMode(Enum):
 
 
 class _Raised(Enum):
-    """Errors of a save that are raised; all others become a warning."""
+    """Errors of a save that are raised. The others become a warning."""
 
     ALL = "all"
     ALL_BUT_STORAGE = "all but storage"

@@ -48,14 +48,14 @@ def planned(
         layout: `auto` for the fastest that fits; or a name, which is refused if it does not fit on the cluster's GPUs.
         precision: name in the group `precision`: bf16, bf16_mixed, fp8, fp32, fp64.
         profile: file that `lightning-3d profile` wrote.
-        force: refuse nothing.
+        force: whether to accept layouts that do not fit.
         memory_reserve: share of each GPU's memory, 0 to 0.9, that `auto` leaves free; a named layout that uses it causes a warning.
         options: other arguments of the strategy. Of these, schedule, micro_batch_size, zero_stage, recompute, sequence_parallel and
             order are not searched.
 
     Raises:
-        ConfigError: no configuration, or an unknown model family; with `auto`, a cluster with unknown GPUs.
-        LayoutError: nothing fits, or the named layout does not fit, with a table of the memory.
+        ConfigError: the model has no configuration or its family is unknown; or, with `auto`, the GPUs of the cluster are unknown.
+        LayoutError: no layout fits, or the named one does not; the message has a table of the memory.
     """
     check_sizes(sequence_length=sequence_length, global_batch_size=global_batch_size)
     if precision not in PRECISIONS:

@@ -64,13 +64,13 @@ class Lightning3DStrategy(CheckpointHooks):
     micro-batch and stage.
 
     Args:
-        layout: name such as "tp2_pp2_dp2" or a `Layout`; None is data parallelism over all ranks. `lightning_3d.planned` chooses one.
-        micro_batch_size: rows of a micro-batch; None is the whole batch of a rank, split only where the schedule needs more.
+        layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks. `lightning_3d.planned` can choose it.
+        micro_batch_size: rows of a micro-batch. None: the whole batch of a rank, split only if the schedule needs several micro-batches.
         schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
-        vp: stages per pipeline rank; None takes the layout's, or what the schedule implies.
-        zero_stage: 0 (our own gradient reduction and the plain optimizer), 1 (DeepSpeed shards the optimizer's state), 2 (gradients
-            too) or 3 (parameters too).
+        vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
+        zero_stage: what data-parallel ranks shard. 0: nothing (our own gradient reduction and the plain optimizer), 1: optimizer state (by
+            DeepSpeed), 2: also gradients, 3: also parameters.
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what is kept in host memory, see `ZeroOptions`.
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
@@ -82,25 +82,25 @@ class Lightning3DStrategy(CheckpointHooks):
             saved, see `CheckpointOptions`.
         checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
             local disk.
-        order: rank order, innermost axis first; None is ("tp", "cp", "pp", "dp").
+        order: rank order, innermost axis first. None: ("tp", "cp", "pp", "dp").
         plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
         self_check: when to compare the rewritten model with the whole one before its first forward (with tp, pp, cp or ep above 1).
-            "auto": unless this combination of model, plan, layout and versions is known to be right; "always"; "never". See
+            "auto": unless this combination of model, plan, layout and versions has passed before; "always"; "never". See
             docs/your_model.md.
-        pipeline_module: name of the submodule that is parallelized, where several have a plan.
+        pipeline_module: name of the submodule to parallelize, if several have a plan.
         split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along dimension 0.
         trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what each rank did when, and what it held in
             memory. None: only steps requested with `trace_next_step()`.
         nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop" raises `NonFiniteError` on all ranks before
             the optimizer steps, "skip" skips the optimizer step, "ignore" steps anyway.
-        seed: seed of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
-        timeout: timeout of collectives; None is 30 minutes.
+        seed: seed of weights initialized from the meta device and of dropout. None: the seed of `seed_everything`, or 0.
+        timeout: timeout of collectives. None: 30 minutes.
 
     Attributes:
         last_step: the numbers of the latest optimizer step, the same on every rank; None before the first.
 
     Raises:
-        LayoutError, PlanError, ConfigError, DataError: one message that says what is wrong and what works.
+        LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what works.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from lightning_3d.tracing.trace import write_timeline
 
 
 class Timeline(Callback):
-    """Callback that writes the latest traced step to a file that Perfetto opens.
+    """Write the latest traced step to a file that Perfetto opens.
 
     Args:
         path: the file, usually `timeline.json` in the run folder.
@@ -34,7 +34,7 @@ class Timeline(Callback):
 
 
 class RunReport(Callback):
-    """Callback that writes `report.html` when a fit has ended or failed, from what `MetricsCSV` and `Timeline` wrote to a folder.
+    """Write `report.html` when a fit has ended or failed, from what `MetricsCSV` and `Timeline` wrote to a folder.
 
     For your own Trainer: `lightning-3d train` writes the report itself, including how the run ended.
 

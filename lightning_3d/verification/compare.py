@@ -92,22 +92,22 @@ def verify(
     clip: float | None = None,
     strategy_class: type[Lightning3DStrategy] = Lightning3DStrategy,
 ) -> Difference:
-    """Train a module on local CPU ranks and in one process, and compare.
+    """Train a module on local CPU ranks and in one process, and compare the results.
 
     A script that calls this must guard it with `if __name__ == "__main__":` where processes cannot be forked.
 
     Args:
-        module: the user's module before any fit; eager, or with `configure_model`. Without dropout: a layout draws other numbers.
+        module: the user's module before any fit; eager, or with `configure_model`. Without dropout: a layout draws other random numbers.
         strategy: arguments of `Lightning3DStrategy`, with a layout of as many ranks as this machine can run.
-        batches: global batches, one for each step, as the module takes them: tensors with rows in dimension 0, in any nesting of dicts,
+        batches: one global batch per step, as the module takes it: tensors with rows in dimension 0, in any nesting of dicts,
             lists, tuples and dataclasses.
         precision: "32-true" or "64-true".
         clip: gradient_clip_val of the Trainer.
         strategy_class: class of the strategy.
 
     Raises:
-        ConfigError: another precision, batches that the ranks cannot share equally, or an error of a run that the user can repair.
-        RuntimeError: a run failed; with its message.
+        ConfigError: the precision is unsupported, ranks cannot share a batch equally, or a run failed with an error that the user can fix.
+        RuntimeError: a run failed for another reason; the message says which.
     """
     if precision not in RELATIVE:
         raise ConfigError(f"precision must be 32-true or 64-true for verify, because lower precisions hide differences; got {precision}.")

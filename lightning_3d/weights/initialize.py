@@ -40,23 +40,23 @@ def initialize(
 ) -> None:
     """Give every parameter and buffer of `module` that is on the meta device its initial value, in place.
 
-    Parameters get what the module's own initializers draw for them: `reset_parameters()` of the module that owns them,
-    then, as in an ordinary construction, those of the modules around it (`reset_parameters()`, Transformers'
+    Parameters get values from the module's own initializers: first `reset_parameters()` of the module that owns them,
+    then, as in an ordinary construction, the initializers of the modules that contain it (`reset_parameters()`, Transformers'
     `_init_weights(module)`, `init_weights()`). Buffers are written by the same initializers (or `reset_buffers()`), or
-    copied from a second instance of their module; they keep the dtype they have. Whatever is not on meta stays as it
-    is, so a second call does nothing. Nothing is communicated, and the random generators are left as they were.
+    copied from a second instance of their module; they keep their dtype. Tensors that are not on meta are not changed,
+    so a second call does nothing. There is no communication, and the states of the random number generators do not change.
 
     Args:
         module: the module, whole or partitioned and rewritten.
         seed: seed of all weights.
-        specs: sharding of each parameter, by name in `module`; a parameter without an entry is whole.
-        blueprint: of the whole module, taken before it was partitioned and rewritten. Without it, initializers see the
-            sizes and modules that are left.
-        stored: where pretrained values are, by name in the whole module (`stored_values`), taken before it was partitioned. Without it,
-            those that `load_pretrained` gave to `module`, which is whole.
-        prefix: put before the names in `module`, when the layout-independent name is longer ("model.").
-        device: device of parameters and buffers; the CPU by default.
-        dtype: dtype of floating-point parameters; their own by default. Types narrower than float32 are drawn in float32 and
+        specs: sharding of each parameter, by name in `module`; a parameter without an entry is unsharded.
+        blueprint: blueprint of the whole module, taken before it was partitioned and rewritten. None: initializers see only
+            the sizes and modules of this rank.
+        stored: places of pretrained values, by name in the whole module (`stored_values`), taken before it was partitioned. None: those
+            that `load_pretrained` gave to `module`, which must be whole.
+        prefix: prefix of the names in `module`, if the layout-independent names are longer ("model.").
+        device: device of parameters and buffers. None: the CPU.
+        dtype: dtype of floating-point parameters. None: their own. Types narrower than float32 are drawn in float32 and
             rounded.
 
     Raises:

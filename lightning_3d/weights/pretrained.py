@@ -39,23 +39,23 @@ class Pretrained:
 
 
 def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = True) -> M:
-    """Load into `model` the weights of a folder that `save_pretrained` of Transformers wrote: `model.safetensors`, or several files.
+    """Load weights into `model` from a folder that `save_pretrained` of Transformers wrote (`model.safetensors`, or several files).
 
-    What is on the meta device, as everything that is built in `configure_model`, is read when the strategy (or `initialize`) makes the
-    weights, by each rank its own slices; adapters may be put around it before or after. What is in memory is overwritten now.
+    Parameters on the meta device (all that `configure_model` builds) are read later, when the strategy or `initialize` makes the weights:
+    each rank reads its own slices. You may add adapters before or after this call. Parameters in memory are overwritten at once.
 
     Args:
-        model: a Transformers model, whose older names are understood as `from_pretrained` understands them, or any module that has the
-            names in the files.
-        path: a folder; or the name of a model of the Hugging Face hub that was downloaded before.
-        strict: refuse parameters that are not stored, and tensors that the model does not have. Otherwise the first are drawn from the
-            seed (those in memory kept), and the others left out.
+        model: a Transformers model, or any module whose names are those in the files. For Transformers models, names of older versions
+            work as in `from_pretrained`.
+        path: a folder, or the name of a Hugging Face hub model that was downloaded before.
+        strict: whether to refuse parameters that are not stored and stored tensors that the model does not have. If False, missing
+            parameters are initialized from the seed (or kept, if they are in memory), and unknown tensors are ignored.
 
     Returns:
         `model` itself.
 
     Raises:
-        CheckpointError: the folder is missing, damaged or incomplete, holds pickles only, or has not the names of the model.
+        CheckpointError: the folder is missing, damaged or incomplete, contains only pickles, or its names do not match the model.
         ConfigError: shapes differ.
     """
     inner = own(model, "get_base_model")

@@ -116,7 +116,7 @@ def test_f28_for_a_folder_of_checkpoints_its_newest_is_named(tmp_path: Path) -> 
     for step in (9, 10):
         save(tmp_path / "checkpoints" / f"step_{step}", step)
     for given in (tmp_path, tmp_path / "checkpoints"):
-        assert refusal(given).endswith(f" {tmp_path}/checkpoints/step_10 is one.")
+        assert refusal(given).endswith(f" Did you mean {tmp_path}/checkpoints/step_10?")
 
 
 def test_a_folder_that_may_not_be_read_is_named(checkpoint: Path) -> None:

@@ -69,14 +69,15 @@ def convert(
     rename: tuple[str, str] | None = None,
     plain_only: bool = False,
 ) -> Converted:
-    """Write the checkpoint of another program as one of ours, which appears when it is complete.
+    """Convert the checkpoint of another program to a lightning_3d checkpoint, which appears when it is complete.
 
     Args:
-        output: path or URL of the checkpoint.
+        source: file or folder of the other program.
+        output: path or URL of the new checkpoint.
         groups: see `read_file`.
-        optimizer: its state too.
-        rename: another beginning of names that begin with the first.
-        plain_only: leave out what asks for classes, instead of refusing the file.
+        optimizer: whether to convert the optimizer's state too.
+        rename: prefix of names, and the prefix to put in its place.
+        plain_only: whether to leave out objects that need classes, instead of refusing the file.
 
     Raises:
         CheckpointError: as `read_foreign`. ConfigError: `output` is taken.

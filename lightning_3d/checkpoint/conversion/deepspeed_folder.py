@@ -46,10 +46,10 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False) -> Foreign:
-    """Read the contents of a folder. Files are mapped; a tensor is put together when it is asked for.
+    """Read the contents of a folder. Files are mapped; a tensor is joined when it is read.
 
     Raises:
-        CheckpointError: pipeline or tensor-parallel parts, a missing file, or a state of which the order is not known.
+        CheckpointError: the folder has pipeline or tensor-parallel shards, a file is missing, or the order of the state is unknown.
     """
     folder = find_folder(path)
     if folder is None:
@@ -94,7 +94,7 @@ def _of_ranks(folder: Path, ending: str) -> list[Path]:
 
 
 class _Flattened:
-    """Joins what ZeRO has flattened and sharded."""
+    """Tensors that ZeRO flattened and sharded, joined again."""
 
     def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]) -> None:
         self._folder, self._models, self._optimizers = folder, models, optimizers
@@ -159,7 +159,7 @@ class _Flattened:
         return frozen
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Hyper parameters with names. With stage 3 a group of the optimizer has several sub-groups."""
+        """Collect the hyperparameters of each group, with parameter names. With stage 3, a group has several sub-groups."""
         base = self._base[0]
         if isinstance(base, list):
             raise CheckpointError(
@@ -172,7 +172,7 @@ class _Flattened:
         return groups
 
     def _states(self, group: int) -> dict[str, list[Any]]:
-        """By key, the part of each rank."""
+        """Collect the shards of each state of a group, by key: one entry per rank."""
         if isinstance(self._base[0], list):
             return {}
         parts = [base["state"].get(group, {}) for base in self._base]

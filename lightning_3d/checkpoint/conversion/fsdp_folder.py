@@ -21,7 +21,7 @@ def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False)
     """Read the contents of a folder; every tensor is read separately, on demand.
 
     Raises:
-        CheckpointError: it holds more than one optimizer, or something is damaged.
+        CheckpointError: the folder has the state of more than one optimizer, or is damaged.
     """
     tensors = TensorFolder(path)
     named = tensors.names("")

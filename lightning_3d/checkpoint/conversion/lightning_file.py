@@ -20,12 +20,12 @@ def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = Tru
     """Read the contents of a file.
 
     Args:
-        groups: names of the parameters of each group, where shapes do not tell.
-        optimizer: its state too.
+        groups: names of the parameters of each group; only needed if shapes do not determine them.
+        optimizer: whether to read the optimizer's state too.
         plain_only: see `load`.
 
     Raises:
-        CheckpointError: it is none of Lightning's, or what the optimizer's state belongs to is not clear.
+        CheckpointError: it is not a Lightning checkpoint, or it is unclear which parameters the optimizer's state belongs to.
     """
     contents = load(path, plain_only=plain_only)
     if not isinstance(contents, dict) or not isinstance(contents.get("state_dict"), dict):
@@ -40,7 +40,7 @@ def read_file(path: Path, groups: Groups | None = None, *, optimizer: bool = Tru
 def read_state(
     state_dict: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]] | None, groups: Groups | None, source: str
 ) -> Foreign:
-    """A state dict of a module and those of its optimizers, as torch makes them."""
+    """Convert the state dicts of a module and of its optimizers, as torch makes them."""
     weights, aliases = _untie({name: value for name, value in state_dict.items() if isinstance(value, Tensor)})
     found = Foreign("a checkpoint file of Lightning", {name: Later.of(tensor) for name, tensor in weights.items()}, aliases=aliases)
     found.lost += [f"{name} in the module's state is not a tensor." for name in state_dict.keys() - weights.keys() - aliases.keys()]
@@ -80,7 +80,7 @@ def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def drop_copies(found: Foreign) -> None:
-    """FSDP writes a tied parameter under each name, and the optimizer's state under the first."""
+    """Drop copies of tied parameters: FSDP writes them under each name, but their optimizer state only under the first."""
     trained: dict[Any, list[str]] = {}
     for name, weight in found.weights.items():
         if name in found.states:
@@ -105,7 +105,7 @@ def _shape(state: Mapping[str, Any]) -> Shape | None:
 def _names(
     weights: Mapping[str, Tensor], numbers: Sequence[Sequence[Any]], shapes: Sequence[Sequence[Shape | None]], given: Groups | None
 ) -> list[list[str]]:
-    """The names of each group's parameters."""
+    """Find the names of each group's parameters."""
     if given is not None:
         return _check_given(weights, shapes, given)
     if any(isinstance(number, str) for group in numbers for number in group):  # made of a sharded checkpoint by Lightning's own tool

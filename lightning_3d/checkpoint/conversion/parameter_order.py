@@ -16,14 +16,14 @@ _PATHS = 20_000
 
 
 def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]]:
-    """The names of each group's parameters.
+    """Find the names of each group's parameters.
 
     Args:
-        parameters: of the module, in its order; some may be frozen, so that no group has them.
-        groups: shapes of their parameters, in order; None where the state does not tell.
+        parameters: names and shapes of the module's parameters, in its order. Frozen ones may be in no group.
+        groups: shapes of each group's parameters, in order; None where the state does not contain a shape.
 
     Raises:
-        CheckpointError: the shapes allow no answer, or several.
+        CheckpointError: no order fits the shapes, or several do.
     """
     wanted = sum(map(len, groups))
     spare = len(parameters) - wanted

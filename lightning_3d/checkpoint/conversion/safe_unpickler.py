@@ -20,7 +20,7 @@ from lightning_3d.errors import CheckpointError, listed
 
 
 class StandIn:
-    """In the place of an object whose class is not needed: it takes what the object had and does nothing with it."""
+    """Placeholder for an object whose class is not needed. It accepts the object's state and ignores it."""
 
     def __new__(cls, *args: Any) -> StandIn:
         return super().__new__(cls)
@@ -46,15 +46,16 @@ Known = list[tuple[Callable[..., Any], str]]
 
 
 def load(path: Path | BytesIO, known: Known | None = None, source: str | None = None, *, plain_only: bool = False) -> Any:
-    """The contents of a file.
+    """Load the contents of a file of `torch.save` without running code in it.
 
     Args:
-        known: further classes.
-        source: what to call it in messages.
-        plain_only: what asks for other classes is left out: a `StandIn` is in its place.
+        path: the file.
+        known: further classes that are allowed.
+        source: name of the file in messages.
+        plain_only: whether to replace objects of other classes by a `StandIn`, instead of raising.
 
     Raises:
-        CheckpointError: it asks for a class that is not known to hold values only, or cannot be read.
+        CheckpointError: the file needs a class that may run code, or cannot be read.
     """
     allowed: list[Any] = [*_PLAIN, *(known or [])]
     named = source or f"{path}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_3d.errors import CheckpointError
 
 NOT_CARRIED = ("state_dict", "optimizer_states")
-"""Of Lightning's dict: tensors, which go by name."""
+"""Keys of Lightning's dict that hold tensors, which are converted by name."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,17 @@ class Later:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Later:
-        """One that is in memory, or mapped from a file."""
+        """Wrap a tensor that is in memory or mapped from a file."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def detach(self) -> Tensor:
-        """As of a tensor: see `lightning_3d.checkpoint.writing`."""
+        """Read the tensor. `lightning_3d.checkpoint.writing` calls this as on a tensor."""
         found = self.read().detach()
         if (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
-            raise CheckpointError(f"A tensor of shape {tuple(found.shape)} was read where {self.shape} was announced.")
+            raise CheckpointError(
+                f"A tensor of shape {tuple(found.shape)} was read, but the checkpoint announced shape {self.shape}: it is damaged. Use"
+                " another one."
+            )
         return found
 
 
@@ -41,13 +44,13 @@ class Foreign:
     """Contents to convert.
 
     Attributes:
-        kind: what wrote it, for people.
-        weights: parameters and buffers. A tied parameter is there once.
-        states: of each parameter the optimizer's state, `master` among it: float32 weights of a narrower parameter.
-        groups: hyper parameters of each parameter group, with "names"; None where no optimizer is carried.
+        kind: description of the source, for messages.
+        weights: parameters and buffers; each tied parameter once.
+        states: optimizer state of each parameter, including `master`, the float32 weights of a narrower parameter.
+        groups: hyperparameters of each parameter group, with "names"; None without an optimizer.
         aliases: other names of tied parameters.
         trainer: the rest of Lightning's dict.
-        lost: what is not carried over, in sentences.
+        lost: sentences about what is not converted.
     """
 
     kind: str
@@ -59,7 +62,7 @@ class Foreign:
     lost: list[str] = field(default_factory=list)
 
     def renamed(self, old: str, new: str) -> Foreign:
-        """With another beginning of the names that begin with `old`."""
+        """Return a copy in which the prefix `old` of names is replaced by `new`."""
 
         def name(given: str) -> str:
             return new + given.removeprefix(old) if given.startswith(old) else given

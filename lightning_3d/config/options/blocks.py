@@ -13,22 +13,22 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`.
+    """Options of a model's blocks: arguments of `Lightning3DStrategy` and keys of the group `parallelism`.
 
     Attributes:
-        recompute: part of a block that the backward pass computes again instead of keeping it. "none". "selective": attention without
-            the results of its matrix products, or everything but `recompute_keep`. "full": everything; only the block's input is kept.
+        recompute: part of a block that the backward pass recomputes instead of keeping it. "none": nothing. "selective": attention except
+            its matrix products, or everything but `recompute_keep`. "full": everything; only the block's input is kept.
             (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.)
-        recompute_every: recompute the first of every n neighbouring blocks; 1 recomputes every block.
+        recompute_every: number n of neighbouring blocks of which the first is recomputed; 1 recomputes every block.
         recompute_keep: with "selective", names of ATen operators, such as "mm", whose results are kept; everything else in a block is
-            computed again. The results of tensor-parallel communication are always kept.
-        offload_activations: keep in host memory what the backward pass of a block needs.
-        compile: run `torch.compile` on each block.
-        sequence_parallel: with tp > 1, split the sequence over the ranks between the sharded layers of a block (Megatron's sequence
-            parallelism, the same paper, section 4.2.2). None: yes for Transformers models whose blocks support it.
+            recomputed. The results of tensor-parallel communication are always kept.
+        offload_activations: whether to keep what the backward pass of a block needs in host memory.
+        compile: whether to run `torch.compile` on each block.
+        sequence_parallel: with tp > 1, whether to split the sequence over the ranks between the sharded layers of a block (Megatron's
+            sequence parallelism, the same paper, section 4.2.2). None: yes for Transformers models whose blocks support it.
 
     Raises:
-        ConfigError: an unknown value, or options that exclude each other.
+        ConfigError: a value is unknown, or options exclude each other.
     """
 
     recompute: str = "none"

@@ -10,20 +10,20 @@ from lightning_3d.layout.sizes import check_number
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with `moe_` in front.
+    """Options of mixtures of experts: arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with the prefix `moe_`.
 
     Attributes:
         aux_loss: coefficient of the load-balancing loss of the Switch Transformer (arXiv:2101.03961, equation 4), averaged over layers.
             None: `router_aux_loss_coef` of a model whose configuration has `output_router_logits`, else 0.
         z_loss: coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906, equation 5), averaged over
             layers.
-        bias_update: step by which a router's bias for the choice of experts moves towards experts with few tokens, after each optimizer
+        bias_update: amount by which a router's bias for choosing experts moves towards experts with few tokens, after each optimizer
             step (arXiv:2408.15664); for models with such a bias (DeepSeek-V3). 0 leaves it unchanged.
-        capacity_factor: largest number of tokens for an expert, as a multiple of its even share of a rank's tokens of a micro-batch. First
+        capacity_factor: most tokens that an expert accepts, as a multiple of its even share of a rank's tokens of a micro-batch. First
             choices come before second ones, then earlier tokens (GShard, arXiv:2006.16668); the expert skips the others. None: no limit.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a number is out of range.
     """
 
     aux_loss: float | None = None

@@ -18,20 +18,20 @@ OFFLOAD = (NONE, OPTIMIZER, PARAMETERS)
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with `zero_` in front.
+    """Options of ZeRO: arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with the prefix `zero_`.
 
     Attributes:
-        stage: state that is sharded over data-parallel ranks. 0: nothing. 1: the optimizer's state. 2: also gradients. 3: also parameters.
-        reduce: time of the gradient reduction. "step": once for each optimizer step; a rank keeps whole local gradients until then.
+        stage: what data-parallel ranks shard. 0: nothing, 1: optimizer state, 2: also gradients, 3: also parameters.
+        reduce: when gradients are reduced. "step": once per optimizer step; a rank keeps whole local gradients until then.
             "micro_batch": during every backward pass; a rank keeps 1 / dp of them, and the traffic grows with the number of micro-batches.
             None: "micro_batch" at stages 2 and 3 without a pipeline, else "step".
-        gather: time of the parameter gathering at stage 3. "step": all parameters of a rank are gathered before a batch and freed after
+        gather: when parameters are gathered at stage 3. "step": all parameters of a rank are gathered before a batch and freed after
             it. "micro_batch": each block before its forward and its backward pass, in every micro-batch. None: "step" where the schedule
             splits the backward pass, which needs it, else "micro_batch".
-        reduce_scatter: send gradients only to the rank that steps with them, which takes half the bytes of an all-reduce. None: only on
+        reduce_scatter: whether to send gradients only to the rank that uses them, in half the bytes of an all-reduce. None: only on
             CUDA. (Between processes on one machine gloo's all-reduce is faster.)
-        offload: state in host memory. "none". "optimizer": the optimizer's state and fp32 master weights, and its step runs there;
-            stages 1 to 3. "parameters": the shards of the parameters too; stage 3. (ZeRO-Offload, arXiv:2101.06840.)
+        offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3): optimizer state and fp32 master weights; the
+            optimizer's step runs on the CPU. "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload, arXiv:2101.06840.)
     """
 
     stage: int = 0

@@ -36,7 +36,7 @@ TOKENS_SEEN = "step/tokens_seen"
 
 
 class MetricsCSV(Callback):
-    """Callback that writes one row per optimizer step, complete on disk when the step ends. Accumulated batches share a row.
+    """Write one CSV row per optimizer step, complete on disk when the step ends. Accumulated batches share a row.
 
     A validation loss is added to the row of the step before it. Loggers get the same numbers (`step/loss` and so on) every
     `log_every_n_steps` of the Trainer and for every traced step. For a traced step of at most 64 ranks they also get the memory of each

@@ -16,7 +16,7 @@ from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 
 class Summary(Callback):
-    """Callback that prints a table when a fit has ended: model, layout, steps, speed, losses, entropies of the text, checkpoint.
+    """Print a table when a fit has ended: model, layout, steps, speed, losses, entropies of the text, checkpoint.
 
     Args:
         model_name: model name for the first row; None uses the type of the configuration or the module's class.

@@ -199,9 +199,9 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "embedding again": ("embedding again", ORDER, 1, "of Toy needs a value of an earlier stage (argument 2)"),
     "by name": ("named", ORDER, 2, "of Toy needs a value of an earlier stage (argument 'again')"),
     "value residual": ("value residual", ORDER, 1, "of Toy needs a value of an earlier stage (argument 2)"),
-    "skip between": ("skip between", ORDER, 1, "adds a value of an earlier pipeline stage to the hidden states"),
-    "skip to the end": ("skip to the end", ORDER, 1, "into the hidden states before 'norm' reads them"),
-    "skip to the logits": ("skip to the logits", ORDER, 1, "into the hidden states before the step reads them"),
+    "skip between": ("skip between", ORDER, 1, "adds a value of an earlier pipeline stage to the hidden states before 'blocks."),
+    "skip to the end": ("skip to the end", ORDER, 1, "to the hidden states before 'norm' reads them"),
+    "skip to the logits": ("skip to the logits", ORDER, 1, "to the hidden states before the step reads them"),
     "zamba": (
         "zamba", ("model.embed_tokens", "model.layers", "model.final_layernorm", "lm_head"), 1,
         "of ZambaForCausalLM needs a value of an earlier stage (argument 2)",
