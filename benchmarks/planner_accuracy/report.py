@@ -30,7 +30,7 @@ _POLLING = (
     "This table has nanotron's pipelines with tp <= 8. One version of nanotron, which made a part of the runs, waits for messages by",
     "sleeping for 0.1 s at a time, twice for each tensor (`benchmarks/planner_accuracy/polling.py`). Each run therefore has two",
     "predictions, with and without this sleep. `sleeping` counts the runs whose measured time is closer to the prediction with sleep.",
-    "`their error` and `error of the others` are median errors of the closer prediction.",
+    "`their error` is the median error of these runs, and `error of the others` that of the remaining runs. Both use the closer prediction.",
     "",
 )
 _POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "error of all, without sleeping")
@@ -40,8 +40,8 @@ _TITLE = """\
 
 `python -m benchmarks.planner_accuracy FILE.csv` writes this report. It compares predictions of the planner with measured runs.
 The first part uses the constants in `lightning_3d/planner/constants.py` and `benchmarks/planner_accuracy/software.py`. With
-`--folds N`, the report has a second part. It predicts all runs of one model on one number of GPUs with constants that were
-calibrated without these runs.
+`--folds N`, the report has a second part. There, the runs of each model on each number of GPUs are predicted with constants that were
+calibrated without these runs (cross-validation with N folds).
 
 """
 
@@ -120,7 +120,7 @@ def report(compared: Sequence[Comparison]) -> str:
         lines += [f"{software}: {_scores(scores)}", ""]
         usual = [cell[-1] for cell in cells if slow.get((software, cell[3]), 0.0) <= 0.5]
         if 0 < len(usual) < len(cells):
-            lines += [f"Without the numbers of GPUs on which most runs took more than twice the predicted time: {_scores(usual)}", ""]
+            lines += [f"Leaving out the GPU counts at which most runs took more than twice the predicted time: {_scores(usual)}", ""]
         rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
         lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
     pairs, pipelines = contradictions(compared), polling(compared)

@@ -176,5 +176,5 @@ def _data_offset(file: Any, read: _Read) -> int:
     except ValueError as error:
         raise ValueError(f"{read.name} is missing: {error}") from None
     if data + nbytes > read.length:
-        raise ValueError(f"{read.name} ends before the {nbytes} bytes that should be read")
+        raise ValueError(f"{read.name} is truncated: {nbytes} bytes were expected, but the file ends earlier")
     return data

@@ -22,7 +22,7 @@ _REACH_SECONDS = 5.0
 _RESOLVE_SECONDS = 60.0
 _ADVICE = "Unset {name} to use any free port, or set it to another port."
 _SAME_ADVICE = "Set it to a free port, the same for all ranks."
-_LOCAL = "All ranks run on this machine: unset MASTER_ADDR, or set it to 127.0.0.1."
+_LOCAL = "Because all ranks run on this machine, you can unset MASTER_ADDR or set it to 127.0.0.1."
 
 
 def read_port(text: str, name: str = "MASTER_PORT", advice: str = _ADVICE) -> int:

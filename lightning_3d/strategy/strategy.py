@@ -237,7 +237,7 @@ class Lightning3DStrategy(CheckpointHooks):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Hold `configure_model`, which builds on meta: no rank ever holds the whole model in memory."""
+        """Run `configure_model` on the meta device, so that no rank ever holds the whole model in memory."""
         with torch.device("meta"):
             yield
 
@@ -317,7 +317,7 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the hooks around the backward, which already ran inside `training_step`."""
+        """Call the precision plugin's hooks before and after the backward. The backward itself already ran inside `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.user_module)
         return self.precision_plugin.post_backward(closure_loss, self.user_module)
 

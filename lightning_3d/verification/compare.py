@@ -97,7 +97,8 @@ def verify(
     A script that calls this must guard it with `if __name__ == "__main__":` where processes cannot be forked.
 
     Args:
-        module: the user's module before any fit; eager, or with `configure_model`. Without dropout: a layout draws other random numbers.
+        module: the user's module before any fit, built in `__init__` or in `configure_model`. It must not use dropout, whose random
+            numbers differ between layouts.
         strategy: arguments of `Lightning3DStrategy`, with a layout of as many ranks as this machine can run.
         batches: one global batch per step, as the module takes it: tensors with rows in dimension 0, in any nesting of dicts,
             lists, tuples and dataclasses.
@@ -107,7 +108,7 @@ def verify(
 
     Raises:
         ConfigError: the precision is unsupported, ranks cannot share a batch equally, or a run failed with an error that the user can fix.
-        RuntimeError: a run failed for another reason; the message says which.
+        RuntimeError: a run failed for another reason, which the message contains.
     """
     if precision not in RELATIVE:
         raise ConfigError(f"precision must be 32-true or 64-true for verify, because lower precisions hide differences; got {precision}.")

@@ -41,8 +41,9 @@ class Pretrained:
 def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = True) -> M:
     """Load weights into `model` from a folder that `save_pretrained` of Transformers wrote (`model.safetensors`, or several files).
 
-    Parameters on the meta device (all that `configure_model` builds) are read later, when the strategy or `initialize` makes the weights:
-    each rank reads its own slices. You may add adapters before or after this call. Parameters in memory are overwritten at once.
+    Parameters on the meta device, such as all that `configure_model` builds, are read later: when the strategy or `initialize` creates the
+    weights, each rank reads only its own slices. Parameters that are already in memory are overwritten at once. You may add adapters before
+    or after this call.
 
     Args:
         model: a Transformers model, or any module whose names are those in the files. For Transformers models, names of older versions

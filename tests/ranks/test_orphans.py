@@ -194,7 +194,7 @@ def test_address_that_is_not_of_this_machine_is_one_message(
     monkeypatch.setattr("lightning_3d.ranks.rendezvous._REACH_SECONDS", 0.2)
     monkeypatch.setattr("lightning_3d.ranks.rendezvous._RESOLVE_SECONDS", 0.0)
     monkeypatch.setenv("MASTER_ADDR", address)
-    with pytest.raises(ConfigError, match=f"{words}.* All ranks run on this machine: unset MASTER_ADDR"):
+    with pytest.raises(ConfigError, match=f"{words}.* Because all ranks run on this machine, you can unset MASTER_ADDR"):
         hold_meeting_point(cluster, 1)
     if words == "cannot be resolved":
         with pytest.raises(ConfigError, match=words), explained_errors(0):

@@ -82,7 +82,7 @@ Modes reduce and gather once per step, with all-reduces, unless their name says 
 - "eager": `zero_reduce=micro_batch`; with "to owners" also `zero_reduce_scatter=true`
 - "by block": `zero_gather=micro_batch`
 
-Refused: {reason}
+Entries marked "refused" stop with this error: {reason}
 
 | layout | mode | {" | ".join(SCHEDULES)} |
 | --- | --- |{" --- |" * len(SCHEDULES)}

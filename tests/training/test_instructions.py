@@ -119,7 +119,7 @@ def test_what_is_too_long(tokenizer: Path, tmp_path: Path) -> None:
     long_prompt, long_answer = turns(" ".join(["w1"] * 20), "w2"), turns("w1", " ".join(["w2"] * 20))
     rows = [{"messages": talk} for talk in (long_prompt, long_answer, turns("w1", "w2"), turns("w3", "w4"))]
     data = module(tmp_path, rows, tokenizer, val_fraction=0.0)
-    with pytest.warns(UserWarning, match="Truncated 2 of 4 conversations .*=16 tokens and left out 1 with no answer"):
+    with pytest.warns(UserWarning, match="2 of 4 conversations are longer than data.sequence_length=16 tokens.*1 were left out"):
         data.prepare_data()
     data.setup()
     assert data.train_set is not None

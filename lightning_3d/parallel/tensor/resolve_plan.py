@@ -81,8 +81,8 @@ def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cu
     for name, size in rows.items():
         if len(rows) > 1 and size in (heads.queries, heads.keys):
             raise PlanError(
-                f"The plan shards '{name}' by rows, so every rank gets {size} numbers, one for each head. But each rank has only"
-                f" some of the heads of '{parent}'. Leave the attention out of the plan, or use tp=1."
+                f"'{name}' is row-parallel, so its output has all {size} values, one for each head, on every rank. But each rank holds only"
+                f" some of the heads of '{parent}', so the sizes do not match. Leave the attention out of the plan, or use tp=1."
             )
 
 

@@ -146,9 +146,9 @@ class SelfCheck:
             return
         how = f"the step runs the layers of {subject.model} through model.forward(...) or one by one."
         if subject.unnamed or self._mode == "always":
-            wanted = f", which finds the sizes of '{subject.unnamed[0]}' on a rank," if subject.unnamed else ""
+            wanted = f" It is needed to find the sizes that '{subject.unnamed[0]}' has on each rank." if subject.unnamed else ""
             raise PlanError(
-                f"The self-check of {subject.model}{wanted} cannot run: {how} Call the model itself, model(...), or use"
+                f"The self-check of {subject.model} cannot run: {how}{wanted} Call the model itself, model(...), or use"
                 " self_check=never. Nothing was trained."
             )
         _print(f"self-check of {subject.model} skipped: {how}")

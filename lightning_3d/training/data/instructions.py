@@ -127,8 +127,9 @@ class Instructions(PackedDataModule):
                 kept.append((ids[:length], targets[:length]))
         if truncated or len(kept) < count:
             warnings.warn(
-                f"Truncated {truncated} of {plural(count, 'conversation')} in {self.path} to data.sequence_length={length} tokens and left"
-                f" out {count - len(kept)} with no answer in these tokens. To keep more, raise data.sequence_length.",
+                f"{self.path}: {truncated} of {plural(count, 'conversation')} are longer than data.sequence_length={length} tokens and were"
+                f" truncated. {count - len(kept)} were left out, because no answer begins within the first {length} tokens. To keep more,"
+                " raise data.sequence_length.",
                 stacklevel=2,
             )
         if not kept:
