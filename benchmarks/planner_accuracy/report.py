@@ -30,7 +30,8 @@ _POLLING = (
     "This table has nanotron's pipelines with tp <= 8. One version of nanotron, which made a part of the runs, waits for messages by",
     "sleeping for 0.1 s at a time, twice for each tensor (`benchmarks/planner_accuracy/polling.py`). Each run therefore has two",
     "predictions, with and without this sleep. `sleeping` counts the runs whose measured time is closer to the prediction with sleep.",
-    "`their error` is the median error of these runs, and `error of the others` that of the remaining runs. Both use the closer prediction.",
+    "`their error` is the median error of these runs, and `error of the others` that of the remaining runs. Both use the closer",
+    "prediction.",
     "",
 )
 _POLLED = ("GPUs", "runs", "sleeping", "their error", "error of the others", "error of all, without sleeping")
