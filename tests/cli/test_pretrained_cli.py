@@ -26,7 +26,7 @@ BYTES = {
 QUICK = ["parallelism.micro_batch_size=2", "trainer.max_steps=1", "data.sequence_length=32", "data.global_batch_size=4"]
 QUICK += ["data.val_sequences=4", "optimizer.scheduler=null"]
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "no_path": (["model=pretrained"], ["give model.pretrained=PATH"]),
+    "no_path": (["model=pretrained"], ["Set model.pretrained=PATH"]),
     "no_folder": (["model=pretrained", "model.pretrained=/no/such"], ["There is no folder /no/such"]),
     "hub": (["model.pretrained=meta-llama/Llama-3.1-8B"], ["hf download meta-llama/Llama-3.1-8B"]),
     "another": (["model=llama_tiny", "model.pretrained={}"], ["not those of model=llama_tiny", "parameters differ", "model=pretrained"]),

@@ -81,7 +81,7 @@ def test_a_recipe_for_finetuning_starts_from_a_folder(name: str) -> None:
     assert (config.model.lora.r is not None) == ("_lora_" in name)
     assert " model.pretrained=/" in (recipes_folder() / f"{name}.yaml").read_text()
     assert recipe(name)[1].model["pretrained"] is None, "a dry run needs no folder"
-    with pytest.raises(ConfigError, match="model.pretrained must be given"):
+    with pytest.raises(ConfigError, match="Set model.pretrained=PATH"):
         plan_run(config)
 
 

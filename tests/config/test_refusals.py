@@ -24,7 +24,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "unknown_axis": (["parallelism=tp2_xp2"], ['unknown axis "xp"', "tp, pp, dp, cp, ep and vp"]),
     "no_layout_at_all": (["parallelism=fast"], ['The layout "fast"', "tp2_pp2_dp2"]),
     "repeated_axis": (["parallelism=tp2_pp2_tp4"], ["gives tp twice, as 2 and as 4", 'Did you mean "tp4_pp2"']),
-    "several_layouts": (["parallelism=[tp2,pp2]"], ["a run has one", "-m"]),
+    "several_layouts": (["parallelism=[tp2,pp2]"], ["but a run uses one", "-m"]),
     "layout_that_is_a_number": (["parallelism=8"], ["got a number", "parallelism=dp8"]),
     "f21_zero_degree": (["parallelism=tp0_pp2"], ["degree of tp must be at least 1; got 0"]),
     "f21_negative_degree": (["parallelism=tp-2"], ["degree of tp must be at least 1; got -2"]),
@@ -39,7 +39,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f05_layers": (["parallelism=pp8"], ["8 stages", "4 layers", "pp of at most 4"]),
     "f06_vp": (["parallelism=pp2_vp4"], ["8 stages (pp 2 * vp 4)", "4 layers"]),
     "f07_vp_without_pipeline": (["parallelism=dp2_vp2"], ["only one pipeline rank", "dp2"]),
-    "vp_twice": (["parallelism=pp2_vp2", "parallelism.vp=3"], ["vp 2", "vp=3"]),
+    "vp_twice": (["parallelism=pp2_vp2", "parallelism.vp=3"], ["vp 2", "the option vp is 3"]),
     "schedule": (["parallelism.schedule=gpip"], ['no pipeline schedule "gpip"', 'Did you mean "GPipe"']),
     "schedule_and_vp": (["parallelism=pp2_vp2", "parallelism.schedule=1f1b"], ["1F1B", "vp 2"]),
     "f08_micro_batches": (

@@ -319,7 +319,7 @@ def test_command_lines() -> None:
         "folder": "there is no folder",
         "no file": "--json . is a folder",
         "unwritable": "--timeline /proc/x.svg cannot be written",
-        "number": "it takes the name of one of its configurations",
+        "number": "must be the name of one of its configurations",
         "batch": "needs at least as many micro-batches as stages",
     }
     for name, words in refusals.items():

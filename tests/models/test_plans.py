@@ -150,7 +150,7 @@ def test_a_module_without_a_plan_is_refused_with_what_to_write() -> None:
         ({"tp": {"blocks.*.qq": "colwise"}}, "'blocks.*.qq' matches no module.*blocks.*.q"),
         ({"pp": {"blocks": (), "nrom": ()}}, "'nrom', which is not a module.*norm"),
         ({"pp": {"embed": (), "head": ()}}, "exactly one list of blocks.*names none"),
-        ({"pipeline": {}}, "keys 'tp', 'pp' and 'ep'"),
+        ({"pipeline": {}}, "keys of a plan must be 'tp', 'pp' or 'ep'"),
     ],
 )
 def test_a_plan_with_a_mistake_is_refused(plan: dict, message: str) -> None:

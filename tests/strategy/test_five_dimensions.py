@@ -55,7 +55,7 @@ def test_adapters(model: str, layout: str, mode: str) -> None:
 def test_adapters_of_experts(layout: str) -> None:
     """Of all linear layers: PEFT takes experts for such."""
     recipe = lora_fits.recipe_of(Cell("mixtral"), lora_fits.EVERYWHERE, steps=1)
-    with pytest.raises(PlanError, match=rf"experts with an adapter, which cannot be sharded \({layout[:2]} > 1\).* target_modules"):
+    with pytest.raises(PlanError, match=rf"have an adapter, so they cannot be sharded \({layout[:2]} > 1\).* target_modules"):
         run_ranks(lora_fits.train_on_rank, 2, recipe, layout=layout)
 
 

@@ -157,7 +157,7 @@ def test_f26_a_checkpoint_without_the_position_is_refused(trained: dict[str, Any
     checkpoint = torch.load(trained["folder"] / "checkpoints" / "epoch=0-step=10.ckpt", weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.raises(DataError, match="has no position in the data"):
+    with pytest.raises(DataError, match="does not contain the position in the data"):
         trainer(tmp_path).fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=tmp_path / "other.ckpt")
 
 
@@ -245,7 +245,7 @@ def test_the_decay_may_end_before_the_run() -> None:
         ({"weight_decay": -0.1}, "optimizer.weight_decay must be .*; got -0.1"),
         ({"no_decay": ["norms"]}, "no_decay may contain .*; got 'norms'.* Did you mean \"norm\""),
         ({"name": "adam"}, "optimizer.name must be adamw, cpu_adamw or sgd; got 'adam'"),
-        ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is an option of adamw; cpu_adamw is always one kernel"),
+        ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is an option of adamw only, because cpu_adamw is always fused"),
         ({"wieght_decay": 0.1}, "no option 'wieght_decay'.* Did you mean \"weight_decay\""),
         ({"momentum": 0.9}, "no option 'momentum'"),
         ({"scheduler": {"name": "cosin"}}, "optimizer.scheduler.name must be .*; got 'cosin'"),

@@ -395,7 +395,7 @@ def test_f18_what_cannot_work_is_refused() -> None:
     from lightning_3d.parallel.blocks import process_blocks
     from lightning_3d.strategy import Lightning3DStrategy
 
-    with pytest.raises(LayoutError, match="recompute=selective keeps results for one backward.*Use recompute=full, or the schedule 1F1B"):
+    with pytest.raises(LayoutError, match="recompute=selective needs one backward pass.*Use recompute=full, or the schedule 1F1B"):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
     with pytest.raises(LayoutError, match="compile=true with recompute=selective cannot trace.*Use recompute=full"):
         Lightning3DStrategy("tp2", recompute="selective", compile=True)

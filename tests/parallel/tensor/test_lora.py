@@ -292,7 +292,7 @@ def test_changes_after_a_fit_are_refused_by_name(change: str, layout: str, messa
 @pytest.mark.parametrize(
     ("kind", "tp", "pp", "message"),
     [
-        ("PREFIX_TUNING", 2, 1, "tp > 1 does not.*Use LoRA, or tp=1"),
+        ("PREFIX_TUNING", 2, 1, "tp > 1 splits the model.*Use LoRA, or tp=1"),
         ("P_TUNING", 1, 2, "pp > 1"),
         ("ADALORA", 1, 2, "PEFT's ADALORA"),
         ("LORA", 2, 2, None),

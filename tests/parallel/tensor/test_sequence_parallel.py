@@ -165,7 +165,7 @@ def test_blocks_that_may_mix_tokens_are_named() -> None:
 def test_layers_directly_in_a_block_are_named() -> None:
     model = models.PlainModel(2)
     plan = read_plan(model, model.plan)
-    with pytest.raises(PlanError, match="directly in the block 'blocks.0'"):
+    with pytest.raises(PlanError, match="block 'blocks.0' contains sharded layers directly"):
         find_regions(model, plan, resolve(model, plan, 2))
 
 

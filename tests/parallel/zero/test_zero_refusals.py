@@ -65,7 +65,7 @@ def refusal_of_shape(stage: int, shape: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("shape", [(), (0, 3)], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_cannot_be_cut(stage: int, shape: tuple[int, ...]) -> None:
-    assert f"without an element: scale {shape}. Give a single number the shape (1,)" in run_ranks(refusal_of_shape, 1, stage, shape)[0]
+    assert f"no dimensions or no elements: scale {shape}. Reshape single numbers to (1,)" in run_ranks(refusal_of_shape, 1, stage, shape)[0]
 
 
 SCRIPT = """
