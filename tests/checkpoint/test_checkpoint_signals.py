@@ -112,6 +112,7 @@ def test_f51_sigterm_saves_before_the_run_ends(cell: Cell, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.layout)
+@pytest.mark.full
 def test_ctrl_c_saves_before_the_run_ends(cell: Cell, tmp_path: Path) -> None:
     in_fresh_process(told_to_end, tmp_path, cell, CTRL_C)
 

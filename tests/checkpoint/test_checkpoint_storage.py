@@ -294,6 +294,7 @@ def fit_on_a_slow_disk(run: Path) -> tuple[list[str], int, list[list[int]]]:
     return [str(warning.message) for warning in caught if "Training waited" in str(warning.message)], watched.most, watched.memory
 
 
+@pytest.mark.full
 def test_f33_a_slow_disk_holds_training_up_and_takes_no_more_memory(tmp_path: Path) -> None:
     (said, *first), (silent, *second) = run_ranks(fit_on_a_slow_disk, 2, tmp_path)
     assert len(said) == 1 and not silent, "told once, by rank 0"

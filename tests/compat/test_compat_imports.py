@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def printed(program: str) -> list[str]:
     """The words that a Python program prints."""
@@ -33,6 +35,8 @@ print(torchmetrics.MeanMetric.__name__, convolve([1], [2])[0])
 def test_the_placeholder_for_scipy_gives_way_to_whoever_needs_more() -> None:
     program = """
 import sys
+
+import pytest
 from lightning_3d.compat.imports import _ScipySignal
 sys.modules["scipy.signal"] = _ScipySignal("scipy.signal")
 from scipy.signal import convolve
@@ -41,6 +45,7 @@ print(convolve([1], [2])[0], type(sys.modules["scipy.signal"]).__name__)
     assert printed(program) == ["2", "module"]
 
 
+@pytest.mark.full
 def test_torchmetrics_imports_scipy_signal() -> None:
     """If it does not, `import_torchmetrics` can go."""
     assert printed("import sys, torchmetrics; print('scipy.signal' in sys.modules)") == ["True"]

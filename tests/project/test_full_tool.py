@@ -127,6 +127,7 @@ def test_shards_are_run_once_and_summed_up(checkout: Path) -> None:
     assert run(checkout, "--shard", "1/2", "--again=")[::2] == (0, []), "AGAIN is empty where make was not given it"
 
 
+@pytest.mark.full
 def test_all_shards_use_what_was_run_of_this_version_only(checkout: Path) -> None:
     (checkout / "repaired").touch()
     done = [test for shard in ("1/12", "4/4") for test in run(checkout, "--shard", shard)[2]]

@@ -218,6 +218,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
     assert wait_until(lambda: not any(is_running(child) for child in children), 5)
 
 
+@pytest.mark.full
 def test_rank_that_hangs_after_its_failure_does_not_hold_up_the_run(tmp_path: Path) -> None:
     outcome = run(hang_after_post, logs=tmp_path)
     assert outcome.message is not None and "ValueError: posted" in outcome.message

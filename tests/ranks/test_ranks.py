@@ -112,6 +112,7 @@ def test_a_local_function_is_refused_in_the_test(ranks) -> None:
         ranks(lambda: None, 2)
 
 
+@pytest.mark.full
 def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
     """The parent is killed while its ranks wait in a barrier that never completes."""
     script = tmp_path / "killed.py"

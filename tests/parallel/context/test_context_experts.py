@@ -42,7 +42,7 @@ def of_routers(model: str) -> dict[str, float]:
             ("mixtral", "tp2_cp2_ep2", {"sequence_parallel": False} | BOTH),
             ("gpt_oss", "tp2_cp2_ep4", {"recompute": "full"} | BOTH),
         ],
-        2,
+        0,
     ),
 )
 def test_same_as_one_process(model: str, layout: str, options: dict[str, Any]) -> None:

@@ -110,7 +110,6 @@ def train_asked(recipe: Recipe, kind: type[Asked], layout: str) -> tuple[parity.
     ("kind", "layout"),
     by_default(
         [(Asked, "cp2_ep2_dp2"), (AskedInCall, "pp2_ep2_dp2"), (Asked, "pp2_ep2_dp2"), (AskedInCall, "tp2_cp2_dp2")],
-        0,
         1,
     ),
 )
