@@ -277,7 +277,7 @@ def change_after_fit(recipe: Recipe, change: str, layout: str) -> None:
 
 CHANGES = [
     ("merged in place", "tp2", r"The layer '.*q_proj' was replaced after it was sharded for tp2.*load_full_state_dict"),
-    ("merged", "dp2", "The model was replaced after it was cut.*merge_and_unload"),
+    ("merged", "dp2", "The model was replaced after it was sharded.*merge_and_unload"),
     ("second adapter", "dp2", r"lora_A.second.weight' was added to the module after it was sharded.*before the first fit"),
 ]
 
