@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import own_gpt
@@ -351,6 +351,18 @@ def test_what_a_class_inherits_uses_and_is_configured_with_is_part_of_its_identi
             model.settings = SimpleNamespace(heads=heads)
             seen.add(identity(model, ParallelPlan({}), Layout.parse("tp2"), []))
     assert len(seen) == 6
+
+
+def test_code_of_a_class_without_a_file_is_part_of_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose module has no file. The same code has the same identity in another process."""
+    text = "class Cell(nn.Module):\n    def forward(self, x):\n        return [SCALE * y for y in x]\n"
+    monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+    found = []
+    for code in (text, text, text.replace("SCALE * y", "SCALE + y"), text.replace("[SCALE", "[2 * SCALE"), text.replace("SCALE", "OTHER")):
+        scope: dict[str, Any] = {"nn": nn, "__name__": "notebook"}
+        exec(code, scope)
+        found.append(identity(scope["Cell"](), ParallelPlan({}), Layout.parse("tp2"), []))
+    assert found[0] == found[1] and len(set(found)) == 4
 
 
 class TestBlocks:

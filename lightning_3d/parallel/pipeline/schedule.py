@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from lightning_3d.layout import pipeline_orders as orders
+from lightning_3d.layout import pipeline_orders
 
 
 class Kind(Enum):
@@ -35,22 +35,15 @@ Order = tuple[tuple[Action, ...], ...]
 
 @lru_cache(maxsize=64)
 def training_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
-    """Actions of every pipeline rank, in its order, for one optimizer step.
-
-    Args:
-        schedule: name as in `lightning_3d.layout.schedules`.
-        pp: pipeline ranks.
-        vp: stages per rank.
-        micro_batches: number of micro-batches of the step.
-    """
-    return _typed(orders.training_order(schedule, pp, vp, micro_batches))
+    """Actions of every pipeline rank for one optimizer step, with types; arguments as in `pipeline_orders.training_order`."""
+    return _typed(pipeline_orders.training_order(schedule, pp, vp, micro_batches))
 
 
 @lru_cache(maxsize=64)
 def forward_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
     """Actions of every pipeline rank for a pass without backward."""
-    return _typed(orders.forward_order(schedule, pp, vp, micro_batches))
+    return _typed(pipeline_orders.forward_order(schedule, pp, vp, micro_batches))
 
 
-def _typed(order: orders.Order) -> Order:
+def _typed(order: pipeline_orders.Order) -> Order:
     return tuple(tuple(Action(Kind(letter), stage, micro_batch) for stage, letter, micro_batch in actions) for actions in order)
