@@ -267,8 +267,7 @@ def plan(root: Path, results: Results, count: int, arguments: Sequence[str], dur
     kept = results.folder / f"plan-{key}.json"
     if kept.is_file():
         return [Shard(number, count, tuple(part)) for number, part in enumerate(json.loads(kept.read_text("utf-8")), 1)]
-    listed = results.folder / f"collected-{key}"
-    listed.unlink(missing_ok=True)
+    listed = results.folder / f"collected-{key}-{os.getpid()}"  # two processes may begin two shards at the same time
     code = _pytest(root, ["--collect-only", "-q", *arguments], None, listed, quiet=True)
     tests = [line["test"] for line in _lines(listed)]
     listed.unlink(missing_ok=True)
@@ -278,7 +277,9 @@ def plan(root: Path, results: Results, count: int, arguments: Sequence[str], dur
         raise Refused(f"No test is marked {MARK!r}{' and selected by ' + ' '.join(arguments) if arguments else ''}.")
     seconds = json.loads(durations.read_text("utf-8")) if durations.is_file() else {}
     made = shards(tests, count, seconds)
-    kept.write_text(json.dumps([shard.tests for shard in made]), "utf-8")
+    written = kept.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps([shard.tests for shard in made]), "utf-8")
+    written.replace(kept)
     return made
 
 
