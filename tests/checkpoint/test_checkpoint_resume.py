@@ -9,7 +9,7 @@ import numpy
 import parity
 import pytest
 import torch
-from parity import Data, Module, StepValues, quiet_trainer
+from parity import Data, Module, StepValues, micro_batch_rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_3d.errors import DataError
+from lightning_3d.layout import Layout
 
 EPOCHS, BATCHES = 2, 6
 PLACES = {"middle": 4, "end": BATCHES, "second": BATCHES + 2}
@@ -66,7 +67,8 @@ def fit(folder: str, resume: str | None, layout: str, rows_of_a_batch: int = 16,
 
     recipe = Recipe(steps=BATCHES)
     values = StepValues()
-    plan = Lightning3DStrategy(layout, micro_batch_size=2, **strategy, seed=0)
+    size = Layout.parse(layout)
+    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, rows_of_a_batch), **strategy, seed=0)
     assert plan.layout is not None
     callbacks = [values, SaveAt(folder)]
     trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS, callbacks=callbacks)

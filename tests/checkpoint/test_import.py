@@ -17,7 +17,7 @@ from checkpoint_fits import GLOBAL_BATCH
 from command_line import environment
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from omegaconf import OmegaConf
-from parity import StepValues, quiet_trainer
+from parity import StepValues, micro_batch_rows, quiet_trainer
 from plain_module import TextData
 from ranks import run_ranks
 from torch import nn
@@ -29,6 +29,7 @@ from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.cli.import_ import run as command
 from lightning_3d.errors import CheckpointError
+from lightning_3d.layout import Layout
 
 DEEPSPEED = [(0, "float32", 2), (1, "float32", 4), (2, "float32", 2), (1, "bfloat16", 2), (2, "bfloat16", 4), (3, "bfloat16", 4)]
 
@@ -39,7 +40,8 @@ def resumed(
     """The losses of the steps after the checkpoint; `anew`: of which nothing tells how many there were before."""
     from lightning_3d.strategy import Lightning3DStrategy
 
-    values, plan = StepValues(), Lightning3DStrategy(layout, micro_batch_size=2, **strategy)
+    size, values = Layout.parse(layout), StepValues()
+    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy)
     assert plan.layout is not None
     steps = foreign.MORE if anew else foreign.STEPS + foreign.MORE
     options_of_trainer = {"max_steps": steps, "gradient_clip_val": clip, "callbacks": [values], "precision": precision}

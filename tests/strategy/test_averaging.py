@@ -9,7 +9,7 @@ import parity
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from parity import Part, quiet_trainer
+from parity import Part, micro_batch_rows, quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
 from sweeps import by_default
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.checkpoint import load_full_state_dict
 from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.layout import Layout
 from lightning_3d.weights.initialize import initialize
 
 GLOBAL_BATCH, STEPS_PER_EPOCH = 16, 4
@@ -127,14 +128,14 @@ def fit(
     **options: Any,
 ) -> Outcome:
     """A user's script, with `layout` None on one process without our strategy."""
-    from lightning_3d.layout import Layout
     from lightning_3d.strategy import Lightning3DStrategy
 
     history = History()
     keeps = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_top_k=-1)
     callbacks = [history, keeps, *([CALLBACKS[kind]()] if kind else [])]
     parsed = Layout.parse(layout) if layout else Layout()
-    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=2, **options) if layout else "auto"
+    micro_batch = micro_batch_rows(parsed.dp, parsed.pp, GLOBAL_BATCH)
+    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options) if layout else "auto"
     trainer = quiet_trainer(
         strategy=strategy,
         devices=parsed.world_size,
@@ -169,8 +170,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def world_size(layout: str) -> int:
-    from lightning_3d.layout import Layout
-
     return Layout.parse(layout).world_size
 
 

@@ -31,7 +31,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner import Tuner
-from parity import Part, quiet_trainer
+from parity import Part, micro_batch_rows, quiet_trainer
 from plain_module import SEQUENCE, LanguageModel, TextData
 from ranks import run_ranks
 from reference import one_thread
@@ -39,6 +39,7 @@ from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
 from lightning_3d.weights.initialize import initialize
 
 GLOBAL_BATCH, STEPS_PER_EPOCH = 16, 4
@@ -64,12 +65,12 @@ def make(
     layout: str | None, callbacks: list[Callback], logger: Any = False, **arguments: Any
 ) -> tuple[pl.Trainer, LanguageModel, TextData]:
     """Trainer, module and data; `layout` None is one process without our strategy, whose module has the weights of a layout's."""
-    from lightning_3d.layout import Layout
     from lightning_3d.strategy import Lightning3DStrategy
 
     options = {key: arguments.pop(key) for key in list(arguments) if key.startswith(("zero_", "schedule"))}
-    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=2, **options) if layout else "auto"
     size = Layout.parse(layout) if layout else Layout()
+    micro_batch = micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH)
+    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options) if layout else "auto"
     defaults = {"max_epochs": 2, "log_every_n_steps": 1}
     trainer = quiet_trainer(strategy=strategy, devices=size.world_size, callbacks=callbacks, logger=logger, **defaults | arguments)
     return trainer, model(layout), TextData(GLOBAL_BATCH // size.dp)
@@ -85,8 +86,6 @@ def model(layout: str | None) -> LanguageModel:
 
 
 def world_size(layout: str) -> int:
-    from lightning_3d.layout import Layout
-
     return Layout.parse(layout).world_size
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from parity import Module, Rows, quiet_trainer
+from parity import Module, Rows, micro_batch_rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from lightning_3d.errors import DataError
+from lightning_3d.layout import Layout
 
 GLOBAL_BATCH, STEPS, EPOCHS = 8, 3, 2
 LAYOUTS = ["tp1", "dp2", "dp4", "pp2_dp2", "tp2_dp2"]
@@ -33,7 +34,8 @@ def seen_rows(layout: str, shuffle: bool) -> tuple[int, list[list[int]]]:
     """(data-parallel index, rows by step) of this rank over two epochs of a user's own DataLoader."""
     from lightning_3d.strategy import Lightning3DStrategy
 
-    plan = Lightning3DStrategy(layout, micro_batch_size=1)
+    size = Layout.parse(layout)
+    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH))
     assert plan.layout is not None
     pl.seed_everything(7, verbose=False)
     recipe = Recipe(layers=2, steps=STEPS, global_batch=GLOBAL_BATCH)
@@ -47,8 +49,6 @@ def seen_rows(layout: str, shuffle: bool) -> tuple[int, list[list[int]]]:
 
 def global_batches(layout: str, shuffle: bool) -> list[list[int]]:
     """The rows of every step, over all data-parallel ranks, sorted."""
-    from lightning_3d.layout import Layout
-
     seen = run_ranks(seen_rows, Layout.parse(layout).world_size, layout, shuffle)
     by_rank = dict(seen)
     assert all(rows == by_rank[data_rank] for data_rank, rows in seen), "ranks of one replica read different rows"

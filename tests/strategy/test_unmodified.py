@@ -12,12 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from parity import quiet_trainer
+from parity import micro_batch_rows, quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
 from sweeps import by_default
 from torch import nn
 
+from lightning_3d.layout import Layout
 from lightning_3d.weights.initialize import initialize
 
 GLOBAL_BATCH = 16
@@ -94,7 +95,8 @@ def fit(folder: str, batch_size: int, strategy: Any, devices: int, module: Langu
 def fit_on_rank(folder: str, layout: str, **strategy: Any) -> Outcome:
     from lightning_3d.strategy import Lightning3DStrategy
 
-    plan = Lightning3DStrategy(layout, micro_batch_size=2, **strategy)
+    size = Layout.parse(layout)
+    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy)
     assert plan.layout is not None
     return fit(folder, GLOBAL_BATCH // plan.layout.dp, plan, plan.layout.world_size, LanguageModel())
 
@@ -208,6 +210,4 @@ def own_attributes(module: nn.Module) -> set[str]:
 
 
 def _world_size(layout: str) -> int:
-    from lightning_3d.layout import Layout
-
     return Layout.parse(layout).world_size

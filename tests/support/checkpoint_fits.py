@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parity import StepValues, quiet_trainer
+from parity import StepValues, micro_batch_rows, quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.rng_state import GENERATORS
+from lightning_3d.layout import Layout
 
 GLOBAL_BATCH = 16
 STEPS_PER_EPOCH = 64 // GLOBAL_BATCH
@@ -60,7 +61,8 @@ class SaveAtStart(pl.Callback):
 def make_trainer(layout: str, epochs: int, callbacks: list[Any], precision: str = "32-true", **strategy: Any) -> Any:
     from lightning_3d.strategy import Lightning3DStrategy
 
-    plan = Lightning3DStrategy(layout, micro_batch_size=2, **strategy)
+    size = Layout.parse(layout)
+    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy)
     assert plan.layout is not None
     trainer = quiet_trainer(
         strategy=plan,

@@ -30,6 +30,11 @@ SCHEDULES = ("GPipe", "1F1B", *LOOPED_SCHEDULES, *V_SCHEDULES)
 UNEVEN_MODELS = ("qwen3", "gemma3", models.PLAIN)  # five layers where the stages allow: no split of them is even
 
 
+def micro_batch_rows(dp: int, pp: int, global_batch: int = Recipe.global_batch) -> int:
+    """Twice as many micro-batches as pipeline ranks: all phases of a schedule run, and tensor-parallel ranks send few messages."""
+    return max(1, global_batch // dp // (2 * pp))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run to compare: a model on a layout."""
@@ -70,7 +75,7 @@ class Cell:
         routers as many as the reference's."""
         if self.recipe.routers:
             return 4
-        return Recipe().global_batch // self.dp // (2 * self.pp)
+        return micro_batch_rows(self.dp, self.pp)
 
     @property
     def recipe(self) -> Recipe:
