@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults lint docs browser clean-venv
+.PHONY: train test test-full test-faults lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -33,8 +33,15 @@ test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m faults $(ARGS)
 
 lint: $(VENV)/.installed-test
-	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs=2 types style imports
+
+types:
 	$(BIN)/mypy
+
+style:
+	$(BIN)/ruff check .
+
+imports:
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.installed-test

@@ -14,13 +14,12 @@ from command_line import REPOSITORY, Result, environment, run_commands
 from quick_runs import FAULTY, QUICK, losses
 from starts import in_fresh_process
 
+DIVERGES = [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null"]
 LINES: dict[str, list[str]] = {
     "run": QUICK,
     "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
     "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3"],
-    "quiet": [*QUICK, "callbacks=none", "logger=csv"],
-    "diverges": [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null", "trainer.checkpoint_every_n_steps=1"],
-    "skips": [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null", "trainer.nonfinite=skip"],
+    "diverges": [*DIVERGES, "trainer.checkpoint_every_n_steps=1"],
 }
 
 
@@ -111,9 +110,11 @@ def test_sweep_runs_a_job_in_ranks_of_its_own(results: dict[str, Result], folder
     assert losses(folder / "sweep" / "0") == losses(folder / "run"), "a job computes what the run alone does"
 
 
-def test_callbacks_and_logger_are_choices(results: dict[str, Result], folder: Path) -> None:
-    assert results["quiet"].code == 0, results["quiet"].output
-    assert "tokens/s" not in results["quiet"].output
+@pytest.mark.full
+def test_callbacks_and_logger_are_choices(folder: Path) -> None:
+    [quiet] = run_lines({"quiet": [*QUICK, "callbacks=none", "logger=csv"]}, folder)
+    assert quiet.code == 0, quiet.output
+    assert "tokens/s" not in quiet.output
     assert not (folder / "quiet" / "metrics.csv").exists()
     assert (folder / "quiet" / "csv" / "metrics.csv").is_file()
 
@@ -207,9 +208,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(results
     assert [path.name for path in (folder / "diverges" / "checkpoints").glob("*")] == ["step_1.ckpt"]
 
 
-def test_a_run_that_skips_steps_says_how_many(results: dict[str, Result]) -> None:
-    output = results["skips"].output
-    assert results["skips"].code == 0, output
+@pytest.mark.full
+def test_a_run_that_skips_steps_says_how_many(folder: Path) -> None:
+    [skips] = run_lines({"skips": [*DIVERGES, "trainer.nonfinite=skip"]}, folder)
+    output = skips.output
+    assert skips.code == 0, output
     assert "Step 2: the loss is nan" in output and "The optimizer skips this step (skipped so far: 1)." in output
     [row] = [line for line in output.splitlines() if line.startswith("skipped steps")]
     assert row.split("  ")[-1].strip() == "1: loss or gradient norm was not finite"

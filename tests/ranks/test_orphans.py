@@ -40,7 +40,7 @@ FULL = pytest.mark.full
         pytest.param("imports", 1, marks=FULL),
         pytest.param("rendezvous", 2, marks=FULL),
         pytest.param("build", 2, marks=FULL),
-        ("step", 2),
+        pytest.param("step", 2, marks=FULL),  # by default test_own_script.py kills rank 0 in a step
         pytest.param("save", 2, marks=FULL),
         pytest.param("teardown", 2, marks=FULL),
         pytest.param("end", 1, marks=FULL),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import Lightning3DStrategy
 from lightning_3d.models.parallel_plan import Cut
 
-WIDTH, HEADS, VOCABULARY, LENGTH, STEPS = 32, 4, 64, 12, 3
+WIDTH, HEADS, VOCABULARY, LENGTH, STEPS = 32, 4, 64, 12, 2
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
