@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_3d.checkpoint import torch_archive as archive
-from lightning_3d.checkpoint.slices import Slices, overlap, whole
+from lightning_3d.checkpoint.resharding import Slices, overlap, whole
 from lightning_3d.checkpoint.writing import METADATA_FILE, Notes
 from lightning_3d.compat.torch_checkpoint import read_dcp_metadata
 from lightning_3d.errors import CheckpointError, reason

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.reading import TensorFolder
+from lightning_3d.checkpoint.resharding import Slices, flat_range, shard, whole
 from lightning_3d.checkpoint.rng_state import GENERATORS, read_generators, set_generators
-from lightning_3d.checkpoint.slices import Slices, flat_range, shard, whole
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec

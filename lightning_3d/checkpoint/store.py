@@ -23,7 +23,7 @@ from lightning_3d.checkpoint.hashes import FileSum, find_damage, split_evenly
 from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.rank_agreement import on_rank_zero, through_rank_zero
 from lightning_3d.checkpoint.remote_folder import remove_remains
-from lightning_3d.checkpoint.slices import Slices
+from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError, StorageHangs, reason

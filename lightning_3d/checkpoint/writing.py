@@ -31,7 +31,7 @@ from lightning_3d.checkpoint import host_buffers as staging
 from lightning_3d.checkpoint import torch_archive as archive
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.rank_agreement import through_rank_zero
-from lightning_3d.checkpoint.slices import Slices
+from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.compat.torch_checkpoint import dcp_metadata, dcp_place
 from lightning_3d.errors import CheckpointError, StorageError, listed, reason
 from lightning_3d.storage.remote_path import Place

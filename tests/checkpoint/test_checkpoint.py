@@ -26,8 +26,8 @@ from lightning_3d.checkpoint import load_full_state_dict, read_manifest
 from lightning_3d.checkpoint.folder import MANIFEST, begin
 from lightning_3d.checkpoint.json_state import Packer, unpack
 from lightning_3d.checkpoint.reading import TensorFolder
+from lightning_3d.checkpoint.resharding import flat_range, rectangles
 from lightning_3d.checkpoint.rng_state import GENERATORS
-from lightning_3d.checkpoint.slices import flat_range, rectangles
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.sharding import cut_along
 

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, load_full_state_dict, read_manifest, reading
 from lightning_3d.checkpoint.reading import TensorFolder
+from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.rng_state import GENERATORS
-from lightning_3d.checkpoint.slices import Slices
 
 
 class Sent(TorchDispatchMode):

@@ -26,7 +26,7 @@ from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
 from lightning_3d.checkpoint.folder import MANIFEST
 from lightning_3d.checkpoint.inspection import describe
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.checkpoint.slices import Slices
+from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
 from lightning_3d.storage import lease

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_3d.checkpoint import CheckpointStore, SaveMode, load_full_state_dict
 from lightning_3d.checkpoint import host_buffers as staging
-from lightning_3d.checkpoint.slices import flat_range
+from lightning_3d.checkpoint.resharding import flat_range
 from lightning_3d.checkpoint.writing import _describe, _offer, _one_writer_each
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.sharding import Box, ShardSpec

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
-from lightning_3d.checkpoint.slices import whole
+from lightning_3d.checkpoint.resharding import whole
 from lightning_3d.checkpoint.state import MODEL
 from lightning_3d.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.conversion import deepspeed_folder, fsdp_folder, lightning_file
 from lightning_3d.checkpoint.conversion.source_contents import Foreign, Later
-from lightning_3d.checkpoint.slices import Slices
+from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.state import MODEL, OPTIMIZER
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.errors import CheckpointError, ConfigError

@@ -1,4 +1,4 @@
-"""Rectangles of a tensor of the whole model that a rank holds. Views and shape arithmetic; nothing is copied."""
+"""Resharding: the rectangles of a tensor of the whole model that a rank holds, whatever its layout. Views and shape arithmetic only."""
 
 from __future__ import annotations
 
