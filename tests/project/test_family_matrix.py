@@ -1,8 +1,8 @@
 """The sweep over the families of Transformers: what it finds, what it calls it, and the families that need a repair of their own."""
 
 import csv
-import zlib
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
