@@ -34,7 +34,8 @@ OTHERS: list[dict[str, Any]] = [
     {"layout": "pp2_dp2", "schedule": "Interleaved1F1B", "zero": 2, "recompute": "selective", "recompute_every": 2},
     {"layout": "tp2", "recompute": "selective", "recompute_keep": ["bmm", "_softmax", "silu"]},
     *({"model": model, "layout": "tp2_pp2", "recompute": "full"} for model in models.MODELS),
-    *({"model": model, "layout": "tp2_pp2", "recompute": "selective"} for model in models.MODELS if model != models.PLAIN),  # its blocks name no attention
+    # The blocks of the plain model name no attention, so they cannot be recomputed selectively.
+    *({"model": model, "layout": "tp2_pp2", "recompute": "selective"} for model in models.MODELS if model != models.PLAIN),
     {"layout": "tp2_pp2", "dtype": "float64", "recompute": "full"},
 ]
 
