@@ -5,8 +5,9 @@
         trainer.json, trainer.safetensors    Lightning's state, and the tensors in it
         .metadata, __0_0.distcp, ...         weights and optimizer state, by torch.distributed.checkpoint
 
-A save fills a folder next to it (`checkpoint_names`); the manifest comes last, and one rename makes the folder a checkpoint. Whatever
-a killed save left is cleared away by the next one. At a URL the manifest alone does that, and names the folder of the others (`remote`).
+A save fills a folder next to it (`checkpoint_names`); the manifest comes last, and one rename makes the folder a checkpoint. The next save
+removes what a killed save left. At a URL nothing is renamed: the manifest itself makes the checkpoint complete, and names the folder of the
+other files (`remote_folder`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rectangles of a tensor of the whole model that a rank holds. Views and shape arithmetic; nothing is copied."""
+"""Rectangular slices of the whole model's tensors that a rank holds. Only views and shape arithmetic: nothing is copied."""
 
 from __future__ import annotations
 

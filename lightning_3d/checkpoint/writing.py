@@ -1,11 +1,11 @@
 """Write tensors by slices under the whole model's names, in the file format of torch.distributed.checkpoint (DCP).
 
-`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks only tell each other which
-slices they hold; every byte of a tensor goes from the rank that holds it to the disk.
+`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks exchange only lists of the slices that they
+hold; each rank writes its own bytes to the disk.
 
-DCP's own `save` is not used: its plans are sent as one object for each slice and come back with the writer's, which at a
-thousand ranks is much of a gigabyte on rank 0, and it can neither hash files nor finish in the background. What goes over
-the network here is a name, a shape and a list of offsets for each tensor, and an index of what to write back.
+DCP's own `save` is not used: it sends one object for each slice to rank 0 and back, which for a thousand ranks takes much of a gigabyte
+there. It also can neither hash files nor finish in the background. Here each rank sends only a name, a shape and a list of offsets for each
+tensor, and receives the indices of the slices that it must write.
 """
 
 from __future__ import annotations

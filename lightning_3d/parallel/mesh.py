@@ -1,8 +1,7 @@
 """From a `Layout` to process groups. The only module that creates groups.
 
-All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for
-a rank that does not take it. Groups of one rank exist too: code need not ask whether an axis is in use, only whether a
-collective is worth it.
+All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for a rank that does
+not take it. Groups of one rank exist too, so code need not check whether an axis is in use before it uses the group.
 
 No two groups have the same ranks: each gloo group costs three threads, one of which wakes up a hundred times a second, in
 every process.

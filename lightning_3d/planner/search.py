@@ -1,8 +1,9 @@
 """Search for the fastest layouts of a model on a cluster that fit. Pure Python.
 
 A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
-bound of their step. The first layout is replaced by its schedules with their own bounds, the first schedule is simulated, and a simulated
-one that comes first is the fastest of all that remain. So only a few are simulated.
+bound of their step. If a layout is first in the queue, its schedules replace it, each with its own bound. If a schedule is first, it is
+simulated and its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So only a few are
+simulated.
 """
 
 from __future__ import annotations

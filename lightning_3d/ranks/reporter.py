@@ -1,9 +1,8 @@
 """Report a failing rank with one message: find who failed first, choose who prints it, and end the other ranks.
 
-A rank that raises takes its connections with it, so that within milliseconds the others fail as well, with messages
-about closed connections that bury the cause. Every rank therefore posts its failure on a board that all ranks share,
-before anything is torn down. The first post that is not about a lost peer is the cause and is printed once. The
-others end quietly, with its exit code.
+When a rank raises, its connections close, and within milliseconds the other ranks fail too. Their messages about closed connections would
+hide the cause. Every rank therefore posts its failure on a board that all ranks share, before anything is torn down. The first post that is
+not about a lost peer is the cause and is printed once. The others end quietly, with its exit code.
 
 The board is a folder where one process supervises the ranks of a machine (`lightning_3d.ranks.supervisor`), and a store that all
 ranks reach everywhere else (torchrun, SLURM, a user's own script with Lightning's launcher). Importing this module

@@ -1,4 +1,4 @@
-"""Adapts Lightning's callbacks that copy the module, or count ranks as if each had a batch of its own."""
+"""Adapts Lightning's callbacks that copy the module, or assume that each rank has a batch of its own."""
 
 from __future__ import annotations
 

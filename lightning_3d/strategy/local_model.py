@@ -1,4 +1,4 @@
-"""The model of one rank: its parts, and the partition that it is one of."""
+"""The model of one rank: its parts, and how the whole model is partitioned."""
 
 from __future__ import annotations
 

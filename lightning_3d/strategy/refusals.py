@@ -1,4 +1,4 @@
-"""Refusals of what a fit under `Lightning3DStrategy` cannot do, in one message each."""
+"""Refuse features that `Lightning3DStrategy` does not support, each with one message."""
 
 from __future__ import annotations
 

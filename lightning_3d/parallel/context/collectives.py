@@ -7,8 +7,8 @@
     heads_to_sequence     all-to-all                    all-to-all       and back
     Ring.pass_on          to the next rank, from the previous one
 
-The first two leave the sharded region: all ranks continue with the same values, and each with a share of the loss, so that their gradients
-add up. All ranks call the same functions in the same order, with the same shapes.
+The first two end the sharded region: afterwards all ranks have the same values. Each rank computes only a share of the loss, so their
+gradients are summed. All ranks call the same functions in the same order, with the same shapes.
 """
 
 from __future__ import annotations

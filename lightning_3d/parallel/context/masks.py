@@ -1,6 +1,6 @@
 """Masks of attention in a sequence that several ranks share.
 
-Every rank knows the whole batch, so masks need no communication: what is asked is about positions in the whole sequence.
+Every rank knows the whole batch, so masks need no communication. Positions are those in the whole sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check of the order in which a stage's forward calls the modules of a plan, which refuses what a pipeline would compute wrongly.
 
 What runs before the blocks is on the first stage only, what runs after them on the last, and every block on one. A module that is called at
-another place than the plan's "pp" part gives it would find nothing there.
+a different place than the plan's "pp" part says may not be on the stage that calls it.
 """
 
 from __future__ import annotations

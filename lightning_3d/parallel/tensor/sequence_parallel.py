@@ -7,7 +7,7 @@ arXiv:2205.05198, section 4.2.2): between its sharded layers a block works on a 
     behind the last block     hidden states are gathered                             backward: slice
 
 Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
-each rank; these are summed once a step. Outside of blocks everything sees whole sequences: positions, masks, embeddings, the output head.
+each rank; these are summed once a step. Everything outside the blocks sees whole sequences: positions, masks, embeddings, the output head.
 """
 
 from __future__ import annotations

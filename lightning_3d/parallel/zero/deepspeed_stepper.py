@@ -4,7 +4,8 @@ DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of wh
 float32 master weights and optimizer state; after the optimizer's step the parts are all-gathered. At stages 1 and 2 these are the whole
 parameters. At stage 3 they are this rank's pieces of them, and the engine has one data-parallel rank only.
 
-The norm is not DeepSpeed's, which costs one all-reduce per parameter group and waits for ever where pipeline ranks have different groups.
+This package computes the gradient norm itself. DeepSpeed's norm costs one all-reduce per parameter group, and hangs if pipeline ranks have
+different groups.
 
 With `offload`, master weights, optimizer state and step are in host memory, where DeepSpeed's `offload_optimizer` has them. The gradient
 of the owned part is reduced, measured and clipped on the device and copied to host memory for the step. The new weights of that part are

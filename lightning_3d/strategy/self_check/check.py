@@ -53,7 +53,7 @@ class SelfCheck:
     The check needs the memory of one whole block of each kind with its gradients, and of this rank's shard of it.
 
     Args:
-        mode: "auto": unless the combination of model, plan, layout and versions is known to be right. "always". "never".
+        mode: "auto" (unless this combination of model, plan, layout and versions has passed before), "always" or "never".
         mesh: process groups of the run.
         options: options of the model.
         device: device of this rank.

@@ -1,4 +1,5 @@
-"""A second instance of a model for the self-check: same modules and buffers, little memory, and weights that hide no fault."""
+"""A second instance of a model for the self-check: the same modules and buffers in little memory, with weights chosen so that errors become
+visible."""
 
 from __future__ import annotations
 

@@ -64,8 +64,10 @@ class PeriodicCheckpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        """Key of the callback's state. It leaves out the interval, so that a fit that resumes with another one knows which checkpoints"
-        " it keeps."""
+        """Key of the callback's state.
+
+        It leaves out the save interval, so that a fit resumed with a different interval still knows which checkpoints it keeps.
+        """
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     @override
