@@ -64,7 +64,7 @@ def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) 
     """Make the temporary folder for a checkpoint at `path`, with Lightning's state in it.
 
     Args:
-        alone: nobody else writes into the folder of `path`, so that what killed saves left there is cleared away.
+        alone: whether no other process writes into the folder of `path`. If True, what killed saves left there is removed.
 
     Returns:
         The folder, and the hashes of its files.
@@ -149,7 +149,7 @@ def remove(path: Place) -> None:
 
 
 def require_writable(path: Place) -> None:
-    """Refuse a folder that is not writable or cannot be created. An object store is only tried by the first save.
+    """Refuse a folder that is not writable or cannot be created. An object store is not checked before the first save.
 
     Raises:
         StorageError: it, or the parent in which it would be created, is read-only or not a folder.

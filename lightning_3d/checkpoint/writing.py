@@ -66,7 +66,7 @@ class TensorSave:
     """One save of the tensors of all ranks. `plan` and `finish` are collective, `stage` and `write` are local.
 
     Attributes:
-        doing: what this rank is at, for a save that does not come to an end.
+        doing: current activity of this rank, for the message about a save that does not finish.
     """
 
     def __init__(self) -> None:
@@ -108,11 +108,11 @@ class TensorSave:
     def stage(self, buffers: dict[Piece, Tensor]) -> None:
         """Copy this rank's slices to the host, so that training may change them before they are written.
 
-        A GPU copies when its stream comes to it, so that what training puts into the stream afterwards finds the copies made. The host does
-        not wait for that; `write` does.
+        A GPU makes the copies in its stream, before anything that training puts into the stream afterwards. The host does not wait for the
+        copies here, but in `write`.
 
         Args:
-            buffers: those of the save before, which are used again, and of this one.
+            buffers: host buffers of the previous save. They are reused if this save has the same slices, otherwise replaced.
         """
         try:
             if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:

@@ -50,13 +50,13 @@ class Advice(Protocol):
     """Questions to the planner, which lies above this package (`lightning_3d.planner.advice`)."""
 
     def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
-        """Return values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+        """Choose values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
     def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Raise LayoutError for a layout that does not fit on the GPUs; return warnings about one that barely fits."""
 
     def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
-        """Raise LayoutError where `ranks` ranks on the cores of this machine need more than its memory."""
+        """Raise LayoutError if `ranks` ranks on the CPU cores of this machine need more memory than it has."""
 
 
 @dataclass(frozen=True)

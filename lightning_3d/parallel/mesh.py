@@ -84,7 +84,7 @@ class Mesh:
     def pipeline_up(self) -> dist.ProcessGroup:
         """Group over the ranks of the pipeline, for messages to a higher pipeline rank.
 
-        Not the one for messages to a lower rank on NCCL, where the operations of one communicator wait for each other.
+        On NCCL it is a different group than `pipeline_down`, because the operations of one communicator wait for each other.
         """
         return self._apart.get("up") or self.group("pp")
 
@@ -227,9 +227,8 @@ class Mesh:
 
 
 class StageMesh:
-    """One pipeline stage of a mesh as if it were alone: the same groups over tp, cp, dp and the experts, and a pipeline of one process.
-
-    A model that is put together over it runs all `stages` of a pipeline one after the other on every rank, to try a plan.
+    """One pipeline stage of a mesh as if no other stages existed: the same groups over tp, cp, dp and the experts, and a pipeline of one
+    process. The self-check builds a model over it that runs all `stages` of a pipeline one after the other on every rank.
 
     Args:
         mesh: the run's mesh.

@@ -30,7 +30,7 @@ StagesOfRank = tuple[tuple[Stage, int], ...]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak, by what they hold. `other`: collectives, the allocator, CUDA."""
+    """Bytes of one rank at its peak, by category. `other`: collectives, the allocator, CUDA."""
 
     weights: float
     gradients: float
@@ -45,7 +45,7 @@ class Memory:
 
 
 def memory_of(job: Job) -> Memory:
-    """Memory of the rank that needs most."""
+    """Return the memory of the rank that needs most."""
     blocks = block_bytes(job)
     return max((memory_of_rank(job, own, blocks) for own in set(stages_in_flight(job))), key=lambda memory: memory.total)
 

@@ -46,7 +46,7 @@ def heads_to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 class Ring:
-    """Messages to the next rank, while the same come from the previous one."""
+    """Ring of ranks: sends messages to the next rank, and receives messages of the same shapes from the previous one."""
 
     def __init__(self, context: ContextParallel) -> None:
         self._group = context.group

@@ -43,7 +43,8 @@ class Scores:
 
 @dataclass
 class Result:
-    """Result of the queries so far, (batch, heads, queries, width) and (batch, heads, queries); in the type of accumulation."""
+    """Result of the queries with the keys so far: `out` (batch, heads, queries, width) and `lse` (batch, heads, queries), in the type of
+    accumulation."""
 
     out: Tensor
     lse: Tensor

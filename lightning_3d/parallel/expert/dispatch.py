@@ -38,7 +38,8 @@ class ExpertParallel:
         size: number of ranks.
         index: this rank's place in the group; it has the experts index * experts / size and following.
         tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
-        balanced: each rank is taken to send and to get as many tokens as any other, whatever routers say (dry runs, which do not know).
+        balanced: whether to assume that all ranks send and receive equally many tokens, instead of asking the routers. Used in dry runs,
+            where routers have no values.
     """
 
     group: dist.ProcessGroup

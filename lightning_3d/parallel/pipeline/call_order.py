@@ -43,8 +43,8 @@ class CallOrder:
 
     Args:
         plan: what the order should be.
-        look: also look for NaN, which absent values are, in the inputs of blocks other than the received hidden states. That synchronizes
-            with the device, so it is done in first forwards only.
+        look: whether to look for NaN in the inputs of blocks other than the received hidden states, because absent values are NaN. This
+            synchronizes with the device, so only the first forwards do it.
     """
 
     def __init__(self, plan: PlanOrder, *, look: bool = False) -> None:

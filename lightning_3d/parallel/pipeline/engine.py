@@ -73,8 +73,8 @@ class PipelineEngine:
         vp: stages per rank.
         state: shared with the gates in the model.
         device: where hidden states live.
-        after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
-            this rank's, counted from 0) and `last` (there are no more such actions).
+        after_backward: called with a stage's parameters after each action that may add to their gradients. Its keywords are `stage` (index
+            among this rank's stages) and `last` (True if no such action follows).
         recorder: records actions and messages.
     """
 

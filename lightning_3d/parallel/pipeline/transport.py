@@ -6,8 +6,8 @@ all. On NCCL the operations of one communicator run one after another. Every pai
 communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
 
 A tensor that is sent is kept until the send has completed. NCCL reports completion; with gloo a rank must wait to learn of it, which would
-stall the sender. But every rank knows the actions of all ranks. When a message from a neighbour arrives, the neighbour has received
-everything that it needed before it sent this message, so waiting for those sends takes no time.
+stall the sender. But every rank knows the actions of all ranks. When a message from a neighbour arrives, the neighbour has already received
+everything that it needed to send this message. So waiting for the sends of those tensors takes no time.
 """
 
 from __future__ import annotations

@@ -25,12 +25,13 @@ class Heads:
     keys: int
 
     def on_one_rank(self, tp_size: int) -> Heads:
-        """Key heads that are fewer than ranks are replicated, so that a rank has one."""
+        """Return the heads on one rank. If there are fewer key heads than ranks, they are replicated, so that each rank has one."""
         return Heads(self.queries // tp_size, max(self.keys // tp_size, 1))
 
 
 def is_key_or_value(name: str) -> bool:
-    """True if by its name a layer (or its parameter) computes keys or values, which may have fewer heads than ranks."""
+    """Return whether the name of a layer (or of its parameter) says that it computes keys or values, which may have fewer heads than
+    ranks."""
     layer = name.removesuffix(".weight").removesuffix(".bias")
     return _KEY_OR_VALUE.fullmatch(layer.rpartition(".")[2]) is not None
 

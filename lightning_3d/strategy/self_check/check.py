@@ -72,7 +72,7 @@ class SelfCheck:
         return self
 
     def inspect(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None:
-        """Decide on all ranks alike whether to check a model, and copy it, before it is partitioned.
+        """Decide whether to check a model, the same on all ranks, and copy it before it is partitioned.
 
         Args:
             module: the whole pipelined module.
@@ -195,7 +195,7 @@ class _Subject:
 
 
 def apply_whole_config(module: nn.Module) -> None:
-    """Turn off the loss of routers, which a whole model adds to its outputs and ranks compute elsewhere."""
+    """Turn off the loss of routers. A whole model adds it to its outputs, but ranks compute it elsewhere."""
     config = getattr(module, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # type: ignore[union-attr]
