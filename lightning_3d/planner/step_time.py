@@ -27,7 +27,6 @@ class Step:
     """A predicted step.
 
     Attributes:
-        seconds: of the whole step.
         seconds: duration of the whole step.
         compute: computation of the busiest rank.
         communication: exposed tensor-, context- and expert-parallel communication of the busiest rank.

@@ -48,7 +48,7 @@ class FailureReporter:
         world_size: number of ranks of the run.
         grace: seconds for this process to end by itself after another rank failed; then it is killed, because it may wait in a
             collective forever.
-        parent: process that started this rank and that it must not outlive; None where a launcher takes care of that. The kernel kills
+        parent: process that started this rank and that it must not outlive; None if a launcher ensures this. The kernel kills
             this rank when the parent dies; only rank 1 watches by itself between `watch` and `close`, to report what happened.
     """
 
