@@ -157,7 +157,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     _check_trainer(run.trainer)
     run.plan.check()
     _check_targets(run)
-    complete = complete_run(run)  # reads the files of a pretrained model: after everything that is cheap to refuse
+    complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:

@@ -116,7 +116,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
         optimizer += parameters * job.trained * job.state_bytes / (ranks if job.zero >= 1 else 1)
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
-    elif job.zero == 3:  # at a time, two blocks and the parts outside of blocks are gathered
+    elif job.zero == 3:  # two blocks, and the parts outside of blocks, are gathered at the same time
         block = sum(parameters_of(job, Stage(1, False, False)))
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]

@@ -61,7 +61,7 @@ class FailureReporter:
         self._grace = grace
         self._parent = parent
         self._noted: Failure | None = None
-        self._cause: Failure | None = None  # of another rank; the board may be gone by the time that this one fails
+        self._cause: Failure | None = None  # failure of another rank; kept here because the board may be gone when this rank fails
         self._posted = False
         self._shows = False
         self._told = False
@@ -93,7 +93,7 @@ class FailureReporter:
         try:
             try:
                 job()
-            except BaseException as error:  # SystemExit and KeyboardInterrupt too: all go the same way
+            except BaseException as error:  # SystemExit and KeyboardInterrupt are handled in the same way
                 ignore_sigterm()
                 return self.finish(error)
         except BaseException as error:  # from a handler of SIGTERM that ran just before it was replaced

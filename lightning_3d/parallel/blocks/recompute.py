@@ -38,7 +38,7 @@ class Recompute:
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A compiler keeps what was drawn; to let it save random states would end its graph.
+        # A compiler keeps the random numbers that were drawn; saving random states would break its graph.
         eager = not torch.compiler.is_compiling()
         if self._keep is None:
             return checkpoint(partial(_again, forward), *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)

@@ -53,7 +53,7 @@ def heads_of(module: nn.Module, parent_name: str, cuts: Mapping[str, Cut]) -> He
     }
     sizes = [value for name in ("head_dim", "head_size") if isinstance(value := getattr(parent, name, None), int)]
     sizes += [size // queries for name, size in rows.items() if not is_key_or_value(name) and size % queries == 0]
-    # Some families have other numbers of key heads in some layers: the layer's size goes before the configuration.
+    # Some families have other numbers of key heads in some layers: the layer's size takes precedence over the configuration.
     for name, size in rows.items():
         if is_key_or_value(name) and sizes and size % sizes[0] == 0 and queries % (size // sizes[0]) == 0:
             return Heads(queries, size // sizes[0])

@@ -94,6 +94,6 @@ def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = F
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # The check communicates, also with pipeline ranks that train nothing and wait elsewhere, and would skip steps.
+        # The check would skip steps. It also communicates with pipeline ranks that train nothing and wait elsewhere.
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
     }

@@ -73,7 +73,7 @@ class DeepSpeedStepper(Stepper):
         for group in optimizer.param_groups:
             group["params"] = [self._tensors[parameter] for parameter in group["params"] if parameter in self._tensors]
         if sharded:
-            for group in optimizer.param_groups:  # in every flat buffer those of uneven size come last
+            for group in optimizer.param_groups:  # parameters of uneven size come last in every flat buffer
                 group["params"].sort(key=lambda tensor: trained.is_uneven(self._entries[id(tensor)].entry))
             self._expert_groups = self._split_off_experts()
         if tensors:  # else a wholly frozen stage; its data-parallel replicas are frozen too

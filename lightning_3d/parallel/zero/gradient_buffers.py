@@ -251,7 +251,7 @@ class FlatGradients:
             The flat buffer, shape (numel,), of which the gradients are views now.
         """
         flat, absent = self._finish(sums, group, scale)
-        # Only a rank that lacks a gradient looks at the counts: on an accelerator that waits for the reduction.
+        # Only a rank that lacks a gradient reads the counts, because on an accelerator reading waits for the reduction.
         nowhere = {index for index in absent if flat[self.numel + index].item() == 0}
         self.absent = [self._slots[index].parameter for index in sorted(nowhere)]
         for index, slot in enumerate(self._slots):

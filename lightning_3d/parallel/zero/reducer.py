@@ -239,7 +239,7 @@ class Reducer:
         """See `DataParallelBackend.after_backward`."""
         parameters = list(parameters)
         for reduction in self._reductions:
-            reduction.after_backward(parameters)  # before the sums: these gradients never get there
+            reduction.after_backward(parameters)  # before the sums, which these gradients never reach
         self._sums.absorb(parameters)
         if last and self.overlaps:
             self._finished.add(stage)

@@ -45,7 +45,7 @@ class PeriodicCheckpoint(ModelCheckpoint):
     ) -> None:
         self._keeps_newest = monitor is None
         self._chooses_interval = every_n_train_steps is every_n_epochs is train_time_interval is None
-        if monitor is None and save_top_k > 1:  # Lightning keeps several only by a number that it compares
+        if monitor is None and save_top_k > 1:  # Lightning keeps several checkpoints only if it can compare them by a number
             monitor, options["mode"] = "step", "max"
         super().__init__(
             dirpath,
