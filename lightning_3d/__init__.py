@@ -2,8 +2,8 @@
 
     Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2", micro_batch_size=2), ...)
 
-Names are loaded when they are first used (PEP 562): importing this package imports neither torch nor Lightning, so that
-the planner and the checks of a configuration start at once.
+Names are loaded when they are first used (PEP 562): importing this package imports neither torch nor Lightning, so
+the planner and the checks of a configuration start without delay.
 """
 
 from __future__ import annotations

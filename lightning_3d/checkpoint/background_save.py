@@ -39,7 +39,7 @@ class Task:
             self.error = error
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait until it is over, at most `seconds` after it started. Returns whether it is over."""
+        """Wait for the action until `seconds` after its start, and return whether it has ended."""
         self._thread.join(max(0.0, self._began + seconds - time.monotonic()))
         return not self._thread.is_alive()
 

@@ -5,8 +5,9 @@
         trainer.json, trainer.safetensors    Lightning's state, and the tensors in it
         .metadata, __0_0.distcp, ...         weights and optimizer state, by torch.distributed.checkpoint
 
-A save fills a folder next to it (`checkpoint_names`); the manifest comes last, and one rename makes the folder a checkpoint. Whatever
-a killed save left is cleared away by the next one. At a URL the manifest alone does that, and names the folder of the others (`remote`).
+A save fills a folder next to it (`checkpoint_names`); the manifest comes last, and one rename makes the folder a checkpoint. The next save
+removes what a killed save left. At a URL nothing is renamed: the manifest itself makes the checkpoint complete, and names the folder of the
+other files (`remote_folder`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) 
     """Make the temporary folder for a checkpoint at `path`, with Lightning's state in it.
 
     Args:
-        alone: nobody else writes into the folder of `path`, so that what killed saves left there is cleared away.
+        alone: whether no other process writes into the folder of `path`. If True, what killed saves left there is removed.
 
     Returns:
         The folder, and the hashes of its files.
@@ -148,7 +149,7 @@ def remove(path: Place) -> None:
 
 
 def require_writable(path: Place) -> None:
-    """Refuse a folder that is not writable or cannot be created. An object store is only tried by the first save.
+    """Refuse a folder that is not writable or cannot be created. An object store is not checked before the first save.
 
     Raises:
         StorageError: it, or the parent in which it would be created, is read-only or not a folder.

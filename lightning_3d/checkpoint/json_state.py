@@ -1,4 +1,4 @@
-"""Lightning's own state (loops, callbacks, schedulers, hyper parameters) as JSON and a few tensors: data, never code.
+"""Lightning's own state (loops, callbacks, schedulers, hyperparameters) as JSON and a few tensors: data, never code.
 
 Values that JSON does not support are written as an object with one key that starts with "$": {"$tuple": [1, 2]}, {"$tensor":
 "0"}.

@@ -57,7 +57,7 @@ class SaveOutcome:
 
     @property
     def missing(self) -> Lost | None:
-        """The latest failed save, unless a checkpoint that is as new is complete; None if nothing is missing."""
+        """The latest failed save; None if no save failed, or if a later save or one of the same step is complete."""
         made_up_for = self.lost is None or (self.saved is not None and self.saved.step >= self.lost.step)
         return None if made_up_for else self.lost
 

@@ -1,8 +1,8 @@
-"""Hyper parameters and learning-rate schedulers in any layout.
+"""Hyperparameters and learning-rate schedulers in any layout.
 
-They go by parameter group, and pipeline stages may have different groups, as with learning rates that depend on the layer. So groups are
-saved with the names of their parameters, those of all stages where they differ, and each group of a later run takes what the group of its
-parameters had.
+They belong to parameter groups, and pipeline stages may have different groups, for example if the learning rate depends on the layer.
+So every group is saved with the names of its parameters; if the stages differ, the groups of all stages are saved. When a run resumes,
+each of its groups takes the hyperparameters of the saved group that had the same parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
 
 
 def name_groups(module: nn.Module, optimizer: Optimizer) -> Names:
-    """List the names of each group's parameters. Only the module's own are named: a data-parallel backend may put others in their place."""
+    """List the names of each group's parameters. Parameters that are not in the module, such as a backend's own, are skipped."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
@@ -78,7 +78,7 @@ def _require_same_settings(own: str, groups: Sequence[Mapping[str, Any]], saved:
 
 
 def share_groups(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """The checkpoint, with every stage's optimizer description and schedulers where they differ. Collective over the pipeline."""
+    """Add every stage's optimizer description and schedulers to the checkpoint if they differ. All pipeline ranks must call it."""
     if mesh.size("pp") == 1 or not checkpoint.get(_OPTIMIZERS):
         return checkpoint
     gathered: list[Any] = [None] * mesh.size("pp")
@@ -91,10 +91,10 @@ def share_groups(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
 
 def take_groups(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """The checkpoint with a description and schedulers that fit the parameter groups of this rank.
+    """Return the checkpoint with the optimizer description and schedulers that fit the parameter groups of this rank.
 
     Raises:
-        CheckpointError: parameters that are in one group now had different hyper parameters.
+        CheckpointError: parameters that are now in one group had different hyperparameters when the checkpoint was saved.
     """
     own = dict(checkpoint)
     states = own.pop(_KEY, None) or [own]
@@ -116,7 +116,7 @@ def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(state: Mapping[str, Any]) -> str:
-    """Everything but the names, to compare two stages."""
+    """Return everything except the names as text, to compare two stages."""
     groups = [{key: value for key, value in group.items() if key != _NAMES} for group in _groups(state)]
     return repr((groups, state.get(_SCHEDULERS)))
 
@@ -142,7 +142,10 @@ def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str
 
 
 def _pick(versions: Sequence[Mapping[str, Any]], counts: Sequence[int], chosen: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The state of one scheduler, which all stages saved, for the chosen groups: lists with an entry for each group are made of theirs."""
+    """Build the state of one scheduler for the chosen groups, from the states that all stages saved.
+
+    A list with one entry for each group gets the entries of the chosen groups; other values are those of the first chosen stage.
+    """
     state = dict(versions[chosen[0][0]])
     for key, value in state.items():
         if key == "_schedulers":  # of SequentialLR and ChainedScheduler

@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint in PEFT's own format, and the tensors of its model with them merged in. One layer is in memory."""
+"""The adapters of a checkpoint in PEFT's own format, and its model's tensors with the adapters merged. Only one layer is in memory."""
 
 from __future__ import annotations
 

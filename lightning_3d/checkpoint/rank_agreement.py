@@ -40,7 +40,7 @@ def _kind(error: BaseException) -> type[CheckpointError]:
 def through_rank_zero(
     local: Callable[[], T], combine: Callable[[list[T]], list[R]], group: dist.ProcessGroup | None = None
 ) -> R:
-    """Gather every rank's `local()` on rank 0, and scatter what `combine` makes of them.
+    """Gather every rank's `local()` on rank 0, and scatter the results of `combine`.
 
     Collective: a gather and a scatter of objects.
 

@@ -1,7 +1,7 @@
 """Read tensors by slices from a folder in the format of torch.distributed.checkpoint. Reading needs no communication.
 
-No pickle is loaded but the table of contents, of which only known classes are let through: what a slice is stands there, and its bytes
-lie as they are in an archive such as `torch.save` makes.
+The only pickle that is loaded is the table of contents, and only known classes are allowed in it. The table describes each slice; the bytes
+of a slice are stored in an archive like those of `torch.save`.
 """
 
 from __future__ import annotations

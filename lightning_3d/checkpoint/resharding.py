@@ -1,4 +1,4 @@
-"""Resharding: the rectangles of a tensor of the whole model that a rank holds, whatever its layout. Views and shape arithmetic only."""
+"""Resharding: the rectangular slices of the whole model's tensors that a rank holds, whatever the layout. Only views and shape arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Slices:
     Attributes:
         shape: shape of the whole tensor.
         parts: offset in the whole tensor -> view of the slice.
-        replica: True if other ranks hold the same elements, perhaps sliced differently, and theirs are saved.
+        replica: True if other ranks hold the same elements, perhaps sliced differently, and save them instead of this rank.
     """
 
     shape: tuple[int, ...]
@@ -59,8 +59,8 @@ def flat_range(flat: Tensor, start: int, spec: ShardSpec, *, replica: bool = Fal
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Split the elements [start, stop) of a row-major flattening into the few rectangles that they cover, in their order.
 
-    Only `global_offset` (the place in `shape`) and `shape` of the boxes mean something. At most 2 * len(shape) - 1 of
-    them.
+    Of each rectangle, only `global_offset` (its place in `shape`) and `shape` are set to useful values. There are at most 2 * len(shape) -
+    1 rectangles.
     """
     if start >= stop:
         return

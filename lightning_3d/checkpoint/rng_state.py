@@ -1,6 +1,7 @@
 """Random number generators of a rank, as one row of a tensor of all ranks.
 
-Ranks that see the same data are one row, as their generators are alike. Dropout needs none of this: its streams depend on the step.
+Ranks that see the same data share a row, because their generators have the same state. Dropout does not need these states: its streams
+depend on the step.
 """
 
 from __future__ import annotations

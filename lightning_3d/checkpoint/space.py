@@ -67,8 +67,7 @@ class Demand:
 def require_space(trainer: pl.Trainer, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, owner: OptimizerOwner | None) -> None:
     """Refuse a fit whose checkpoints cannot fit on the local disks that its callbacks write to. Collective.
 
-    Only tensors are counted, so that only what cannot work is refused. URLs are not checked, and neither are file systems that do not
-    know their size.
+    Only tensors are counted, so no fit is refused that could work. URLs are not checked, nor file systems that do not report their size.
 
     Raises:
         ConfigError: on all ranks, with the numbers.
@@ -98,10 +97,10 @@ def _check_on_rank_zero(found: Callable[[], list[Demand]]) -> None:
 
 
 def demands(savers: Sequence[ModelCheckpoint], steps: int | None, weights: int, everything: int) -> list[Demand]:
-    """The demand on each file system that callbacks write to. Local.
+    """Compute the demand on each file system that callbacks write to. Local.
 
     Args:
-        steps: optimizer steps to come; None where nobody knows.
+        steps: number of remaining optimizer steps; None if unknown.
         weights, everything: bytes of a checkpoint without and with the optimizer's state.
     """
     by_device: dict[int, Demand] = {}
@@ -124,11 +123,11 @@ def demands(savers: Sequence[ModelCheckpoint], steps: int | None, weights: int, 
 
 
 def most_new(saver: ModelCheckpoint, steps: int | None, there: int) -> int:
-    """The most checkpoints that a callback adds to those of now at one time.
+    """Compute how many checkpoints a callback has at most, in addition to its existing ones.
 
     Args:
         steps: optimizer steps to come.
-        there: its checkpoints of now.
+        there: number of its existing checkpoints.
     """
     every = saver._every_n_train_steps
     to_come = max(1, -(-steps // every)) if every and steps is not None else None
@@ -166,7 +165,8 @@ def checkpoint_bytes(
 
 
 def state_width(optimizer: Optimizer, dtype: torch.dtype) -> int:
-    """Bytes that an optimizer keeps for each element of a parameter, found by a step of its like on a tensor without values."""
+    """Find the bytes that an optimizer keeps for each element of a parameter, by a step of a similar optimizer on a tensor without
+    values."""
     parameter = nn.Parameter(torch.empty(4, 3, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     try:

@@ -81,8 +81,8 @@ class LocalState:
         """Slices of the tensors in a state dict of the module, by their names in the checkpoint.
 
         Args:
-            offered: True for only what this rank may write. Buffers are whole on every rank that has them, but differ between
-                data- and context-parallel ranks (running means), so those of the first are taken.
+            offered: whether to return only the slices that this rank may write. Buffers are whole on every rank that has them, but differ
+                between data- and context-parallel ranks (running means), so those of the first are taken.
             prefix: prefix of those names.
         """
         slices = {}
@@ -191,7 +191,7 @@ class LocalState:
         folder.read_into(sources)
 
     def states(self, folder: TensorFolder) -> dict[str, dict[str, Any]]:
-        """Copy what `load_weights` has read and, if that is an average, this rank's shard of the weights in training."""
+        """Copy the weights that `load_weights` has read and, if they are an average, this rank's shard of the weights in training."""
         states = {"state_dict": copy.deepcopy(self._module.state_dict())}
         saved = folder.names(CURRENT)
         if saved:
@@ -201,7 +201,8 @@ class LocalState:
         return states
 
     def load_optimizer(self, folder: TensorFolder, owner: OptimizerOwner) -> None:
-        """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Reads slices; no communication."""
+        """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Each rank reads its own slices; nothing is
+        communicated."""
         owner.create_optimizer_state(self._saved_state(folder, [held.name for held in owner.optimizer_shards()]))
         slices, _ = self.optimizer(owner.optimizer_shards())
         saved, per_element = folder.names(""), _per_element(folder)

@@ -145,7 +145,8 @@ class CheckpointStore:
         """End the run and release its folders. Local, but waits for a save in the background.
 
         Args:
-            failed: other ranks may be gone, so the save in the background will never finish: do not wait for it.
+            failed: whether the run failed. If True, other ranks may be gone and the save in the background may never finish, so it is not
+                waited for.
 
         Raises:
             StorageHangs: the save does not finish.
@@ -319,7 +320,8 @@ class CheckpointStore:
             self._say(f"Checkpoint {path} could not be removed; training continues: {reason(error)}")
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint if its folder has a complete one that is as new; otherwise after the next save. Call on one rank."""
+        """Delete a checkpoint now if its folder has another complete one of the same or a later step, otherwise after the next save. Call
+        on one rank."""
         where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:

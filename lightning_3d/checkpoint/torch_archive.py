@@ -1,4 +1,4 @@
-"""One tensor in the format of `torch.save`, written from views: only the bytes before and after the elements are made.
+"""Write one tensor in the format of `torch.save` without copying elements that are contiguous in host memory.
 
 `torch.save` copies views, computes a second checksum, and holds the interpreter's lock, for which training waits. Measured on one core,
 in CPU time: 5000 tensors of 256 bytes take 0.044 s instead of 0.43 s (6.1 MB instead of 9.2 MB), 8 tensors of 32 MB take 0.054 s

@@ -1,11 +1,11 @@
 """Write tensors by slices under the whole model's names, in the file format of torch.distributed.checkpoint (DCP).
 
-`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks only tell each other which
-slices they hold; every byte of a tensor goes from the rank that holds it to the disk.
+`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks exchange only lists of the slices that they
+hold; each rank writes its own bytes to the disk.
 
-DCP's own `save` is not used: its plans are sent as one object for each slice and come back with the writer's, which at a
-thousand ranks is much of a gigabyte on rank 0, and it can neither hash files nor finish in the background. What goes over
-the network here is a name, a shape and a list of offsets for each tensor, and an index of what to write back.
+DCP's own `save` is not used: it sends one object for each slice to rank 0 and back, which for a thousand ranks takes much of a gigabyte
+there. It also can neither hash files nor finish in the background. Here each rank sends only a name, a shape and a list of offsets for each
+tensor, and receives the indices of the slices that it must write.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TensorSave:
     """One save of the tensors of all ranks. `plan` and `finish` are collective, `stage` and `write` are local.
 
     Attributes:
-        doing: what this rank is at, for a save that does not come to an end.
+        doing: current activity of this rank, for the message about a save that does not finish.
     """
 
     def __init__(self) -> None:
@@ -108,11 +108,11 @@ class TensorSave:
     def stage(self, buffers: dict[Piece, Tensor]) -> None:
         """Copy this rank's slices to the host, so that training may change them before they are written.
 
-        A GPU copies when its stream comes to it, so that what training puts into the stream afterwards finds the copies made. The host does
-        not wait for that; `write` does.
+        A GPU makes the copies in its stream, before anything that training puts into the stream afterwards. The host does not wait for the
+        copies here, but in `write`.
 
         Args:
-            buffers: those of the save before, which are used again, and of this one.
+            buffers: host buffers of the previous save. They are reused if this save has the same slices, otherwise replaced.
         """
         try:
             if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:

@@ -20,7 +20,7 @@ def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (
     """
     try:
         code = action()
-        sys.stdout.flush()  # here, where a reader that has left raises BrokenPipeError; at exit Python would only complain
+        sys.stdout.flush()  # flush here, where a closed pipe raises BrokenPipeError; at exit Python would only print a complaint
         return code
     except Lightning3DError as error:
         if not silent:
@@ -43,7 +43,7 @@ def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (
                 print(f"lightning_3d: {explain(error)}", file=sys.stderr)
             return Lightning3DError.exit_code
         if is_full(error) or isinstance(error, shown):
-            if not (silent and is_full(error)):  # the disk is full for all ranks; anything else may be this rank's alone
+            if not (silent and is_full(error)):  # a full disk affects all ranks; any other error may affect only this one
                 print(f"lightning_3d: {error}", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -29,7 +29,7 @@ class Command:
         summary: what the command does, for `--help`.
         takes: placeholders after the options in the usage line: OVERRIDES, or nothing if the command takes no run.
         examples: command lines, each after `lightning-3d NAME`.
-        hints: what to say about options that the command does not have.
+        hints: advice for options that the command does not have.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Command:
         self._arguments.append((name, meaning))
 
     def option(self, name: str, value: str, meaning: str, **settings: Any) -> None:
-        """Add `--name VALUE`; `settings` are those of argparse, which calls the value VALUE too."""
+        """Add `--name VALUE`; `settings` are passed to argparse."""
         self._parser.add_argument(name, metavar=value, **settings)
         shown = f"{name} [{value}]" if settings.get("nargs") == "?" else f"{name} {value}"
         self._options.append((shown, meaning))

@@ -64,7 +64,7 @@ def _run(steps: int, overrides: list[str]) -> int:
 
     quiet()
     optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None}
-    if optimizer.get("eps") is not None:  # with a tiny eps, Adam amplifies gradients that are zero but for rounding
+    if optimizer.get("eps") is not None:  # with a tiny eps, Adam amplifies gradients that are zero except for rounding
         optimizer["eps"] = max(1e-6, optimizer["eps"])
     generator = torch.Generator().manual_seed(config["seed"])
     difference = verify(

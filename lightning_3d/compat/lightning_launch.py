@@ -98,7 +98,7 @@ def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
     backend = _get_default_process_group_backend_for_device(device)
     settle_gloo_at_exit()
     place: dict[str, Any] = {}
-    if store_outlives_ranks() and strategy.world_size > 1:  # torch 2.13 would read the addresses of ranks that are gone
+    if store_outlives_ranks() and strategy.world_size > 1:  # otherwise torch 2.13 would read the addresses of ranks that no longer exist
         place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
     with explained_errors(strategy.global_rank):
         _init_dist_connection(environment, backend, timeout=timeout, **place)

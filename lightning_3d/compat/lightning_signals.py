@@ -37,7 +37,7 @@ def obey_signals_together(trainer: Any) -> None:
             trainer.strategy.launcher.kill(signum)
         noted["end"] = max(noted["end"], signum)
 
-    def note_interrupt(signum: int) -> None:  # not passed on: a terminal sends it to all ranks, and a second one would end them at once
+    def note_interrupt(signum: int) -> None:  # not passed on: a terminal sends it to all ranks, and a second signal would end them
         noted["end"] = max(noted["end"], signum)
 
     def note_requeue(signum: int, frame: Any) -> None:

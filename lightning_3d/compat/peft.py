@@ -110,7 +110,7 @@ def merging_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def merged(layer: nn.Module, adapter: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The state of the layer inside, with the adapter merged into it.
+    """Compute the state of the wrapped layer with the adapter merged into it.
 
     Args:
         layer: on meta. read: gives the value of each of its parameters.

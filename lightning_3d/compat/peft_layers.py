@@ -17,7 +17,8 @@ from lightning_3d.errors import PlanError
 
 
 def own(module: object, name: str) -> Any:
-    """An attribute of a module or its class; None if it has none. Excludes what PEFT's models forward to the model inside."""
+    """An attribute of a module or its class; None if it has none. Attributes that PEFT's models only forward to the wrapped model do not
+    count."""
     return getattr(module, name) if inspect.getattr_static(module, name, None) is not None else None
 
 
@@ -60,7 +61,7 @@ def lora_initializations(root: nn.Module) -> dict[str, Any]:
 
 
 def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
-    """Refuse PEFT tuners that work on the whole model at once, where no rank has it.
+    """Refuse PEFT tuners that need the whole model, in layouts where no rank has it.
 
     Raises:
         PlanError: prompts or prefixes with pp, prefixes with tp, or AdaLoRA with pp (its loss has a term of all layers).

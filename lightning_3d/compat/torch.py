@@ -22,7 +22,8 @@ _functional: ContextVar[bool] = ContextVar("functional", default=False)
 
 @contextmanager
 def functional_collectives() -> Iterator[None]:
-    """Inside, tensor-parallel sums are operators that return new tensors, so that selective recomputation sees and keeps their results."""
+    """Context in which tensor-parallel sums are operators that return new tensors, so that selective recomputation can keep their
+    results."""
     token = _functional.set(True)
     try:
         yield
@@ -75,7 +76,7 @@ _recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
 
 @contextmanager
 def recomputed() -> Iterator[None]:
-    """Mark code that the backward will run again, both times that it runs."""
+    """Context for a forward that the backward will run again; it is entered for both runs."""
     token = _recomputed.set(True)
     try:
         yield

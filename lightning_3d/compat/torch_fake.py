@@ -128,7 +128,8 @@ def device_of_fake(tensor: Tensor) -> torch.device:
 
 
 def can_be_remembered(func: Any) -> bool:
-    """Return whether the shapes and offsets of results follow from the shapes of arguments, which stay as they are.
+    """Return whether an operator's results have shapes and offsets that depend only on the shapes of its arguments, and the arguments do
+    not change.
 
     The tags of operators (`torch.Tag`, torch 2.11 to 2.13) say so.
     """

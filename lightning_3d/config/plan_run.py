@@ -50,13 +50,13 @@ class Advice(Protocol):
     """Questions to the planner, which lies above this package (`lightning_3d.planner.advice`)."""
 
     def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
-        """Return values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+        """Choose values for the keys of `parallelism` that `parallelism=auto` leaves open."""
 
     def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Raise LayoutError for a layout that does not fit on the GPUs; return warnings about one that barely fits."""
 
     def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
-        """Raise LayoutError where `ranks` ranks on the cores of this machine need more than its memory."""
+        """Raise LayoutError if `ranks` ranks on the CPU cores of this machine need more memory than it has."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     _check_trainer(run.trainer)
     run.plan.check()
     _check_targets(run)
-    complete = complete_run(run)  # reads the files of a pretrained model: after everything that is cheap to refuse
+    complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     check_optimizer(run.optimizer)
     if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:

@@ -26,7 +26,7 @@ class RankReport:
         stages: pipeline stages of the rank.
         parameters: parameters in this rank's part of the model, before ZeRO shards them.
         whole: parameters of the whole model.
-        micro_batches: micro-batches that were run; the others add what these show, see `representative`.
+        micro_batches: number of micro-batches that were run. The work of the others is extrapolated from them, see `representative`.
         usage: memory, collectives and operations of the whole step.
         flops: floating-point operations of each action that was run.
         kept: bytes by category between two steps.

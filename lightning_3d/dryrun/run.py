@@ -210,8 +210,9 @@ class Job:
 def representative(job: Job, index: int) -> tuple[int, bool]:
     """Find how many micro-batches a rank must run to pass through every state of a whole step.
 
-    A state is the next action, the number of micro-batches of each stage that wait for their backward, and the stages with gradients:
-    memory depends on nothing else. Where all micro-batches wait at once (GPipe), each adds the same, so some are enough.
+    The state of a rank consists of its next action, the number of micro-batches of each stage that wait for their backward, and the stages
+    that already have gradients. Memory depends on nothing else. If all micro-batches wait at once (GPipe), each adds the same memory, so a
+    few of them are enough.
 
     Args:
         job: the job.
@@ -256,7 +257,7 @@ def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
     Args:
         job: the job.
         rank: global rank.
-        found: facts from ranks of the same pipeline that ran before; missing facts from the first and last stage are found here.
+        found: facts from ranks of the same pipeline that ran before. Missing facts from the first and last stage are added.
     """
     found = Found() if found is None else found
     layout = job.layout

@@ -111,7 +111,7 @@ def _best_split(
                     break
                 if begin in best and allowed(stage, begin, end):
                     total = combine(best[begin][0], own)
-                    # `<=` keeps the latest stage as long as possible: begins are visited from the right.
+                    # `<=` keeps the latest stage as long as possible: the first layer of a stage is searched from the right.
                     if total <= chosen[0]:
                         chosen = (total, (*best[begin][1], range(begin, end)))
             if chosen[1]:

@@ -154,8 +154,10 @@ class Layout:
         return tuple(sorted(self.rank(**{**place, **dict(zip(varied, index, strict=True))}) for index in indices))
 
     def expert_groups(self) -> list[tuple[int, ...]]:
-        """Return all groups of `ep` ranks that share the experts of a stage: neighbours when its ranks are counted with tp innermost,
-        then cp, then dp. Ranks are in ascending order, and the position of a rank in its group determines its experts.
+        """Return all groups of `ep` ranks that share the experts of a stage.
+
+        The ranks of a stage are numbered with tp innermost, then cp, then dp; each group has `ep` consecutive numbers. The groups list
+        ranks in ascending order, and the position of a rank in its group determines its experts.
         """
         found: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.world_size):
@@ -176,7 +178,7 @@ class Layout:
         """Refuse a number of launched ranks other than this layout's.
 
         Raises:
-            LayoutError: with both numbers and the nearest layouts that fit the launched ranks.
+            LayoutError: the numbers differ; the message has both, and the nearest layouts that fit the launched ranks.
         """
         if launched == self.world_size:
             return

@@ -72,7 +72,7 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model that a layout must divide or fill. Whatever is None is unknown and not checked.
+    """Sizes of a model that a layout must divide or fill. A size that is None is unknown and not checked.
 
     Attributes:
         heads: attention (query) heads.
@@ -109,7 +109,7 @@ def check_model(
     sequence_parallel: bool = False,
     cp_kind: str = "ring",
 ) -> None:
-    """Refuse a layout that does not fit a model, or the steps that it is to train with. Whatever is None is not checked.
+    """Refuse a layout that does not fit a model or its training step. Arguments that are None are not checked.
 
     Args:
         layout: resolved (`resolve_layout`).

@@ -133,7 +133,7 @@ def predicted_bubble(info: ScheduleInfo, pp: int, vp: int, m: int) -> float:
     """Predict the share of a step, 0 to 1, that a pipeline rank is idle, for equal stages and communication that takes no time.
 
     In units of one stage's forward pass, a backward pass takes 2, half of it for the gradients of weights. Filling and draining
-    the pipeline costs 3 (pp - 1); with m < pp there is a gap of 3 (pp - m) before each further chunk. Schedules that
+    the pipeline costs 3 (pp - 1); with m < pp ranks also wait for 3 (pp - m) before each further chunk. Schedules that
     split the backward compute weight gradients in both (arXiv 2401.10241). Equal to a simulation of the orders of all
     seven schedules.
     """

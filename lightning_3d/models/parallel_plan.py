@@ -34,10 +34,10 @@ class Cut:
 
     Attributes:
         style: style of Transformers' plans, see `DENSE_STYLES`.
-        units: number of groups of rows that stay together (attention heads); one number, or one for each of `parts`.
-            None: derived from the model; without heads, single rows.
-        parts: sizes of the matrices packed along the sharded dimension (q, k, v; gate, up), each sharded separately. For the
-            packed styles, None means two equal halves.
+        units: number of groups of rows that stay together, such as attention heads: one number, or one for each of `parts`.
+            None: the number of heads for "colwise" and "rowwise" in an attention, otherwise single rows.
+        parts: sizes, in rows, of the matrices that are packed along the sharded dimension (q, k, v; gate, up). Each is sharded
+            separately. For the packed styles, None means two equal halves.
     """
 
     style: str
@@ -93,7 +93,7 @@ class ParallelPlan:
 
 
 def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> ParallelPlan:
-    """Read the plan of `module`: the user's entries, and the model's own for the rest.
+    """Read the plan of `module`. The user's entries replace the model's own; the others are kept.
 
     Args:
         module: whole pipelined module, on meta or not.
@@ -137,8 +137,8 @@ def find_pipeline_module(
 
     Args:
         root: module to search.
-        name: name of the module, where several have a plan.
-        user_plan: plan of the user, which belongs to the outermost module in which all of its names exist.
+        name: name of the module to choose if several have a plan.
+        user_plan: plan of the user; it applies to the outermost module in which all of its names exist.
 
     Returns:
         (name in `root`, module)

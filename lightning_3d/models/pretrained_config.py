@@ -50,7 +50,7 @@ def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict
     """Complete the group `model` from the pretrained folder that it names, if any, and read the sizes of the model.
 
     Args:
-        dry: nothing is started, so a `REQUIRED` folder may be named later.
+        dry: whether no run is started. If True, `REQUIRED` is accepted in place of a folder, which the user can name later.
 
     Returns:
         (the group with the folder's full path, and with the folder's architecture where it takes that from there; sizes of the model)

@@ -1,4 +1,4 @@
-"""`lightning_3d.hydra_app.BeforeRun` stands in the Hydra configurations of runs that were made before `lightning_3d.cli.train`."""
+"""Earlier name of `lightning_3d.cli.train.BeforeRun`. Hydra configurations of runs from earlier versions use it."""
 
 from lightning_3d.cli.train import BeforeRun
 

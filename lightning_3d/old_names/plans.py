@@ -1,4 +1,4 @@
-"""`from lightning_3d.plans import Cut`: today `from lightning_3d import Cut`."""
+"""Earlier name of `lightning_3d.Cut`: `from lightning_3d.plans import Cut`."""
 
 from lightning_3d.models.parallel_plan import Cut
 

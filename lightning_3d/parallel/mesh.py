@@ -1,8 +1,7 @@
 """From a `Layout` to process groups. The only module that creates groups.
 
-All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for
-a rank that does not take it. Groups of one rank exist too: code need not ask whether an axis is in use, only whether a
-collective is worth it.
+All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for a rank that does
+not take it. Groups of one rank exist too, so code need not check whether an axis is in use before it uses the group.
 
 No two groups have the same ranks: each gloo group costs three threads, one of which wakes up a hundred times a second, in
 every process.
@@ -85,7 +84,7 @@ class Mesh:
     def pipeline_up(self) -> dist.ProcessGroup:
         """Group over the ranks of the pipeline, for messages to a higher pipeline rank.
 
-        Not the one for messages to a lower rank on NCCL, where the operations of one communicator wait for each other.
+        On NCCL it is a different group than `pipeline_down`, because the operations of one communicator wait for each other.
         """
         return self._apart.get("up") or self.group("pp")
 
@@ -228,9 +227,8 @@ class Mesh:
 
 
 class StageMesh:
-    """One pipeline stage of a mesh as if it were alone: the same groups over tp, cp, dp and the experts, and a pipeline of one process.
-
-    A model that is put together over it runs all `stages` of a pipeline one after the other on every rank, to try a plan.
+    """One pipeline stage of a mesh as if no other stages existed: the same groups over tp, cp, dp and the experts, and a pipeline of one
+    process. The self-check builds a model over it that runs all `stages` of a pipeline one after the other on every rank.
 
     Args:
         mesh: the run's mesh.

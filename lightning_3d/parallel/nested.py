@@ -25,7 +25,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def rows_of(value: Any, rows: slice | Tensor) -> Any:
-    """These rows, in dimension 0, of every tensor, in a container of the same type. Anything else is kept as it is."""
+    """Select these rows, in dimension 0, of every tensor. Returns a container of the same type; values other than tensors are unchanged."""
     if isinstance(value, Tensor):
         return value[rows]
     if isinstance(value, Mapping):

@@ -105,8 +105,8 @@ class RandomState:
 def may_use_dropout(module: nn.Module) -> bool:
     """True if a forward of `module` may draw random numbers.
 
-    Told by its dropout layers, by probabilities among its attributes and in a Transformers configuration, and by the
-    names that the code of the user's own classes mentions.
+    This is decided from its dropout layers, from probabilities among its attributes and in a Transformers configuration, and from the names
+    in the code of the user's own classes.
     """
     return any(
         _drops(child)

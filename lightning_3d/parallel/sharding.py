@@ -47,8 +47,8 @@ class ShardSpec:
         pp_replicas: pipeline coordinates that hold the parameter (two for an embedding tied across stages); empty where there is
             no pipeline.
         tied_to: canonical name of the parameter that this one is tied to, when this one is a copy of it.
-        expert: the parameter is a part of the experts of a mixture, sharded over expert-parallel ranks: its gradient and state belong to
-            the ranks of the stage that have the same experts, whatever their tensor-parallel coordinate.
+        expert: True if the parameter belongs to experts that are sharded over expert-parallel ranks. Its gradient and state are then shared
+            by the ranks of the stage that have the same experts, whatever their tensor-parallel coordinate.
     """
 
     name: str
@@ -86,7 +86,7 @@ class ShardSpec:
     def counts_in_norm(self, tp_index: int, pp_index: int) -> bool:
         """True if the rank at these coordinates adds this shard to a global sum, so that replicas count once.
 
-        Always for experts: the ranks that have the same ones are data-parallel to each other.
+        Always True for experts, because ranks with the same experts are data-parallel to each other.
         """
         if self.expert:
             return True

@@ -18,11 +18,11 @@ class Efficiency:
         matmul8: the same in float8, of its own peak.
         memory: share of memory bandwidth that operations bound by it reach.
         attention: share of the peak that fused attention reaches.
-        kernel: seconds that a matrix product takes besides (launch, ramp-up, last wave).
+        kernel: additional seconds of each matrix product (launch, ramp-up, last wave).
         link: share of the bandwidth between GPUs of a node that a collective reaches.
         network: share of the bandwidth between nodes, for two of them.
         crowding: how the share between nodes falls with their number: network / (1 + crowding * log2(nodes / 2)).
-        exposed: share of communication inside of layers (tensor- and expert-parallel) that nothing hides.
+        exposed: share of communication inside layers (tensor- and expert-parallel) that does not overlap with computation.
     """
 
     matmul: float

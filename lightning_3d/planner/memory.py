@@ -30,7 +30,7 @@ StagesOfRank = tuple[tuple[Stage, int], ...]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak, by what they hold. `other`: collectives, the allocator, CUDA."""
+    """Bytes of one rank at its peak, by category. `other`: collectives, the allocator, CUDA."""
 
     weights: float
     gradients: float
@@ -45,7 +45,7 @@ class Memory:
 
 
 def memory_of(job: Job) -> Memory:
-    """Memory of the rank that needs most."""
+    """Return the memory of the rank that needs most."""
     blocks = block_bytes(job)
     return max((memory_of_rank(job, own, blocks) for own in set(stages_in_flight(job))), key=lambda memory: memory.total)
 
@@ -116,7 +116,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
         optimizer += parameters * job.trained * job.state_bytes / (ranks if job.zero >= 1 else 1)
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
-    elif job.zero == 3:  # at a time, two blocks and the parts outside of blocks are gathered
+    elif job.zero == 3:  # two blocks, and the parts outside of blocks, are gathered at the same time
         block = sum(parameters_of(job, Stage(1, False, False)))
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]

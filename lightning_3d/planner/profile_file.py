@@ -89,7 +89,7 @@ class Profile:
 
     @cached_property
     def products(self) -> tuple[float, float]:
-        """(operations a second of large matrix products, seconds of one besides)."""
+        """Return (operations per second of large matrix products, additional seconds of each product)."""
         width = 4 if self.precision in ("fp32", "fp64") else 2
 
         def moved(one: Mapping[str, Any]) -> float:

@@ -1,8 +1,9 @@
 """Search for the fastest layouts of a model on a cluster that fit. Pure Python.
 
 A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
-bound of their step. The first layout is replaced by its schedules with their own bounds, the first schedule is simulated, and a simulated
-one that comes first is the fastest of all that remain. So only a few are simulated.
+bound of their step. If a layout is first in the queue, its schedules replace it, each with its own bound. If a schedule is first, it is
+simulated and its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So only a few are
+simulated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LONGEST_SHARE = 1024
 
 @dataclass(frozen=True)
 class Fixed:
-    """Values that the user has set and that are not searched; None is free."""
+    """Values that the user has set, which are not searched. None: the search may choose the value."""
 
     layout: Layout | None = None
     schedule: str | None = None
@@ -61,7 +62,7 @@ class Found:
         seen: simulated candidates, and those without a pipeline, which need no simulation.
         shapes: number of combinations of degrees, micro-batch and order that divide model and batch.
         expanded: number of shapes whose bound was low enough to look at their schedules.
-        too_large: number of shapes that do not fit in any way.
+        too_large: number of shapes that do not fit with any options.
     """
 
     best: tuple[Candidate, ...]
@@ -177,7 +178,8 @@ def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:
 
 
 def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
-    """Yield the schedules of a shape, without GPipe and LoopedBFS: as fast as 1F1B and its interleaved form, with more memory."""
+    """Yield the schedules of a shape. GPipe and LoopedBFS are left out: they are as fast as 1F1B and its interleaved form, but need more
+    memory."""
     layout = job.layout
     if layout.pp == 1:
         yield replace(job, schedule=fixed.schedule or "1F1B")

@@ -27,13 +27,12 @@ class Step:
     """A predicted step.
 
     Attributes:
-        seconds: of the whole step.
         seconds: duration of the whole step.
         compute: computation of the busiest rank.
         communication: exposed tensor-, context- and expert-parallel communication of the busiest rank.
-        host: time by which starting kernels exceeds running them.
+        host: seconds that the GPU waits because the host starts kernels more slowly than they run.
         bubble: waiting for other stages.
-        data: exposed reduction of gradients and gathering of parameters.
+        data: exposed time of reducing gradients and gathering parameters.
         optimizer: optimizer step.
         waiting: seconds of the GPU for a micro-batch, divided by those that the host needs to start its kernels.
         timeline: timeline of the pipeline; None for a bound.

@@ -1,7 +1,7 @@
 """Names for the attempts of a run in a store that outlives them: torchrun keeps its store when it restarts the ranks.
 
 Entries of an earlier attempt must not be mistaken for those of this one. torchrun's TORCHELASTIC_RESTART_COUNT does not distinguish
-attempts: a node that restarts its ranks because another node did, not because its own failed, does not count (torch 2.13).
+attempts: a node does not increase it when it restarts its ranks only because a rank of another node failed (torch 2.13).
 """
 
 from __future__ import annotations

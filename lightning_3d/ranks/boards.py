@@ -34,7 +34,7 @@ class Board(Protocol):
         """Return the failure that is the cause; None as long as there is none."""
 
     def forget(self, rank: int) -> None:
-        """Clear the board: `rank`, like all others, caught the failure that was posted and trains again."""
+        """Clear the board, because `rank` and all other ranks caught the posted failure and train again."""
 
 
 class LocalBoard:
@@ -119,7 +119,7 @@ class StoreBoard:
         return Failure(**json.loads(text)) if text != self._past else None
 
     def forget(self, rank: int) -> None:
-        """Clear the board. Collective: no rank continues, and can fail again, before all have cleared it."""
+        """Clear the board. Collective: no rank continues, so that none can fail again, before all ranks have cleared it."""
         self._past = self._posted()
         rounds = -(-self._store.add(_FORGOTTEN, 1) // self._world_size)
         _poll(lambda: self._store.add(_FORGOTTEN, 0) >= rounds * self._world_size or None, 60.0)

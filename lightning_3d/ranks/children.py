@@ -1,8 +1,8 @@
 """The ranks that Lightning starts as children of rank 0 when a user runs their own script without torchrun.
 
-Lightning's own observer kills rank 0 as soon as a child fails, whatever rank 0 is doing; the shell then sees exit code 137 and perhaps
-half a message. `Children` waits for the child's own message instead, and reports for a child that left none. No child outlives rank 0:
-the kernel kills them when it dies, and a script waits for them before it ends.
+Lightning's own observer kills rank 0 as soon as a child fails, whatever rank 0 is doing; the shell then sees exit code 137 and perhaps half
+a message. `Children` waits for the child's own message instead, and reports the failure of a child that left no message. No child outlives
+rank 0: the kernel kills them when it dies, and a script waits for them before it ends.
 """
 
 from __future__ import annotations

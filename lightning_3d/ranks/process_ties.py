@@ -50,10 +50,9 @@ def belong_to(parent: int) -> None:
 
 @contextlib.contextmanager
 def tied_interpreters() -> Iterator[None]:
-    """Tie the fresh interpreters that `multiprocessing` starts inside to this process before they run any Python.
-
-    Their imports take seconds, in which they would notice nothing. `multiprocessing.util.spawnv_passfds` (Python 3.11 to 3.14), which
-    cannot call a function before exec, is replaced meanwhile.
+    """Tie the interpreters that `multiprocessing` starts inside this context to this process, before they run any Python code. Otherwise
+    they would not notice the end of this process during the seconds that their imports take. `multiprocessing.util.spawnv_passfds` (Python
+    3.11 to 3.14), which cannot call a function before exec, is replaced meanwhile.
     """
     from multiprocessing import resource_tracker, util
 

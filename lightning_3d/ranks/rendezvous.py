@@ -42,7 +42,7 @@ def hold_meeting_point(cluster_environment: Any, num_nodes: int) -> socket.socke
     Sets MASTER_PORT if a run on one machine has none.
 
     Returns:
-        A socket that is bound to the port, on which rank 0 can listen nevertheless; None on nodes other than the first.
+        A socket that reserves the port without keeping rank 0 from listening on it; None on nodes other than the first.
 
     Raises:
         ConfigError: rank 0 cannot listen on the port, or the address does not lead to this machine.

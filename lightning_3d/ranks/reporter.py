@@ -1,9 +1,8 @@
 """Report a failing rank with one message: find who failed first, choose who prints it, and end the other ranks.
 
-A rank that raises takes its connections with it, so that within milliseconds the others fail as well, with messages
-about closed connections that bury the cause. Every rank therefore posts its failure on a board that all ranks share,
-before anything is torn down. The first post that is not about a lost peer is the cause and is printed once. The
-others end quietly, with its exit code.
+When a rank raises, its connections close, and within milliseconds the other ranks fail too. Their messages about closed connections would
+hide the cause. Every rank therefore posts its failure on a board that all ranks share, before anything is torn down. The first post that is
+not about a lost peer is the cause and is printed once. The others end quietly, with its exit code.
 
 The board is a folder where one process supervises the ranks of a machine (`lightning_3d.ranks.supervisor`), and a store that all
 ranks reach everywhere else (torchrun, SLURM, a user's own script with Lightning's launcher). Importing this module
@@ -49,7 +48,7 @@ class FailureReporter:
         world_size: number of ranks of the run.
         grace: seconds for this process to end by itself after another rank failed; then it is killed, because it may wait in a
             collective forever.
-        parent: process that started this rank and that it must not outlive; None where a launcher takes care of that. The kernel kills
+        parent: process that started this rank and that it must not outlive; None if a launcher ensures this. The kernel kills
             this rank when the parent dies; only rank 1 watches by itself between `watch` and `close`, to report what happened.
     """
 
@@ -62,7 +61,7 @@ class FailureReporter:
         self._grace = grace
         self._parent = parent
         self._noted: Failure | None = None
-        self._cause: Failure | None = None  # of another rank; the board may be gone by the time that this one fails
+        self._cause: Failure | None = None  # failure of another rank; kept here because the board may be gone when this rank fails
         self._posted = False
         self._shows = False
         self._told = False
@@ -94,7 +93,7 @@ class FailureReporter:
         try:
             try:
                 job()
-            except BaseException as error:  # SystemExit and KeyboardInterrupt too: all go the same way
+            except BaseException as error:  # SystemExit and KeyboardInterrupt are handled in the same way
                 ignore_sigterm()
                 return self.finish(error)
         except BaseException as error:  # from a handler of SIGTERM that ran just before it was replaced

@@ -83,7 +83,7 @@ class Ranks:
         context = multiprocessing.get_context("fork" if self.fork else "spawn")
         if self.fork:
             gc.collect()
-            gc.freeze()  # imported objects never change: keep the collector from touching their pages, which would copy them
+            gc.freeze()  # imported objects never change; if the collector touched their memory pages, forked ranks would copy them
         port = self.held.enter_context(_reserved_port())
         with tied_interpreters() if not self.fork else contextlib.nullcontext():
             for rank in range(self.count):

@@ -89,7 +89,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_SECONDS):
-            with suppress(OSError):  # the store does not answer, so it does not answer others either
+            with suppress(OSError):  # the store does not answer; other processes get no answer either
                 if not self._is_own():
                     self._lost = True
                     return

@@ -28,7 +28,7 @@ _kept: dict[tuple[int, Path], FileLock] = {}
 class FileLock:
     """A lock of a file (flock, also over NFS), held until `release` or the end of the process. Forked children do not inherit it.
 
-    On a file system without locks it is always acquired: nothing can be done there.
+    On a file system without locks it is always acquired, so it protects nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,8 @@ class FileLock:
         """Free the lock. Later calls do nothing.
 
         Args:
-            remove: remove the file too, while it is still held: another process that waits for it sees that it is gone.
+            remove: whether to remove the file too. It is removed while the lock is held, so that a waiting process notices that the file is
+                gone.
         """
         if remove:
             self.path.unlink(missing_ok=True)

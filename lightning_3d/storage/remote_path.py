@@ -1,8 +1,8 @@
 """URLs that fsspec supports (s3://, gs://, hf://, memory://, ...), with the few methods of `pathlib.Path` that checkpoints need.
 
-Imports no torch, and imports a backend (s3fs, gcsfs, ...) at its first use. Credentials and endpoints are those that the backend finds by
-itself, and those in fsspec's own configuration (`FSSPEC_S3_ENDPOINT_URL`, ~/.config/fsspec). An object store has no folders and no
-rename: a file appears as a whole when it is closed.
+Imports no torch, and imports a backend (s3fs, gcsfs, ...) at its first use. Credentials and endpoints come from the backend's own defaults
+and from fsspec's configuration (`FSSPEC_S3_ENDPOINT_URL`, ~/.config/fsspec). An object store has no folders and no rename: a file appears
+as a whole when it is closed.
 """
 
 from __future__ import annotations

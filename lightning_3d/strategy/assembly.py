@@ -115,7 +115,7 @@ def assemble(
         materialize: function that gives values to what is on meta, as `initialize` does.
         user_plan: parallel plan of the user, for a model that declares none.
         pipeline_module: name of the submodule that is parallelized; None where one has a plan.
-        inspect: function that is called with the whole model, when every rank has the same one and before anything is partitioned.
+        inspect: function that is called with the whole model, after all ranks have the same values and before anything is partitioned.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -155,7 +155,7 @@ def take_part(
     seed: int,
     device: torch.device,
 ) -> Part:
-    """Partition and rewrite `root`, whole, in place: phases 3 to 6. Parameters that are on meta stay there.
+    """Partition and rewrite the whole `root` in place: phases 3 to 6. Parameters that are on meta stay there.
 
     Args:
         name: name of the pipelined module in `root`.

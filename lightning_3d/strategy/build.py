@@ -76,7 +76,7 @@ class Surroundings:
     Attributes:
         precision: Lightning's plugin.
         materialize: function that gives parameters on meta values, as `initialize` does.
-        shape_only: tensors have no values (a dry run), so that nothing is checked or judged by them.
+        shape_only: whether tensors have no values (a dry run), so that checks of values are left out.
     """
 
     precision: Precision

@@ -67,7 +67,7 @@ class BuiltModel:
         return earlier is not None and earlier.parts is self.parts
 
     def begin_fit(self) -> None:
-        """Expect the first batch of an optimizer step: an earlier fit may have ended between two batches of one."""
+        """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""
         self._place = 0
 
     def shard(self) -> None:
@@ -103,7 +103,7 @@ class BuiltModel:
         return result, outputs
 
     def judge(self, step: StepResult) -> None:
-        """Stop, or mark the step to be skipped, where its loss or norm is not finite: before the optimizer changes anything.
+        """Stop, or mark the step to be skipped, if its loss or gradient norm is not finite. Call it before the optimizer changes anything.
 
         Loss and norm are the same on every rank, so that all ranks take the same branches here.
 
@@ -151,8 +151,8 @@ class BuiltModel:
         """End a fit.
 
         Args:
-            whole: gather what is sharded, so that the module can be used without a strategy: a collective. Without it, parameters of
-                which other ranks have the values are lost.
+            whole: whether to gather sharded parameters, so that the module can be used without a strategy; this is collective. If False,
+                parameters whose values are on other ranks are lost.
         """
         if whole:
             self.backend.make_whole()

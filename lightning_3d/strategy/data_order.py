@@ -100,7 +100,7 @@ class OneProcessOrder(DistributedSampler[Any]):
         return {"epoch": self.epoch, "start": self._start, "own": _own_state(self.sampler)}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Draw the order of epoch `state["epoch"]` from the same random numbers as before; all later epochs as usual."""
+        """Draw the order of epoch `state["epoch"]` from the same random numbers as before; later epochs are drawn as usual."""
         self.epoch, self._resumed_start, self._own_then = state["epoch"], state["start"], state["own"]
         self.restore_own()
 

@@ -1,4 +1,4 @@
-"""The ways in which a fit ends, as far as the other ranks are concerned."""
+"""The ways in which a fit can end on a rank: normally, together with the other ranks, or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapts Lightning's callbacks that copy the module, or count ranks as if each had a batch of its own."""
+"""Adapts Lightning's callbacks that copy the module, or assume that each rank has a batch of its own."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def _without_example(on_fit_start: Callable[..., None], trainer: pl.Trainer, mod
 
 
 def without_average(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint without the average of `StochasticWeightAveraging`, which is one rank's part among plain state."""
+    """Copy a checkpoint without the average of `StochasticWeightAveraging`, because it is only one rank's part, stored in the callback's
+    plain state."""
     states = dict(checkpoint.get("callbacks") or {})
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and callback.state_key in states:

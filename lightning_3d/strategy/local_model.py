@@ -1,4 +1,4 @@
-"""The model of one rank: its parts, and the partition that it is one of."""
+"""The model of one rank: its parts, and how the whole model is partitioned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LocalModel:
         return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
 
     def after_optimizer_step(self) -> None:
-        """Change what the model changes from step to step without a gradient: the biases of routers."""
+        """Update the biases of routers, which change after each optimizer step without a gradient."""
         if self.routers is not None:
             self.routers.update_biases()
 
@@ -86,7 +86,7 @@ class Partition:
 
     @classmethod
     def of(cls, root: nn.Module) -> Partition | None:
-        """Find the partition of `root`; None when it is whole, or has been rebuilt since."""
+        """Find the partition of `root`; None if `root` is whole or was rebuilt after it was partitioned."""
         found = vars(root).get(PARTITION)
         return found if found is not None and _submodule(root, found.parts.name) is found.parts.module else None
 

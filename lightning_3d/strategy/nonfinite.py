@@ -138,7 +138,7 @@ def _advice(lr: float, precision: str, found: Found) -> str:
 
 def find_nonfinite(guard: StepGuard, gradients: Iterable[Tensor], weights: Iterable[Tensor], layout: Layout, rank: int,
                    device: torch.device) -> Found:  # fmt: skip
-    """Find the ranks where values are not finite: one all-reduce over the world. Only for a step that has failed, as all ranks know.
+    """Find the ranks where values are not finite: one all-reduce over the world. Called only after a failed step.
 
     Args:
         gradients: this rank's part of the reduced gradients.

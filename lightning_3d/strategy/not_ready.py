@@ -1,4 +1,4 @@
-"""One error for everything that a Trainer gives a strategy after it was made, and that is read before."""
+"""Error for reading an attribute of the strategy before the Trainer has set it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of what a fit under `Lightning3DStrategy` cannot do, in one message each."""
+"""Refuse features that `Lightning3DStrategy` does not support, each with one message."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ _CALLBACK_REFUSALS: dict[type, str] = {
 
 @contextmanager
 def optimizers_of_a_stage(pp_rank: int) -> Iterator[None]:
-    """Wrap `configure_optimizers`, whose errors in torch and Lightning do not mention stages, or advise what is refused here.
+    """Wrap `configure_optimizers`, because the errors that torch and Lightning raise there do not mention stages, or recommend what this
+    strategy refuses.
 
     An optimizer that gets no parameters at all (`filter(lambda p: p.requires_grad, ...)` on a stage that is frozen) is made with one
     group without parameters. Other errors are explained.

@@ -1,6 +1,6 @@
 """Lightning3DStrategy: trains an unmodified LightningModule over tensor, pipeline and data-parallel ranks.
 
-Every hook is a few lines that delegate: `build` makes a `BuiltModel` when `setup` begins, which runs the user's step over micro-batches
+Every hook is a few lines that delegate. When `setup` begins, `build` makes a `BuiltModel`. This runs the user's step over micro-batches
 (`step`) and owns gradients and optimizer (`zero`). `rank_hooks` and `checkpoint_hooks` have the hooks about ranks and checkpoints.
 """
 
@@ -69,8 +69,8 @@ class Lightning3DStrategy(CheckpointHooks):
         schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
         vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
-        zero_stage: what data-parallel ranks shard. 0: nothing (our own gradient reduction and the plain optimizer), 1: optimizer state (by
-            DeepSpeed), 2: also gradients, 3: also parameters.
+        zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer state (by DeepSpeed),
+            2: also gradients, 3: also parameters.
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what is kept in host memory, see `ZeroOptions`.
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
@@ -296,7 +296,7 @@ class Lightning3DStrategy(CheckpointHooks):
         return outputs
 
     def trace_next_step(self) -> None:
-        """Trace the next optimizer step, whatever `trace_every_n_steps` is. All ranks call it, as a callback's hook does."""
+        """Trace the next optimizer step, whatever `trace_every_n_steps` is. Call it on all ranks, for example from a callback's hook."""
         self._tracer.trace_next_step()
 
     @override

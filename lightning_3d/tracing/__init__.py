@@ -1,5 +1,5 @@
 """Traces of a step: what every rank does and what its memory holds, recorded on each rank and merged on rank 0.
 
-`recorder` takes times where the work is done, `clocks` makes those of several machines comparable, `memory` counts bytes,
-`trace` is what comes of it (pure: the report reads it without torch), `tracer` decides which steps are traced and collects.
+`recorder` measures times on each rank, `clocks` makes the times of several machines comparable, and `memory` counts bytes. `trace` is the
+result, which the report reads without torch. `strategy.step.tracer` decides which steps are traced, and collects the results.
 """

@@ -48,8 +48,8 @@ def clock_offsets(clocks: Sequence[str], rounds: Sequence[Sequence[Round]]) -> l
     """Compute, by rank, the seconds to subtract from its times to get rank 0's, and the possible error.
 
     No rank leaves a sum before every rank has entered it. With `o` the offset of a clock, every pair of ranks and every round gives
-    `entered - left of the other <= o <= left - entered of the other`; the middle of what all of them allow is taken. The bounds are as
-    far apart as two messages take.
+    `entered - left of the other <= o <= left - entered of the other`; the result is the middle of the range that all of them allow. The
+    bounds are as far apart as two messages take.
 
     Args:
         clocks: by rank, from `clock_name`.

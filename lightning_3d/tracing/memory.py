@@ -68,8 +68,8 @@ def _unpack(kept: Any) -> Tensor:
 class MemoryWatch:
     """Meter of the memory of one rank during a step.
 
-    On a GPU the peak is the allocator's, since the process began; activations are what is not of another category. On a CPU tensors
-    are counted: activations are what the backward keeps.
+    On a GPU, the peak is that of the allocator since the process began, and activations are all bytes in no other category. On a CPU,
+    tensors are counted, and activations are those that the backward keeps.
 
     Args:
         module: this rank's part of the model.

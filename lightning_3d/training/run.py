@@ -156,7 +156,7 @@ def preload(config: Mapping[str, Any]) -> None:
     sharded = config["parallelism"]["zero_stage"] > 0
     try:
         if sharded and config["cluster"]["accelerator"] == "cpu":
-            import_deepspeed(torch.device("cpu"))  # before the backend, which imports it for whatever device it finds
+            import_deepspeed(torch.device("cpu"))  # before the backend, which would import it for any device that it finds
         if sharded:
             names.append("lightning_3d.parallel.zero")
     except ImportError as error:

@@ -70,7 +70,7 @@ class StepClock:
             loss, grad_norm, tokens = float(last.loss), last.grad_norm, float(last.tokens)
         else:
             loss, grad_norm, tokens = _loss_of(trainer, outputs), None, _tokens_of(trainer, batch)
-        # The loss is read first: on an accelerator that waits for the step to end.
+        # Read the loss first: on an accelerator, reading it waits for the end of the step.
         self._batches.append((loss, tokens, time.perf_counter() - self._started))
         if trainer.global_step == self._step:
             return None

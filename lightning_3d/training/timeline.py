@@ -34,9 +34,9 @@ class Timeline(Callback):
 
 
 class RunReport(Callback):
-    """Write `report.html` when a fit has ended or failed, from what `MetricsCSV` and `Timeline` wrote to a folder.
+    """Write `report.html` when a fit has ended or failed, from the files that `MetricsCSV` and `Timeline` wrote.
 
-    For your own Trainer: `lightning-3d train` writes the report itself, including how the run ended.
+    Use it with your own Trainer. `lightning-3d train` needs no callback: it writes the report itself, including how the run ended.
 
     Args:
         folder: folder with `metrics.csv` and `timeline.json`.

@@ -57,13 +57,13 @@ def _or_without(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Lightning's logger; takes its arguments, by name.
+    """Lightning's `WandbLogger` for a job of many ranks. It takes the same arguments, as keywords.
 
     Only rank 0 has a run. The layout is added to its tags. Numbers of `MetricsCSV` are plotted over the tokens seen. If Weights & Biases
     fails during training, logging to it stops with one warning and training continues.
 
     Raises:
-        ConfigError: wandb is not installed, or an online run has no API key; at the start of the run: no answer.
+        ConfigError: wandb is not installed, an online run has no API key, or Weights & Biases does not answer when the run starts.
     """
 
     def __init__(self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:

@@ -48,8 +48,8 @@ class Difference:
         losses: (ranks, one process) of each step.
         norms: (ranks, one process) of each step.
         precision: precision, as Lightning's Trainer takes it.
-        noise: the same three differences between one process and itself with every initial weight changed in its last bit: the size of
-            differences that other rounding causes.
+        noise: the same three differences (loss, gradient norm, weight) between two runs of one process, where the second starts with every
+            weight changed in its last bit. They show how large differences from rounding alone become.
     """
 
     loss: float
@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def limits(self) -> tuple[float, float, float]:
-        """Limits of loss, gradient norm and weight."""
+        """Largest differences of loss, gradient norm and weight that count as rounding."""
         fixed = RELATIVE[self.precision], RELATIVE[self.precision], ABSOLUTE[self.precision]
         loss, norm, weight = (max(limit, NOISE * noise) for limit, noise in zip(fixed, self.noise, strict=True))
         return loss, norm, weight
@@ -94,7 +94,7 @@ def verify(
 ) -> Difference:
     """Train a module on local CPU ranks and in one process, and compare the results.
 
-    A script that calls this must guard it with `if __name__ == "__main__":` where processes cannot be forked.
+    On a platform that cannot fork processes, a script must guard the call with `if __name__ == "__main__":`.
 
     Args:
         module: the user's module before any fit, built in `__init__` or in `configure_model`. It must not use dropout, whose random
@@ -105,6 +105,9 @@ def verify(
         precision: "32-true" or "64-true".
         clip: gradient_clip_val of the Trainer.
         strategy_class: class of the strategy.
+
+    Returns:
+        The largest differences; `same` is True if rounding alone explains them.
 
     Raises:
         ConfigError: the precision is unsupported, ranks cannot share a batch equally, or a run failed with an error that the user can fix.

@@ -1,9 +1,8 @@
 """Run a model's own initializers for one tensor at a time.
 
-The model is copied module by module into a blueprint whose tensors are all on meta: a blueprint of any model costs
-kilobytes. To draw one tensor, it alone is made real and takes its place in the blueprint, and the initializers of its
-module and of the modules around it run in the order in which an ordinary construction runs them. Everything else that
-they touch is on meta, which costs nothing and draws no random numbers.
+The model is copied module by module into a blueprint whose tensors are all on meta: a blueprint of any model costs kilobytes. To draw one
+tensor, only this tensor of the blueprint is materialized. Then the initializers of its module and of the modules around it run, in the
+order of an ordinary construction. All other tensors that they write are on meta, which costs nothing and draws no random numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Layout-independent weights: every meta parameter becomes this rank's shard of a value that does not depend on the layout.
 
-The value of a parameter is a function of (seed, its full name, the module's own initializer). It is drawn on CPU,
-whole, one parameter at a time, and then cut; so one process, any stage and any tensor-parallel rank get the same
-numbers, and a rank never needs more than its own shards and one full parameter. See `initializers` for how an
-initializer is run for one tensor only. Parameters with pretrained values are read, a shard at a time: see `pretrained`.
+The value of a parameter is a function of (seed, its full name, the module's own initializer). Each whole parameter is drawn on the
+CPU, one at a time, and then sharded. So one process, any stage and any tensor-parallel rank get the same numbers, and a rank never needs
+more memory than its own shards and one full parameter. `blueprint` runs an initializer for one tensor only. Parameters with pretrained
+values are read from files, one shard at a time: see `pretrained`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def initialize(
     then, as in an ordinary construction, the initializers of the modules that contain it (`reset_parameters()`, Transformers'
     `_init_weights(module)`, `init_weights()`). Buffers are written by the same initializers (or `reset_buffers()`), or
     copied from a second instance of their module; they keep their dtype. Tensors that are not on meta are not changed,
-    so a second call does nothing. There is no communication, and the states of the random number generators do not change.
+    so a second call does nothing. Ranks do not communicate, and the states of the random number generators do not change.
 
     Args:
         module: the module, whole or partitioned and rewritten.

@@ -1,7 +1,7 @@
 """Pretrained weights: every rank reads only its own slices from safetensors files.
 
-`load_pretrained(model, folder)` marks a model that is on the meta device; `initialize` fills it after it was partitioned and cut. No
-rank reads for another, and nothing is communicated. A rank has its own shards in memory and the file of one of them mapped.
+`load_pretrained(model, folder)` marks a model that is on the meta device; `initialize` fills it after it was partitioned and sharded.
+Every rank reads for itself, and ranks do not communicate. A rank has its own shards in memory, and maps one file at a time.
 """
 
 from __future__ import annotations

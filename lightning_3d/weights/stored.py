@@ -1,7 +1,7 @@
 """Places of parameter values in safetensors files: one tensor, or several that tile the parameter.
 
-Checkpoints of mixtures have each expert by itself, gate and up projection apart; the model has them in one tensor. A rank reads the
-parts of those that it needs, and nothing else.
+Checkpoints of mixtures store each expert separately, and its gate and up projections separately too. The model has all of them in one
+tensor. A rank reads only the parts that it needs.
 """
 
 from __future__ import annotations

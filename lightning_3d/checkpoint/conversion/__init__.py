@@ -1,7 +1,7 @@
 """Conversion of other programs' checkpoints: Lightning's files and FSDP folders, DeepSpeed's folders.
 
-`lightning_file`, `fsdp_folder` and `deepspeed_folder` each make a `Foreign` of what they read, tensors unread; `pickles` reads what torch
-has saved without running code, `parameter_order` finds the names that a plain optimizer state leaves out.
+`lightning_file`, `fsdp_folder` and `deepspeed_folder` each return a `Foreign`, whose tensors are read later. `safe_unpickler` reads files
+of `torch.save` without running code. `parameter_order` finds the parameter names, which a plain optimizer state does not contain.
 """
 
 from lightning_3d.checkpoint.conversion.convert import Converted, convert, read_foreign

@@ -1,4 +1,4 @@
-"""Recognize and convert a checkpoint, tensor by tensor from mapped files: about one tensor is in memory."""
+"""Recognize and convert a checkpoint, tensor by tensor from mapped files, so that only about one tensor is in memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A checkpoint folder of DeepSpeed, with ZeRO or without, as its engine and Lightning's DeepSpeedStrategy write it (0.14 to 0.19).
 
-`*_model_states.pt` hold the module as each rank has it, and of ZeRO the order of what is flattened; `*_optim_states.pt` the flat ranges
-of each data-parallel rank. With stages 1 and 2 a group of parameters is one flat tensor, sharded in equal ranges; with stage 3 each
-parameter is sharded separately, and ranks have their shards of all parameters of a sub-group one after the other.
+`*_model_states.pt` hold the module as each rank has it and, with ZeRO, the order of the flattened parameters. `*_optim_states.pt` hold the
+flat ranges of each data-parallel rank. With stages 1 and 2 a group of parameters is one flat tensor, sharded in equal ranges; with stage 3
+each parameter is sharded separately, and ranks have their shards of all parameters of a sub-group one after the other.
 """
 
 from __future__ import annotations

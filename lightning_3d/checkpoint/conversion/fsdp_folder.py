@@ -48,7 +48,7 @@ def read_folder(path: Path, *, optimizer: bool = True, plain_only: bool = False)
 
 
 def _groups(tensors: TensorFolder, path: Path) -> list[dict[str, Any]]:
-    """Hyper parameters, each in an entry of its own: `optimizer_0.param_groups.1.lr`."""
+    """Read the hyperparameters of all parameter groups. Each has its own entry, such as `optimizer_0.param_groups.1.lr`."""
     groups: dict[int, dict[str, Any]] = {}
     saved = {name: tensors.read(_GROUPS + name) for name in tensors.names(_GROUPS)}
     saved |= {name: load(io.BytesIO(blob), source=f"{_GROUPS}{name} in {path}") for name, blob in tensors.blobs(_GROUPS).items()}

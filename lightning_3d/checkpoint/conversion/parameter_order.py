@@ -1,7 +1,7 @@
 """Find the parameter of each entry of a plain optimizer state, which has numbers instead of names.
 
 `torch.optim` numbers the parameters of all groups one after the other, and users make groups of `module.parameters()`, so each group has
-its parameters in the order of the module. Shapes then say nearly always what is where. Where they allow two answers, none is taken.
+its parameters in the order of the module. Shapes then nearly always identify each parameter. If they allow two answers, neither is used.
 """
 
 from __future__ import annotations

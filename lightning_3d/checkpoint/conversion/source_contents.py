@@ -76,7 +76,7 @@ class Foreign:
 
 
 def step_count(value: Any) -> Later:
-    """Adam's count of steps, as torch's optimizers keep it: a float32 number of each parameter."""
+    """Adam's count of steps in the form of torch's optimizers: one float32 number for each parameter."""
     return Later.of(torch.as_tensor(value, dtype=torch.float32).reshape(()).clone())
 
 

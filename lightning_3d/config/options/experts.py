@@ -44,6 +44,6 @@ class ExpertOptions:
 
     @property
     def asked_for(self) -> list[str]:
-        """Names of the options that are set; they need a mixture of experts."""
+        """Names of the options that are set and therefore need a mixture of experts."""
         values = {"moe_aux_loss": self.aux_loss, "moe_z_loss": self.z_loss, "moe_bias_update": self.bias_update}
         return [name for name, value in (values | {"moe_capacity_factor": self.capacity_factor}).items() if value]

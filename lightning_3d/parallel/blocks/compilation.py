@@ -34,7 +34,7 @@ class Compilation:
             raise ConfigError("compile=true needs Triton on CUDA, which is not installed. Run pip install triton, or use compile=false.")
         if find_schedule(schedule).split_backward:
             allow_second_backward()
-        allow_graphs(2 * blocks)  # each may be of a kind of its own; the last batch may have another shape
+        allow_graphs(2 * blocks)  # each block may be of a different kind, and the last batch may have another shape
         self._before = graph_breaks()
         self._uncompiled = uncompiled_frames()
 

@@ -1,7 +1,7 @@
 """Activation checkpointing: the results of a forward are not kept, but recomputed when the backward needs them.
 
-torch's non-reentrant checkpoint, which stops as soon as it has what the backward needs, so that the all-reduce that ends a
-tensor-parallel block is not repeated.
+This is torch's non-reentrant checkpoint. It stops recomputing as soon as it has what the backward needs, so it does not repeat the
+all-reduce at the end of a tensor-parallel block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from lightning_3d.compat.torch import functional_collectives, kept_collectives, 
 from lightning_3d.errors import ConfigError, did_you_mean
 
 ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
-"""Of an attention the projections are kept. What is between them is large where scores are kept, and cheap."""
+"""Operators whose results are kept when only attention is recomputed: its projections. The operators between the projections are cheap to
+recompute, but their results can be large, such as attention scores."""
 
 
 class Recompute:
     """Runner of a forward that the backward will run again.
 
     Args:
-        keep: overloads of operators whose results are kept all the same; None: none at all.
+        keep: overloads of operators whose results are kept instead of recomputed; None keeps no results.
     """
 
     def __init__(self, keep: frozenset[Any] | None) -> None:
@@ -37,7 +38,7 @@ class Recompute:
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A compiler keeps what was drawn; to let it save random states would end its graph.
+        # A compiler keeps the random numbers that were drawn; saving random states would break its graph.
         eager = not torch.compiler.is_compiling()
         if self._keep is None:
             return checkpoint(partial(_again, forward), *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)
@@ -59,16 +60,16 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _policy(keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the chosen operators. All random numbers are drawn again, in order: otherwise those after a kept one would differ."""
+    """Keep the results of the chosen operators, except random ones. If a random result were kept, the next random numbers would differ."""
     kept = operator in keep and torch.Tag.nondeterministic_seeded not in operator.tags
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def operators(names: Iterable[str]) -> frozenset[Any]:
-    """All overloads of ATen operators, each name with or without "aten." before it.
+    """Find all overloads of the named ATen operators. A name may begin with "aten.".
 
     Raises:
-        ConfigError: one does not exist.
+        ConfigError: an operator does not exist.
     """
     found: set[Any] = set()
     for name in names:
@@ -94,7 +95,7 @@ def _exists(name: str) -> bool:
 
 
 def attention_of(block: nn.Module) -> list[nn.Module]:
-    """The attentions in a block: outermost submodules with "attn" or "attention" in their name that hold matrices in submodules."""
+    """Find the attentions in a block: outermost submodules with "attn" or "attention" in their name that hold matrices in submodules."""
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:

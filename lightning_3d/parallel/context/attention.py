@@ -45,7 +45,8 @@ _running: ContextVar[Running | None] = ContextVar("running", default=None)
 
 @contextmanager
 def running(call: Running) -> Iterator[Running]:
-    """Context of one call of a model: masks that are made in it belong to it. Blocks get them as arguments, in a recomputation too."""
+    """Context of one call of a model. Masks that are made in it belong to this call; blocks get them as arguments, also in a
+    recomputation."""
     token = _running.set(call)
     try:
         yield call

@@ -7,8 +7,8 @@
     heads_to_sequence     all-to-all                    all-to-all       and back
     Ring.pass_on          to the next rank, from the previous one
 
-The first two leave the sharded region: all ranks continue with the same values, and each with a share of the loss, so that their gradients
-add up. All ranks call the same functions in the same order, with the same shapes.
+The first two end the sharded region: afterwards all ranks have the same values. Each rank computes only a share of the loss, so their
+gradients are summed. All ranks call the same functions in the same order, with the same shapes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def heads_to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 class Ring:
-    """Messages to the next rank, while the same come from the previous one."""
+    """Ring of ranks: sends messages to the next rank, and receives messages of the same shapes from the previous one."""
 
     def __init__(self, context: ContextParallel) -> None:
         self._group = context.group

@@ -16,8 +16,8 @@ from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, who
 class WholeSequence(Tensor):
     """This rank's tokens of a tensor that reports the full shape (batch, seq, ...).
 
-    Reading sizes and types communicates nothing. Everything else sees all tokens in their order: they are gathered over the
-    context-parallel group by one all-gather, with gradients, at the first such use and kept. It must happen on all of its ranks alike.
+    Reading sizes and types communicates nothing. Any other use sees all tokens in their order. At the first such use they are gathered over
+    the context-parallel group by one all-gather, with gradients, and kept. All ranks of the group must use the tensor in the same way.
 
     Attributes:
         local: (batch, seq / cp, ...); logits may be sharded by vocabulary too.

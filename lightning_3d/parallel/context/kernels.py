@@ -1,12 +1,12 @@
 """Attention of some queries to some keys, with the log-sum-exp needed to combine it with attention to other keys.
 
 Two parts of the keys give (out, lse) each; together they are the mean of the outs, weighted by exp(lse) (online softmax; Milakov and
-Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135). With the lse of all keys, the backward of a part needs
-nothing of the others.
+Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135). Given the lse of all keys, the backward of one part needs
+nothing from the other parts.
 
-A block of which only a part counts (at the edge of a window or of a document, with padding) is halved until its parts count as a whole,
-not at all, or are small. On CUDA, 16-bit parts of which everything or the causal half counts run PyTorch's flash attention. Others, and
-everything on the CPU, are computed in tiles of plain matrix products: no more than `TILE_ELEMENTS` scores exist at a time.
+A block of scores that is partly masked (at the edge of a window or of a document, or by padding) is halved until each part is unmasked,
+fully masked, or small. On CUDA, 16-bit parts that are unmasked or causal use PyTorch's flash attention. All others, and everything on the
+CPU, are computed in tiles by plain matrix products: no more than `TILE_ELEMENTS` scores exist at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Scores:
 
 @dataclass
 class Result:
-    """Result of the queries so far, (batch, heads, queries, width) and (batch, heads, queries); in the type of accumulation."""
+    """Result of the queries with the keys so far: `out` (batch, heads, queries, width) and `lse` (batch, heads, queries), in the type of
+    accumulation."""
 
     out: Tensor
     lse: Tensor

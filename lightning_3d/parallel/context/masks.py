@@ -1,6 +1,6 @@
 """Masks of attention in a sequence that several ranks share.
 
-Every rank knows the whole batch, so masks need no communication: what is asked is about positions in the whole sequence.
+Every rank knows the whole batch, so masks need no communication. Positions are those in the whole sequence.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Mask:
         )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
-        """The mask of layers with a window, or without, that keep documents apart or do not."""
+        """Return this mask for layers with this window (or none), and with or without the separation of documents."""
         return replace(self, window=window, documents=self.documents if separate else None, _covers={})
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        """The part of a block that counts. If it depends on the batch, it is computed once for all layers of a kind."""
+        """Find the part of a block that is not masked. If it depends on the batch, it is computed once for all layers of a kind."""
         if self.documents is None and self.padding is None:
             return self._find_cover(queries, keys)
         if (queries, keys) not in self._covers:

@@ -1,7 +1,8 @@
 """Ring attention: every rank keeps its queries, keys and values travel around the ring (Liu, Zaharia and Abbeel, arXiv:2310.01889).
 
-While a rank attends to the keys and values that it has, they are on their way to the next rank and others come from the previous one. In
-the backward they go round once more, and with them, one step behind, their gradients, which arrive where they belong after the last.
+While a rank attends to the keys and values that it has, it sends them to the next rank and receives others from the previous one. In the
+backward, keys and values travel around the ring again. Their gradients follow one step behind, and are back on the rank of the keys and
+values after the last step.
 """
 
 from __future__ import annotations

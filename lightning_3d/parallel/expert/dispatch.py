@@ -1,9 +1,9 @@
 """Dispatch of tokens to the ranks that have their experts, and back.
 
-Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of the hidden states in each direction
-of a layer. Before the first one the ranks exchange how many tokens they send, in an all-to-all of as many numbers as there are
-experts; to read the answer is the only time that a device is waited for. No pair is dropped for want of room, so the output is that of
-one process. (GShard, arXiv:2006.16668; without its capacity, as in MegaBlocks, arXiv:2211.15841.)
+Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of the hidden states in each direction of a
+layer. Before the first one the ranks exchange how many tokens they send, in an all-to-all of as many numbers as there are experts; reading
+the result is the only time that the host waits for the device. No pair is dropped because an expert is full, so the output is that of one
+process. (GShard, arXiv:2006.16668, but without its capacity limit, as in MegaBlocks, arXiv:2211.15841.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ExpertParallel:
         size: number of ranks.
         index: this rank's place in the group; it has the experts index * experts / size and following.
         tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
-        balanced: each rank is taken to send and to get as many tokens as any other, whatever routers say (dry runs, which do not know).
+        balanced: whether to assume that all ranks send and receive equally many tokens, instead of asking the routers. Used in dry runs,
+            where routers have no values.
     """
 
     group: dist.ProcessGroup

@@ -16,10 +16,11 @@ def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
 
 
 def balancing_loss(scores: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """E * sum over experts of f * P: f the tokens of an expert divided by all tokens, P the mean of its scores.
+    """Load-balancing loss of one layer and one micro-batch: E * sum over experts of f * P, where f is an expert's share of all tokens and P
+    the mean of its scores.
 
     The Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) with k choices of each token counted, as Transformers does: k
-    for an even load. Of a layer and a micro-batch.
+    for an even load.
 
     Args:
         scores: (n, E), each row of sum 1. If the tokens are on several ranks, only those of this rank: the sum over the ranks is the loss.
@@ -73,7 +74,7 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(carrier: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
-    """`carrier`; when its gradient is computed, `weight * loss` is differentiated too, wherever the rest of the loss is computed.
+    """Return `carrier` with `weight * loss` attached: when the gradient of `carrier` is computed, that of `weight * loss` is computed too.
 
     Args:
         loss: value of shape ().

@@ -146,11 +146,12 @@ class Routers:
         self._sums.zero_()
 
     def enter(self, micro_batch: int) -> None:
-        """Called before the forward or backward of a micro-batch."""
+        """Prepare for the forward or backward of a micro-batch."""
         self._micro_batch = micro_batch
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
-        """Set the number of rows of the running micro-batch, the weight of its loss unless `weigh` sets it. A filler has none."""
+        """Set the number of rows of the running micro-batch. It is the weight of the micro-batch's loss unless `weigh` sets another one; a
+        filler has weight 0."""
         self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
         if filler:
             self._fillers.add(self._micro_batch)

@@ -1,7 +1,7 @@
 """Check of the order in which a stage's forward calls the modules of a plan, which refuses what a pipeline would compute wrongly.
 
 What runs before the blocks is on the first stage only, what runs after them on the last, and every block on one. A module that is called at
-another place than the plan's "pp" part gives it would find nothing there.
+a different place than the plan's "pp" part says may not be on the stage that calls it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CallOrder:
 
     Args:
         plan: what the order should be.
-        look: also look for NaN, which absent values are, in the inputs of blocks other than the received hidden states. That synchronizes
-            with the device, so it is done in first forwards only.
+        look: whether to look for NaN in the inputs of blocks other than the received hidden states, because absent values are NaN. This
+            synchronizes with the device, so only the first forwards do it.
     """
 
     def __init__(self, plan: PlanOrder, *, look: bool = False) -> None:
@@ -59,7 +59,7 @@ class CallOrder:
     # The order of calls
 
     def enter_block(self, index: int) -> None:
-        """Called before block `index`, on any stage."""
+        """Check the call of block `index`, on any stage, before it runs."""
         if index == self._next:
             self._next += 1
             return
@@ -83,7 +83,7 @@ class CallOrder:
             self._inside = None
 
     def call_before(self, name: str) -> None:
-        """Called before a module that the plan names before the blocks."""
+        """Check the call of a module that the plan names before the blocks."""
         if self._next == 0:
             self._preceded.append(name)
             return
@@ -94,7 +94,7 @@ class CallOrder:
         self._refuse_order(f"'{name}' runs after the blocks, but the plan names it before them. Name it after '{plan.layers}'", rest, after)
 
     def call_after(self, name: str) -> None:
-        """Called before a module that the plan names after the blocks."""
+        """Check the call of a module that the plan names after the blocks."""
         plan = self._plan
         if self._next == plan.blocks and self._inside is None:
             self._followed.append(name)
@@ -108,7 +108,7 @@ class CallOrder:
         )
 
     def finish(self) -> None:
-        """Called when the model has returned, on the last stage."""
+        """Check the calls of a forward when the model has returned, on the last stage."""
         plan = self._plan
         if self._next < plan.blocks:
             raise PlanError(

@@ -32,7 +32,7 @@ class Step(Protocol):
     """The user's step on the micro-batches of one batch."""
 
     def enter(self, micro_batch: int) -> None:
-        """Called before every forward and backward of a micro-batch: sets the random state that recomputation must find again."""
+        """Set the random state of a micro-batch before each forward and backward of it, so that recomputation draws the same numbers."""
 
     def __call__(self, micro_batch: int) -> Tensor | None:
         """Run the step: returns the weighted loss on the last stage, ends in a StageBoundary before it."""
@@ -73,8 +73,8 @@ class PipelineEngine:
         vp: stages per rank.
         state: shared with the gates in the model.
         device: where hidden states live.
-        after_backward: called with a stage's parameters after each action that may add to their gradients, and with `stage` (which of
-            this rank's, counted from 0) and `last` (there are no more such actions).
+        after_backward: called with a stage's parameters after each action that may add to their gradients. Its keywords are `stage` (index
+            among this rank's stages) and `last` (True if no such action follows).
         recorder: records actions and messages.
     """
 

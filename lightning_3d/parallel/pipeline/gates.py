@@ -18,7 +18,7 @@ from lightning_3d.parallel.pipeline.state import PipelineState, Sides, StageBoun
 class Absent(nn.Module):
     """A module without parameters that replaces `original`, called `name`, which is on another stage.
 
-    It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
+    It keeps the attributes of `original` that are plain values, because some models read a block's attention kind.
     """
 
     def __init__(self, name: str, original: nn.Module) -> None:
@@ -38,9 +38,8 @@ class Absent(nn.Module):
 
 
 class AbsentInput(Absent):
-    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states.
-
-    Until the received hidden states enter nothing may be computed from it that counts.
+    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states. No result that is used
+    may depend on it, because the received hidden states replace it at the first block.
     """
 
     def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:

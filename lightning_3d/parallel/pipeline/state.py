@@ -66,7 +66,7 @@ class PipelineState:
             The first stage sees it and broadcasts it, so that a stub returns what a block would.
         plan: the order of execution that the plan gives; None as long as nothing is partitioned.
         order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
-        whole: this rank holds all blocks (no pipeline), so that the model works outside a step too.
+        whole: whether this rank holds all blocks (no pipeline), so that the model works outside a step too.
         sequence: how the hidden states between blocks are split over tensor-parallel ranks.
     """
 

@@ -5,9 +5,9 @@ all. On NCCL the operations of one communicator run one after another. Every pai
 `connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
 communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
 
-A tensor that is sent is kept until the send has completed. NCCL reports that; gloo does only to a wait, which would stall the sender. But
-every rank knows the actions of all: when a message from a neighbour has arrived, everything that the neighbour had to receive before it
-sent that one has arrived there too, and waiting for it takes no time.
+A tensor that is sent is kept until the send has completed. NCCL reports completion; with gloo a rank must wait to learn of it, which would
+stall the sender. But every rank knows the actions of all ranks. When a message from a neighbour arrives, the neighbour has already received
+everything that it needed to send this message. So waiting for the sends of those tensors takes no time.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def check_replicated_gradients(
     """Compare the gradients of replicated parameters over the ranks, after a backward and before any reduction.
 
     A parameter that every rank holds whole but uses on its own heads only gets a different, partial gradient on each
-    rank, and the replicas would drift apart in silence. One all-reduce over `group` of four numbers per replicated
+    rank, and the replicas would silently diverge. One all-reduce over `group` of four numbers per replicated
     parameter.
 
     Args:

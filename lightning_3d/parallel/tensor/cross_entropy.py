@@ -53,7 +53,7 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce_flat(extremes, group, dist.ReduceOp.MAX)
         highest, is_held = extremes
 
-        # The highest score is subtracted before the exponential and from the target's alike, as log_softmax does.
+        # Like log_softmax, subtract the highest score before the exponential, and also from the score of the target.
         shifted = scores - highest.unsqueeze(-1)
         target_score = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
         sums = torch.stack([shifted.exp_().sum(-1), target_score])

@@ -25,12 +25,13 @@ class Heads:
     keys: int
 
     def on_one_rank(self, tp_size: int) -> Heads:
-        """Key heads that are fewer than ranks are replicated, so that a rank has one."""
+        """Return the heads on one rank. If there are fewer key heads than ranks, they are replicated, so that each rank has one."""
         return Heads(self.queries // tp_size, max(self.keys // tp_size, 1))
 
 
 def is_key_or_value(name: str) -> bool:
-    """True if by its name a layer (or its parameter) computes keys or values, which may have fewer heads than ranks."""
+    """Return whether the name of a layer (or of its parameter) says that it computes keys or values, which may have fewer heads than
+    ranks."""
     layer = name.removesuffix(".weight").removesuffix(".bias")
     return _KEY_OR_VALUE.fullmatch(layer.rpartition(".")[2]) is not None
 
@@ -52,7 +53,7 @@ def heads_of(module: nn.Module, parent_name: str, cuts: Mapping[str, Cut]) -> He
     }
     sizes = [value for name in ("head_dim", "head_size") if isinstance(value := getattr(parent, name, None), int)]
     sizes += [size // queries for name, size in rows.items() if not is_key_or_value(name) and size % queries == 0]
-    # Some families have other numbers of key heads in some layers: the layer's size goes before the configuration.
+    # Some families have other numbers of key heads in some layers: the layer's size takes precedence over the configuration.
     for name, size in rows.items():
         if is_key_or_value(name) and sizes and size % sizes[0] == 0 and queries % (size // sizes[0]) == 0:
             return Heads(queries, size // sizes[0])

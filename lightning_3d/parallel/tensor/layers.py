@@ -22,7 +22,7 @@ class Region:
     """Tensor-parallel part of a parent module (an attention, an MLP): its collectives at the start and at the end.
 
     Column-parallel siblings that are fed the same tensor share one copy of it, so their input gradients are added
-    locally and reduced over the group once. The copy is forgotten when all siblings have had it, or at the way out.
+    locally and reduced over the group once. The copy is dropped when all siblings have used it, or at the end of the region.
 
     Args:
         context: the group.
@@ -47,7 +47,7 @@ class Region:
     def enter(self, x: Tensor, name: str | None = None) -> Tensor:
         """Prepare `x` for column-parallel layers.
 
-        `name` is that of the dropout stream of what follows, None where nothing follows in parts.
+        `name` is the name of the dropout stream inside the region; None if nothing in it is sharded.
         """
         if x is not self._outside or self._with_gradient != torch.is_grad_enabled():
             self._outside, self._with_gradient = x, torch.is_grad_enabled()

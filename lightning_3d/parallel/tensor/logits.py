@@ -20,12 +20,11 @@ from lightning_3d.parallel.tensor.group import TensorParallel
 class VocabParallelLogits(Tensor):
     """This rank's columns of logits that report the full shape.
 
-    Reading sizes and types communicates nothing. Operations that treat every entry alike (casting, scaling, a soft cap,
-    detach), that leave the last dimension alone (`logits[:, :-1]`, `view(-1, vocabulary)`) and the cross-entropy of
-    flat logits stay on the shards. Everything else sees the full logits: they are gathered over the tensor-parallel
-    group by one all-gather, with gradients, at the first such use and kept. Like any collective it must happen on all
-    ranks of the group alike, so code that reads logits on rank 0 only waits for ever. Changing logits in place is
-    refused: write `logits = logits.masked_fill(...)`.
+    Reading sizes and types communicates nothing. Operations that treat every entry alike (casting, scaling, a soft cap, detach), that leave
+    the last dimension alone (`logits[:, :-1]`, `view(-1, vocabulary)`) and the cross-entropy of flat logits stay on the shards. Everything
+    else sees the full logits: they are gathered over the tensor-parallel group by one all-gather, with gradients, at the first such use and
+    kept. Like any collective, this must happen on all ranks of the group: code that reads logits only on rank 0 hangs. Changing logits in
+    place is refused: write `logits = logits.masked_fill(...)`.
 
     Attributes:
         local: (..., local vocabulary), a plain tensor.

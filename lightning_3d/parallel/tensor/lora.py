@@ -3,7 +3,7 @@
     column parallel    base (rows split)     A whole      B (rows split)   input entered once, for both products
     row parallel       base (columns split)  A (columns split)  B whole    both products summed by the one all-reduce
 
-So a block has as many collectives as without adapters. What is whole has partial gradients, which are summed once a step
+So a block has as many collectives as without adapters. Matrices that are whole have partial gradients, which are summed once a step
 (`rewrite.shard_specs`).
 """
 

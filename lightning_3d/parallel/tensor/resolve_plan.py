@@ -40,7 +40,7 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool 
     """Find the cut of every module and parameter that the plan names and that is on this rank, with heads filled in.
 
     Args:
-        whole: no module has gone to another stage yet. A named module without parameters is then the model's own.
+        whole: whether no module was moved to another stage yet. Then a named module without parameters is not a stub.
 
     Raises:
         PlanError: a style that its module cannot have.
@@ -98,8 +98,8 @@ def cut_dimension(style: str, ndim: int, *, is_bias: bool) -> int | None:
 def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     """The part of a dimension of `total` rows that rank `tp_rank` gets.
 
-    Whole units are split evenly. Key and value heads that are fewer than ranks are replicated, each on tp / heads
-    neighbouring ranks. Rows without units are split into runs of ceil(total / tp), the last ones shorter.
+    Whole units are split evenly. If there are fewer key and value heads than ranks, each head is replicated on tp / heads neighbouring
+    ranks. Rows without units are split into runs of ceil(total / tp), the last ones shorter.
 
     Raises LayoutError when heads do not fit tp, or when a rank would get nothing.
     """

@@ -88,9 +88,8 @@ def rewrite(
 ) -> None:
     """Turn `module` into this rank's shard, in place. No communication.
 
-    Every cut layer becomes an instance of a subclass of its class, under the same name; parameters become the local
-    shards (on meta they stay there); head counts that an attention of Transformers reads become local. Modules that are not here
-    any more are passed over.
+    Every cut layer becomes an instance of a subclass of its class, under the same name; parameters become the local shards (on meta they
+    stay there); head counts that an attention of Transformers reads become local. Modules that are on other stages are skipped.
 
     Args:
         specs: of the parameters that are here; of tied ones one name is enough.

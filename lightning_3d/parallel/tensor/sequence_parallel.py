@@ -7,7 +7,7 @@ arXiv:2205.05198, section 4.2.2): between its sharded layers a block works on a 
     behind the last block     hidden states are gathered                             backward: slice
 
 Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
-each rank; these are summed once a step. Outside of blocks everything sees whole sequences: positions, masks, embeddings, the output head.
+each rank; these are summed once a step. Everything outside the blocks sees whole sequences: positions, masks, embeddings, the output head.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def _within(name: str, modules: Iterable[str]) -> bool:
 
 
 def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut]) -> SequenceRegions:
-    """Find the regions of the blocks of `module`, whole, on meta or not.
+    """Find the regions of the blocks of the whole `module`, on meta or not.
 
     Args:
         cuts: as `resolve` returns them.
 
     Raises:
-        PlanError: it is not known that the rest of a block treats every token by itself.
+        PlanError: the rest of a block may not process each token separately.
     """
     if not plan.layers:
         raise PlanError("The plan has no 'pp' part with the blocks, so it is unknown where to split the sequence.")
@@ -129,14 +129,14 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Map
 
 
 def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Make the regions of `module`, whole, gather the sequence, in place. Names, hooks and parameters stay."""
+    """Make the regions of the whole `module` gather the sequence, in place. Names, hooks and parameters stay."""
     for names, kind in ((regions.parents, GatheredRegion), (regions.wholes, WholeRegion)):
         for name in names:
             specialize(module.get_submodule(name), kind, tp_context=context)
 
 
 def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Make the first block of `module`, whole, split the sequence and the last one gather it, in place."""
+    """Make the first block of the whole `module` split the sequence and the last one gather it, in place."""
     specialize(module, SequenceModel)
     blocks = list(module.get_submodule(regions.layers).named_children())
     for name, block in blocks:

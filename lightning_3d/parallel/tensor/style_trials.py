@@ -1,9 +1,10 @@
 """Styles for which the shards of an MLP or of a mixture's experts add up to the whole.
 
-A style says how a tensor is sharded, but its meaning depends on the forward. If a forward splits a fused `gate_up_proj` into halves, both
-halves must be sharded (`packed_colwise`); if gate and up are interleaved, the whole is (`colwise`). Families declare the wrong one. An
-activation that needs a whole row (Gemma 3n's sparse one) allows no sharding between the layers at all. So each kind of module runs here
-once, whole and sharded, on a few random tokens and weights, in float32 on the CPU: no rank communicates, and the model may be on meta.
+A style says how a tensor is sharded, but its meaning depends on the forward. If a forward splits a fused `gate_up_proj` into halves, each
+half must be sharded separately (`packed_colwise`). If gate and up are interleaved, the matrix is sharded as one (`colwise`). Some families
+declare the wrong style. An activation that needs a whole row (Gemma 3n's sparse one) allows no sharding between the layers at all. So each
+kind of module runs here once, whole and sharded, on a few random tokens and weights, in float32 on the CPU: no rank communicates, and the
+model may be on meta.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data-parallel backend: gradients, optimizer state and the optimizer's step over data-parallel ranks.
 
 One backend (`backend`) has three parts: a store of parameters (`parameter_store`, `sharded_parameters`), a reducer of gradients (`reducer`)
-and what steps the optimizer (`plain_stepper`, `deepspeed_stepper`). `compose` has which stage uses which.
-DeepSpeed is imported only at stages above 0, which takes a second; `shape_only_engine` takes its place in dry runs.
+and a stepper that runs the optimizer (`plain_stepper`, `deepspeed_stepper`). `compose` chooses the parts for each ZeRO stage. DeepSpeed is
+imported only at stages above 0, which takes a second; `shape_only_engine` takes its place in dry runs.
 """
 
 from __future__ import annotations

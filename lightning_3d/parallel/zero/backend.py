@@ -100,12 +100,13 @@ class DataParallelBackend:
     def shard(
         self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
-        """Shard the parameters of `module` over the data-parallel ranks, if the stage does; before `prepare` and before evaluation.
+        """Shard the parameters of `module` over the data-parallel ranks if the ZeRO stage does so. Call it before `prepare` and before
+        evaluation.
 
         Args:
             module: this rank's part of the model.
             blocks: modules whose parameters may be gathered apart from the others, in the order in which they are called.
-            device: where parts are kept and parameters gathered; they may come from elsewhere.
+            device: device on which shards are kept and parameters are gathered; `module` may be on another one.
             is_active: whether a call of a block will run it.
         """
         self._store.shard(module, blocks, device, is_active)
@@ -124,7 +125,7 @@ class DataParallelBackend:
         self._store.make_whole()
 
     def abandon(self) -> bool:
-        """After a failure, instead of `make_whole`: leave the modules alone. Local.
+        """Leave the modules unchanged after a failure; call it instead of `make_whole`. Local.
 
         Returns:
             Whether parameters stay without values, because other ranks have them.
@@ -164,13 +165,14 @@ class DataParallelBackend:
 
     @contextmanager
     def gradient_scope(self, *, begins: bool = True, ends: bool = True, overlap: bool = True) -> Iterator[None]:
-        """Context of the forward and backward of one batch. An optimizer step has several where gradients accumulate over batches.
+        """Context of the forward and backward of one batch. An optimizer step has several such contexts if gradients accumulate over
+        batches.
 
         When its body raises, nothing more is sent: other ranks would wait for it.
 
         Args:
-            begins: it is the first of a step, before which there are no gradients.
-            ends: it is the last of a step, in which they are reduced.
+            begins: whether the batch is the first of an optimizer step, so that there are no gradients yet.
+            ends: whether the batch is the last of an optimizer step, in which gradients are reduced.
             overlap: the gradients of a stage may be reduced as soon as they are complete, while other stages still compute.
         """
         training = self._training
@@ -192,9 +194,8 @@ class DataParallelBackend:
             raise RuntimeError("The gradients were not reduced inside their scope; call reduce() after the last backward.")
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
-        """Called after each action that may add to the gradients of `parameters`, all those of one pipeline stage.
-
-        Moves bf16 gradients to float32 sums and starts the reduction of what is complete.
+        """Take note of an action that may have added to the gradients of `parameters`, which are those of one pipeline stage. Moves bf16
+        gradients to float32 sums and starts the reduction of what is complete.
 
         Args:
             parameters: those of the stage.

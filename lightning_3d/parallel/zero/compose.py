@@ -92,7 +92,7 @@ class Composition:
         scatters = self._scatters(trained)
         overlapped = None
         slots = slots_of(dense)
-        # A part that is reduce-scattered whole would wait for the last of several stages.
+        # With several stages, the reduce-scatter of a whole part would have to wait for the last stage.
         if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.stages) > 1)):
             shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.group)))]
             eager = self._eager(trained, trained.stages, slots, shares, at_once=self.zero.reduce == MICRO_BATCH)

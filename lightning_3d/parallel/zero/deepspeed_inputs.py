@@ -82,7 +82,7 @@ def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = F
     Args:
         dtype: type of the trained parameters.
         offload: master weights, optimizer and its step are in host memory, with any optimizer of torch.
-        pin: the buffers there that are copied to and from the device are page-locked.
+        pin: whether to page-lock the host buffers that are copied to and from the device.
     """
     zero: dict[str, object] = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
     if offload:
@@ -94,6 +94,6 @@ def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = F
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # The check communicates, also with pipeline ranks that train nothing and wait elsewhere, and would skip steps.
+        # The check would skip steps. It also communicates with pipeline ranks that train nothing and wait elsewhere.
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
     }

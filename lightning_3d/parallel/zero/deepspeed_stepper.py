@@ -4,7 +4,8 @@ DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of wh
 float32 master weights and optimizer state; after the optimizer's step the parts are all-gathered. At stages 1 and 2 these are the whole
 parameters. At stage 3 they are this rank's pieces of them, and the engine has one data-parallel rank only.
 
-The norm is not DeepSpeed's, which costs one all-reduce per parameter group and waits for ever where pipeline ranks have different groups.
+This package computes the gradient norm itself. DeepSpeed's norm costs one all-reduce per parameter group, and hangs if pipeline ranks have
+different groups.
 
 With `offload`, master weights, optimizer state and step are in host memory, where DeepSpeed's `offload_optimizer` has them. The gradient
 of the owned part is reduced, measured and clipped on the device and copied to host memory for the step. The new weights of that part are
@@ -72,7 +73,7 @@ class DeepSpeedStepper(Stepper):
         for group in optimizer.param_groups:
             group["params"] = [self._tensors[parameter] for parameter in group["params"] if parameter in self._tensors]
         if sharded:
-            for group in optimizer.param_groups:  # in every flat buffer those of uneven size come last
+            for group in optimizer.param_groups:  # parameters of uneven size come last in every flat buffer
                 group["params"].sort(key=lambda tensor: trained.is_uneven(self._entries[id(tensor)].entry))
             self._expert_groups = self._split_off_experts()
         if tensors:  # else a wholly frozen stage; its data-parallel replicas are frozen too

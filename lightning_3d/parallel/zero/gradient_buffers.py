@@ -110,9 +110,9 @@ class _Message:
 class FlatGradients:
     """A layout of gradients in one flat buffer that is summed over a group, in buckets or in parts that go to one rank each.
 
-    The buffer exists from the first message on until its gradients are replaced; a gradient is freed as soon as it is
-    copied. Behind the gradients lies one number per parameter, the count of ranks that had a gradient: one that no rank
-    had stays None, as in a single process, where the optimizer would leave such a parameter alone.
+    The buffer exists from the first message on until its gradients are replaced; a gradient is freed as soon as it is copied. After the
+    gradients, the buffer has one number per parameter: the count of ranks that had a gradient. If no rank had one, the gradient stays None,
+    so the optimizer leaves the parameter unchanged, as in a single process.
 
     Messages are sent in one order on all ranks: by wave, then by place.
 
@@ -210,7 +210,7 @@ class FlatGradients:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def start(self, wave: int, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor | None = None) -> None:
-        """Take the gradients that are complete up to `wave` out of `sums` and start to reduce them.
+        """Remove the gradients that are complete up to `wave` from `sums` and start to reduce them.
 
         Args:
             scale: factor of the sums; None if it is not known yet, and they are multiplied at the end.
@@ -251,7 +251,7 @@ class FlatGradients:
             The flat buffer, shape (numel,), of which the gradients are views now.
         """
         flat, absent = self._finish(sums, group, scale)
-        # Only a rank that lacks a gradient looks at the counts: on an accelerator that waits for the reduction.
+        # Only a rank that lacks a gradient reads the counts, because on an accelerator reading waits for the reduction.
         nowhere = {index for index in absent if flat[self.numel + index].item() == 0}
         self.absent = [self._slots[index].parameter for index in sorted(nowhere)]
         for index, slot in enumerate(self._slots):

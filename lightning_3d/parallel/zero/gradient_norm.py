@@ -1,8 +1,7 @@
 """The norm of the whole model's gradient, the same number in every layout and on every rank, and clipping by it.
 
-Every element counts once: a shard that several tensor-parallel ranks hold, and a copy that is tied across pipeline
-stages, count on one of them (`ShardSpec.counts_in_norm`). Squares are added in float64, so that the number does not
-depend on how the model is cut.
+Every element counts once: a shard that several tensor-parallel ranks hold, and a copy that is tied across pipeline stages, count on one of
+them (`ShardSpec.counts_in_norm`). Squares are added in float64, so that the number does not depend on how the model is sharded.
 """
 
 from __future__ import annotations

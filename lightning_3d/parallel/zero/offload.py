@@ -44,7 +44,7 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
 
 
 def rounds_by_place(optimizer: Optimizer) -> bool:
-    """True if on a CPU the update of an element depends on its place in the tensor.
+    """Return whether an optimizer's update of an element on a CPU depends on the element's place in the tensor.
 
     Kernels for the whole update compute the last elements of a tensor, too few for a vector instruction, rounding them differently from the
     others (DeepSpeed 0.19, torch 2.13: 6e-8 after 30 steps). Copies that several ranks step, tied ones for example, would drift apart.

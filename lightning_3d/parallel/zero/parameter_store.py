@@ -55,11 +55,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def before_gradients_are_taken(self) -> None:
-        """After a backward action, before its gradients are reduced: refuse those that were computed from missing parameters."""
+        """Refuse gradients that were computed from missing parameters. Called after a backward action, before its gradients are reduced."""
 
     @abstractmethod
     def after_backward(self) -> None:
-        """After a backward action and the reduction of its gradients."""
+        """Free parameters after a backward action and the reduction of its gradients."""
 
     @abstractmethod
     def held(self) -> list[Tensor]:
@@ -72,7 +72,7 @@ class WholeParameters(ParameterStore):
     def shard(
         self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
-        """Nothing is sharded."""
+        """Do nothing: parameters are not sharded."""
 
     def parameters_in_use(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -81,7 +81,7 @@ class WholeParameters(ParameterStore):
         return []
 
     def make_whole(self) -> None:
-        """They are whole."""
+        """Do nothing: parameters are whole already."""
 
     def abandon(self) -> bool:
         return False
@@ -90,10 +90,10 @@ class WholeParameters(ParameterStore):
         return [TrainedTensor(entry, entry.parameter) for entry in trained.entries]
 
     def before_gradients_are_taken(self) -> None:
-        """No parameter is ever missing."""
+        """Do nothing: no parameter is ever missing."""
 
     def after_backward(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def held(self) -> list[Tensor]:
         return []

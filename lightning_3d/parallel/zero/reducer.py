@@ -22,10 +22,10 @@ class Reduction(ABC):
         """Forget the gradients of the step before."""
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - most wait for the last micro-batch
-        """After each backward action of a stage with these parameters."""
+        """Take note of a backward action of a stage with these parameters."""
 
     def start(self, wave: int) -> None:  # noqa: B027 - what is not started is reduced by `finish`
-        """Begin to sum the gradients of a wave, which are complete."""
+        """Start to sum the gradients of a wave, which must be complete."""
 
     @abstractmethod
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
@@ -168,7 +168,7 @@ class Overlapped(Reduction):
             self._eager.flush(parameters)
 
     def block_finished(self, parameters: list[nn.Parameter]) -> None:
-        """The backward of a micro-batch through a block is over, on all ranks at the same point."""
+        """Send the gradients of a block when a micro-batch's backward through it has ended. All ranks call this at the same point."""
         if self._each_micro_batch:
             self._eager.finished(parameters)
 
@@ -239,7 +239,7 @@ class Reducer:
         """See `DataParallelBackend.after_backward`."""
         parameters = list(parameters)
         for reduction in self._reductions:
-            reduction.after_backward(parameters)  # before the sums: these gradients never get there
+            reduction.after_backward(parameters)  # before the sums, which these gradients never reach
         self._sums.absorb(parameters)
         if last and self.overlaps:
             self._finished.add(stage)

@@ -92,7 +92,7 @@ class ShapeOnly:
 
     @staticmethod
     def import_deepspeed(device: torch.device) -> None:
-        """Nothing is imported."""
+        """Do nothing: DeepSpeed is not needed."""
 
     @staticmethod
     def deepspeed_engine(

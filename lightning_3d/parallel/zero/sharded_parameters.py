@@ -1,7 +1,7 @@
 """Stage 3: every data-parallel rank keeps a part of every unit of parameters (`parameter_units`), and its optimizer trains that part.
 
-DeepSpeed's own stage 3 is not used: it frees parameters by giving them other storage, which views that autograd has saved do not follow
-(the transposed weight of every linear layer), and its hooks see neither the chunks nor the split backward of a pipeline.
+DeepSpeed's own stage 3 is not used: it frees a parameter by giving it another storage, but the views that autograd has saved (such as the
+transposed weight of every linear layer) keep the old one. Its hooks also support neither the chunks nor the split backward of a pipeline.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Stepper(ABC):
         """Copy what a callback (one that clips weights, for example) wrote into parameters into the master weights, before a step."""
 
     def take_gradients(self) -> None:  # noqa: B027 - only separate master weights have gradients of their own
-        """After the reduction: give the optimizer's tensors their gradients."""
+        """Give the optimizer's tensors their gradients, after the reduction."""
 
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:

@@ -1,4 +1,5 @@
-"""The parameters that a rank trains: who shares them, in which order their gradients are complete, and what cannot be trained exactly."""
+"""The parameters that a rank trains: which ranks share them, in which order their gradients become complete, and which parameters cannot be
+trained exactly."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SelfCheck:
     The check needs the memory of one whole block of each kind with its gradients, and of this rank's shard of it.
 
     Args:
-        mode: "auto": unless the combination of model, plan, layout and versions is known to be right. "always". "never".
+        mode: "auto" (unless this combination of model, plan, layout and versions has passed before), "always" or "never".
         mesh: process groups of the run.
         options: options of the model.
         device: device of this rank.
@@ -72,7 +72,7 @@ class SelfCheck:
         return self
 
     def inspect(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None:
-        """Decide on all ranks alike whether to check a model, and copy it, before it is partitioned.
+        """Decide whether to check a model, the same on all ranks, and copy it before it is partitioned.
 
         Args:
             module: the whole pipelined module.
@@ -195,7 +195,7 @@ class _Subject:
 
 
 def apply_whole_config(module: nn.Module) -> None:
-    """Turn off the loss of routers, which a whole model adds to its outputs and ranks compute elsewhere."""
+    """Turn off the loss of routers. A whole model adds it to its outputs, but ranks compute it elsewhere."""
     config = getattr(module, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""A second instance of a model for the self-check: same modules and buffers, little memory, and weights that hide no fault."""
+"""A second instance of a model for the self-check: the same modules and buffers in little memory, with weights chosen so that errors become
+visible."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 class Skipped(nn.Module):
     """Stands for a block that a check skips: passes on the hidden states in the form in which blocks return them.
 
-    It has the plain values among the attributes of `original`: some models ask a block for its attention kind.
+    It keeps the attributes of `original` that are plain values, because some models read a block's attention kind.
     """
 
     def __init__(self, original: nn.Module, tuples: dict[str, int]) -> None:
@@ -134,9 +135,8 @@ class Skipped(nn.Module):
 
 
 def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Group the indices of blocks by kind: the same modules with the same shapes and plain attributes.
-
-    An attribute that is the index of its block (`layer_idx`) does not make a kind.
+    """Group the indices of blocks by kind. Blocks of one kind have the same modules with the same shapes and plain attributes; an attribute
+    that is the index of its block (`layer_idx`) is ignored.
     """
     entries = [described(block) for block in blocks]
     every: set[str] = set().union(*(entry.keys() for entry in entries))

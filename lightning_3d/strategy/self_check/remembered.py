@@ -39,7 +39,7 @@ def versions() -> str:
 
 
 def family_of(module: nn.Module) -> str:
-    """Hash the classes in a model and the plan that it declares, whatever its sizes and number of layers are."""
+    """Hash the classes in a model and the plan that it declares, but not its sizes and number of layers."""
     kinds = sorted({f"{type(child).__module__}.{type(child).__qualname__}" for child in module.modules()})
     try:
         plan = _plan(read_plan(module))

@@ -49,8 +49,8 @@ class SameBatch:
     """Refuses different batches on ranks that must read the same one.
 
     Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
-    its own, and train on nonsense without any error. One all-reduce of two numbers over ("tp", "cp", "pp") in the first 3 steps and
-    in every 64th.
+    rank a different batch, and training would silently be wrong. One all-reduce of two numbers over ("tp", "cp", "pp") in the first 3 steps
+    and in every 64th.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:

@@ -117,7 +117,7 @@ def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
     """Count the rows at the end of this batch that a DistributedSampler repeated from the beginning of the data set.
 
     Rank r of R reads the samples r, r + R, r + 2R, ... of the shuffled order, which is continued from its start until all ranks
-    have equally many. Whatever is behind the end of the order is a repetition.
+    have equally many. Rows after the end of the order are repetitions.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler) or not loader.batch_size:
@@ -150,7 +150,7 @@ def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
     """Join what the user's step returned for each micro-batch.
 
-    Rows are concatenated, numbers averaged (counts, which are whole numbers, summed); of anything else the last one is kept.
+    Rows are concatenated, numbers averaged (counts, which are whole numbers, summed); of all other values only the last one is kept.
 
     Args:
         weights: weights of the micro-batches, as in their loss; float64 tensors of shape ().

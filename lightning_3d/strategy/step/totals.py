@@ -36,7 +36,7 @@ class BatchTotals:
         """Pack what this rank, which ran the last stage, adds to the totals.
 
         Args:
-            sums: (loss times weight, weight) of each micro-batch, float64 on `device`: no copy to the host is waited for.
+            sums: (loss times weight, weight) of each micro-batch, float64 on `device`, so that the host need not wait for them.
             log_keys: checksum of the keys that the step logged.
             extras: the step returned more than a loss.
 
@@ -62,8 +62,8 @@ class BatchTotals:
     def require_equal_keys(self) -> None:
         """Refuse ranks that logged different names.
 
-        Numbers are equal exactly where the square of their sum is the sum of their squares times their count (Cauchy-Schwarz). All three
-        are whole numbers below 2**53, so equal checksums are never refused because of rounding.
+        Numbers are equal if and only if the square of their sum equals the sum of their squares times their count (Cauchy-Schwarz). All
+        three are whole numbers below 2**53, so equal checksums are never refused because of rounding.
 
         Raises:
             ConfigError: on every rank.

@@ -103,7 +103,7 @@ class StepTracer:
             self.recorder.begin()
 
     def before_reduction(self, backend: DataParallelBackend) -> None:
-        """Note the gradients, when those of the step are complete on this rank: now they take most memory."""
+        """Record the memory of gradients when those of the step are complete on this rank, because they then need most memory."""
         if self._watch is not None:
             self._watch.note_gradients(backend.held()["gradients"])
 

@@ -45,7 +45,7 @@ class PeriodicCheckpoint(ModelCheckpoint):
     ) -> None:
         self._keeps_newest = monitor is None
         self._chooses_interval = every_n_train_steps is every_n_epochs is train_time_interval is None
-        if monitor is None and save_top_k > 1:  # Lightning keeps several only by a number that it compares
+        if monitor is None and save_top_k > 1:  # Lightning keeps several checkpoints only if it can compare them by a number
             monitor, options["mode"] = "step", "max"
         super().__init__(
             dirpath,
@@ -64,8 +64,10 @@ class PeriodicCheckpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        """Key of the callback's state. It leaves out the interval, so that a fit that resumes with another one knows which checkpoints"
-        " it keeps."""
+        """Key of the callback's state.
+
+        It leaves out the save interval, so that a fit resumed with a different interval still knows which checkpoints it keeps.
+        """
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     @override
