@@ -1,4 +1,4 @@
-"""Resharding: the rectangular slices of the whole model's tensors that a rank holds, whatever the layout. Only views and shape arithmetic."""
+"""Resharding: the rectangular slices of whole tensors of the model that a rank holds, in any layout. Views and shape arithmetic only."""
 
 from __future__ import annotations
 
