@@ -131,7 +131,21 @@ def test_a_users_plan_belongs_to_the_module_that_has_its_names() -> None:
     user = User(model=models.build(models.PLAIN))
     assert find_pipeline_module(user, user_plan=models.PlainModel.plan)[0] == "model"
     with pytest.raises(PlanError, match="has all the names"):
-        find_pipeline_module(user, user_plan={"tp": {"blocks.*.query": "colwise"}})
+        find_pipeline_module(user, user_plan=models.PlainModel.plan | {"tp": {"blocks.*.query": "colwise"}})
+
+
+def test_a_plan_with_a_wrong_name_is_explained_by_the_module_that_has_the_others() -> None:
+    user = User(loss=nn.Linear(2, 2), model=models.build(models.PLAIN))
+    plan = models.PlainModel.plan
+    names = {*plan["pp"], *plan["tp"]}
+    [wrong, *_] = plan["tp"]
+    misspelt = {"pp": plan["pp"], "tp": {f"{name}x" if name == wrong else name: style for name, style in plan["tp"].items()}}
+    with pytest.raises(PlanError) as refused:
+        find_pipeline_module(user, user_plan=misspelt)
+    assert f"{len(names) - 1} of {len(names)} match 'model' (PlainModel), but '{wrong}x' matches no" in str(refused.value)
+    assert f'Did you mean "{wrong}"?' in str(refused.value)
+    with pytest.raises(PlanError, match="has any of the names"):
+        find_pipeline_module(user, user_plan={"tp": {"h.*.attn": "colwise"}})
 
 
 def test_a_module_without_a_plan_is_refused_with_what_to_write() -> None:
