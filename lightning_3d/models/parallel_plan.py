@@ -17,6 +17,7 @@ from torch import nn
 from lightning_3d.compat.peft_layers import own
 from lightning_3d.compat.transformers import is_transformers_model, models_in
 from lightning_3d.errors import PlanError, did_you_mean, listed
+from lightning_3d.models.plan_pairs import require_pairs
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
@@ -122,6 +123,8 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
         if user_plan.get(key):
             _require_matches(given, names)
     layers, before, after = _pipeline_order(module, pp)
+    if user_plan.get("tp"):
+        _require_pairs(module, ParallelPlan(tp), layers)
     head = _find_head(module, before, after, ParallelPlan(tp))
     embedding = _find_embedding(module, before, head)
     patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
@@ -284,6 +287,14 @@ def _require_matches(tp: Mapping[str, Cut], names: list[str]) -> None:
             raise PlanError(
                 f"The plan's entry '{pattern}' matches no module or parameter.{did_you_mean(pattern, _wildcards(names))}"
             )
+
+
+def _require_pairs(module: nn.Module, plan: ParallelPlan, layers: str) -> None:
+    """Refuse a user's plan with half a pair in a block; without a list of blocks, in the smallest repeated modules that it names."""
+    lists = [layers] if layers else sorted({pattern.partition(".*.")[0] for pattern in plan.tp if ".*." in pattern})
+    modules = dict(module.named_modules())
+    blocks = [f"{name}.{index}" for name in lists if name in modules for index, _ in modules[name].named_children()]
+    require_pairs({name: cut.style for name in modules if (cut := plan.cut_of(name)) is not None}, blocks)
 
 
 def _fits(module: nn.Module, user_plan: Mapping[str, Any]) -> bool:

@@ -16,7 +16,8 @@ def test_a_full_batch_that_micro_batches_do_not_divide_is_refused_with_what_does
     with pytest.raises(DataError) as refused:
         require_whole_micro_batches(full, loader, 4)
     assert str(refused.value) == (
-        "micro_batch_size=4 does not divide the 6 rows of this rank's batch. Use micro_batch_size=1, 2 or 3, or a DataLoader with batch_size=8."
+        "micro_batch_size=4 does not divide the 6 rows of this rank's batch. Use micro_batch_size=1, 2 or 3, or a DataLoader with"
+        " batch_size=8."
     )
     require_whole_micro_batches(last, loader, 3)
     require_whole_micro_batches(full, loader, 3)
