@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from lightning_3d.config.files import conf_folder
 from lightning_3d.errors import ConfigError, did_you_mean, listed
@@ -48,6 +48,11 @@ def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]
             raise ConfigError(unknown_key(f"{group}.{key}", known))
 
 
+_INSTEAD_OF_NULL = {
+    "trainer.val_check_interval": " To turn validation off, set trainer.limit_val_batches=0. By default a run validates once, at its end.",
+}
+
+
 def explain_value(error: OmegaConfBaseException) -> ConfigError:
     """Explain what is wrong with a key or a value, without OmegaConf's vocabulary."""
     key = str(error.full_key or error.key or "")
@@ -57,6 +62,8 @@ def explain_value(error: OmegaConfBaseException) -> ConfigError:
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{key} must be given, for example {key}=... on the command line.")
     text = str(error.msg or error).strip().splitlines()[0].rstrip(".")
+    if "'None'" in text and isinstance(error, ValidationError):
+        return ConfigError(f"{key} must not be null.{_INSTEAD_OF_NULL.get(key, '')}")
     return ConfigError(f"{key}: {text}." if key else text)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_3d.compat.peft_layers import own
 from lightning_3d.compat.transformers import is_transformers_model, models_in
 from lightning_3d.errors import PlanError, did_you_mean, listed
+from lightning_3d.models.plan_pairs import require_pairs
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
@@ -122,6 +123,8 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
         if user_plan.get(key):
             _require_matches(given, names)
     layers, before, after = _pipeline_order(module, pp)
+    if user_plan.get("tp"):
+        _require_pairs(module, ParallelPlan(tp), layers)
     head = _find_head(module, before, after, ParallelPlan(tp))
     embedding = _find_embedding(module, before, head)
     patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
@@ -165,14 +168,30 @@ def find_pipeline_module(
             f"Several modules have a parallel plan: {', '.join(found)}. Name one with pipeline_module='{found[0]}'."
         )
     if user_plan:
-        raise PlanError(
-            f"No submodule of {type(root).__name__} has all the names in the plan. Names are relative to the model"
-            " that is parallelized. Name that model with pipeline_module='name of the model' to see what does not"
-            " match."
-        )
+        raise PlanError(_what_does_not_match(root, user_plan))
     raise PlanError(
         f"No submodule of {type(root).__name__} declares a parallel plan. Pass plan={{'tp': ..., 'pp': ...}}, with"
         " names relative to the model."
+    )
+
+
+def _what_does_not_match(root: nn.Module, user_plan: Mapping[str, Any]) -> str:
+    """Explain a plan that fits no submodule, by the submodule that has most of its names, the outermost of equals."""
+    entries = _entries(user_plan)
+    names = {candidate: _names(module) for candidate, module in root.named_modules()}
+    missing = {name: [entry for entry in entries if not _is_there(entry, inside)] for name, inside in names.items()}
+    nearest = min(missing, key=lambda name: len(missing[name]))
+    if len(missing[nearest]) == len(entries):
+        return (
+            f"No submodule of {type(root).__name__} has any of the names in the plan. Names are relative to the model that is"
+            " parallelized."
+        )
+    known = _wildcards(names[nearest])
+    wrong = [f"'{entry}' matches no module or parameter.{did_you_mean(entry, known)}" for entry in missing[nearest]]
+    where = f"'{nearest}'" if nearest else "the module itself"
+    return (
+        f"No submodule of {type(root).__name__} has all the names in the plan. {len(entries) - len(wrong)} of {len(entries)} match {where}"
+        f" ({type(root.get_submodule(nearest)).__name__}), but {' '.join(wrong)}"
     )
 
 
@@ -265,18 +284,37 @@ def _require_matches(tp: Mapping[str, Cut], names: list[str]) -> None:
     """Refuse a user's pattern that matches nothing. A family's own pattern may belong to a variant of the model."""
     for pattern in tp:
         if not any(_matches(pattern, name) for name in names):
-            wildcards = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
             raise PlanError(
-                f"The plan's entry '{pattern}' matches no module or parameter.{did_you_mean(pattern, wildcards)}"
+                f"The plan's entry '{pattern}' matches no module or parameter.{did_you_mean(pattern, _wildcards(names))}"
             )
+
+
+def _require_pairs(module: nn.Module, plan: ParallelPlan, layers: str) -> None:
+    """Refuse a user's plan with half a pair in a block; without a list of blocks, in the smallest repeated modules that it names."""
+    lists = [layers] if layers else sorted({pattern.partition(".*.")[0] for pattern in plan.tp if ".*." in pattern})
+    modules = dict(module.named_modules())
+    blocks = [f"{name}.{index}" for name in lists if name in modules for index, _ in modules[name].named_children()]
+    require_pairs({name: cut.style for name in modules if (cut := plan.cut_of(name)) is not None}, blocks)
 
 
 def _fits(module: nn.Module, user_plan: Mapping[str, Any]) -> bool:
     """Check whether every name and pattern of a plan exists in the module."""
     names = _names(module)
-    return set(user_plan.get("pp") or ()) <= set(names) and all(
-        any(_matches(pattern, name) for name in names) for pattern in user_plan.get("tp") or ()
-    )
+    return all(_is_there(entry, names) for entry in _entries(user_plan))
+
+
+def _entries(user_plan: Mapping[str, Any]) -> list[str]:
+    """Return the names and patterns that decide which module a plan belongs to, each once."""
+    return list(dict.fromkeys([*(user_plan.get("pp") or ()), *(user_plan.get("tp") or ())]))
+
+
+def _is_there(entry: str, names: Iterable[str]) -> bool:
+    return any(_matches(entry, name) for name in names)
+
+
+def _wildcards(names: Iterable[str]) -> list[str]:
+    """Return the names with `*` for numbers, each once."""
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +22,26 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.ranks.reporter import show_refusals_plainly
+
+P = ParamSpec("P")
+
+
+def suggest_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate an `__init__`: an unknown keyword argument is refused with the nearest known one. Its signature stays visible."""
+    known = [name for name in signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                show_refusals_plainly()
+                owner = type(args[0]).__name__
+                raise ConfigError(f'{owner} has no argument "{name}".{did_you_mean(name, known)} It has {listed(known)}.')
+        init(*args, **kwargs)
+
+    return checked
 
 
 def refuse_unsupported(trainer: pl.Trainer) -> None:

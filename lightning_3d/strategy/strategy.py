@@ -50,7 +50,13 @@ from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_de
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.not_ready import ATTACHED, require
-from lightning_3d.strategy.refusals import check_optimizers, optimizers_of_a_stage, refuse_callbacks, refuse_unsupported
+from lightning_3d.strategy.refusals import (
+    check_optimizers,
+    optimizers_of_a_stage,
+    refuse_callbacks,
+    refuse_unsupported,
+    suggest_arguments,
+)
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -103,6 +109,7 @@ class Lightning3DStrategy(CheckpointHooks):
         LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what works.
     """
 
+    @suggest_arguments
     def __init__(
         self,
         layout: str | Layout | None = None,

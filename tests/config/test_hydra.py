@@ -160,6 +160,8 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
         (["+logger.mine=1"], r"logger.mine must have a _target_.*lightning.pytorch.loggers.CSVLogger"),
         (["callbacks.progress=5"], r"callbacks.progress must have a _target_"),
         (["trainer.extra=5"], "trainer.extra: Cannot assign int to Dict"),
+        (["trainer.val_check_interval=null"], "must not be null. To turn validation off, set trainer.limit_val_batches=0"),
+        (["trainer.max_steps=null"], "trainer.max_steps must not be null.$"),
         (["trainer.max_steps=many"], "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$"),
         (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has .*compile, cp_kind, layout'),
         (["parallelism.order=tp"], "parallelism.order: "),

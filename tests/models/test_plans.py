@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, find_pipeline_module, read_plan
+from lightning_3d.models.plan_pairs import require_pairs
 from lightning_3d.parallel.expert import expert_specs
 from lightning_3d.parallel.tensor import shard_specs
 
@@ -131,7 +132,48 @@ def test_a_users_plan_belongs_to_the_module_that_has_its_names() -> None:
     user = User(model=models.build(models.PLAIN))
     assert find_pipeline_module(user, user_plan=models.PlainModel.plan)[0] == "model"
     with pytest.raises(PlanError, match="has all the names"):
-        find_pipeline_module(user, user_plan={"tp": {"blocks.*.query": "colwise"}})
+        find_pipeline_module(user, user_plan=models.PlainModel.plan | {"tp": {"blocks.*.query": "colwise"}})
+
+
+def test_a_plan_with_a_wrong_name_is_explained_by_the_module_that_has_the_others() -> None:
+    user = User(loss=nn.Linear(2, 2), model=models.build(models.PLAIN))
+    plan = models.PlainModel.plan
+    names = {*plan["pp"], *plan["tp"]}
+    [wrong, *_] = plan["tp"]
+    misspelt = {"pp": plan["pp"], "tp": {f"{name}x" if name == wrong else name: style for name, style in plan["tp"].items()}}
+    with pytest.raises(PlanError) as refused:
+        find_pipeline_module(user, user_plan=misspelt)
+    assert f"{len(names) - 1} of {len(names)} match 'model' (PlainModel), but '{wrong}x' matches no" in str(refused.value)
+    assert f'Did you mean "{wrong}"?' in str(refused.value)
+    with pytest.raises(PlanError, match="has any of the names"):
+        find_pipeline_module(user, user_plan={"tp": {"h.*.attn": "colwise"}})
+
+
+def test_half_a_pair_is_refused_before_anything_is_built() -> None:
+    model, plan = models.build(models.PLAIN), models.PlainModel.plan
+    for kept, alone in (("colwise", "rowwise"), ("rowwise", "colwise")):
+        half = {name: style for name, style in plan["tp"].items() if getattr(style, "style", style) == kept}
+        with pytest.raises(PlanError, match=f"with the style '{kept}', but no '{alone}' layer of the same block"):
+            read_plan(model, plan | {"tp": half})
+
+
+@pytest.mark.parametrize(
+    ("styles", "alone"),
+    [
+        ({"a.q": "colwise", "a.o": "rowwise", "up": "colwise", "down": "rowwise"}, []),
+        ({"a.q": "colwise", "a.o": "rowwise", "m.up": "colwise"}, ["b.0.m.up"]),
+        ({"a.q.linear": "packed_colwise", "a.k.linear": "colwise", "out.linear": "rowwise"}, []),
+        ({"a.q": "colwise_gather_output", "a.n": "replicate"}, []),
+        ({"a.q": "colwise", "a.o": "rowwise", "down": "rowwise"}, ["b.0.down"]),
+    ],
+)
+def test_pairs_are_closed_by_the_smallest_module_around_them(styles: dict[str, str], alone: list[str]) -> None:
+    named = {f"b.0.{name}": style for name, style in styles.items()}
+    if not alone:
+        require_pairs(named, ["b.0", "b.1"])
+        return
+    with pytest.raises(PlanError, match=alone[0].replace(".0.", r".\*.")):
+        require_pairs(named, ["b.0"])
 
 
 def test_a_module_without_a_plan_is_refused_with_what_to_write() -> None:

@@ -351,6 +351,8 @@ def test_metric_that_does_not_exist() -> None:
         ("step 1\nlightning_3d: rank 1 of 2 failed:\nTraceback\n  File\nValueError: no\nlightning_3d: the output of the ranks is in x\n",
          "rank 1 of 2 failed: ValueError: no"),
         ("lightning_3d: A step has 2 micro-batches\nKilled\n", "Killed"),
+        ("Could not override 'trainer.steps'.\nKey 'steps' is not in struct\n    full_key: trainer.steps\n    object_type=dict\n\n"
+         "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n", "Key 'steps' is not in struct"),
         ("", ""),
     ],
 )

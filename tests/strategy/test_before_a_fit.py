@@ -1,5 +1,6 @@
 """A strategy before a Trainer has built its model, and the ways in which a fit ends."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_3d.checkpoint.outcome import NotSaved
-from lightning_3d.errors import NonFiniteError
+from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.endings import Ending
 
@@ -26,6 +27,12 @@ from lightning_3d.strategy.endings import Ending
 def test_what_does_not_exist_yet_is_one_clear_error(read: Callable[[Any], Any], missing: str) -> None:
     with pytest.raises(RuntimeError, match=f"Lightning3DStrategy does not have {missing}"):
         read(Lightning3DStrategy("tp2"))
+
+
+def test_a_misspelt_argument_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match='Lightning3DStrategy has no argument "micro_batchsize". Did you mean "micro_batch_size"?'):
+        Lightning3DStrategy("pp2", micro_batchsize=2)  # type: ignore[call-arg]
+    assert list(inspect.signature(Lightning3DStrategy).parameters)[:2] == ["layout", "micro_batch_size"]
 
 
 def test_what_is_optional_is_none_before_the_model_is_built() -> None:

@@ -81,9 +81,25 @@ def without(entries: dict[str, Any], *names: str) -> dict[str, Any]:
 
 MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
     "wrong name": (own_gpt.Attention, "tp2", {"tp": {**ATTENTION, "h.*.upp": "colwise"}, "pp": PIPELINE}, "h.*.upp|all the names"),
-    "half a pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE}, "shards up but names no 'row"),
-    "other half": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE}, "shards down but names no 'col"),
-    "reversed pair": (own_gpt.Attention, "tp2", {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE}, "'h.0'"),
+    "half a pair": (
+        own_gpt.Attention,
+        "tp2",
+        {"tp": ATTENTION | {"h.*.up": "colwise"}, "pp": PIPELINE},
+        r"'h.\*.up' with the style 'colwise', but no 'rowwise' layer",
+    ),
+    "other half": (
+        own_gpt.Attention,
+        "tp2",
+        {"tp": ATTENTION | {"h.*.down": "rowwise"}, "pp": PIPELINE},
+        r"'h.\*.down' with the style 'rowwise', but no 'colwise'",
+    ),
+    "reversed pair": (
+        own_gpt.Attention,
+        "tp2",
+        {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE},
+        "up .* runs before down",
+    ),
+    "a column forgotten": (own_gpt.Attention, "tp2", {"tp": without(ATTENTION, "h.*.attn.v") | MLP, "pp": PIPELINE}, "q and k but not v"),
     "missing parameter": (own_gpt.Attention, "pp2", {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")}, "'net.wpe.weight' is in no module"),
     "fixed heads": (own_gpt.FixedHeads, "tp2", PLAN, r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads"),
     "partial gradient": (own_gpt.NormedHeads, "tp2", PLAN, "'h.0.attn.norm' is replicated.*replicated_with_grad_allreduce"),

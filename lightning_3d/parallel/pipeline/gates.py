@@ -29,8 +29,9 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(
-            f"'{self.absent_name}' is on another pipeline stage, but the step used it before that stage was reached."
-            " Modules with parameters outside the pipelined model may be used only after it has returned."
+            f"'{self.absent_name}' is on another pipeline stage, but the step used it before that stage was reached. If 'pp' of the plan"
+            " names this module, its order is wrong: 'pp' must list the modules in the order in which the model's forward calls them."
+            " Otherwise call the module after the pipelined model has returned."
         )
 
     def extra_repr(self) -> str:

@@ -24,7 +24,8 @@ METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
 _WARNINGS = (f"{_OURS}the output of the ranks", f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
-_HINT = "Set the environment variable HYDRA_FULL_ERROR"
+_AFTER_THE_REASON = ("Set the environment variable HYDRA_FULL_ERROR", "    full_key: ", "    object_type=", "    reference_type=")
+"""Lines that Hydra and OmegaConf print after the error of a user's own application."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def reason_in_log(log: Path) -> str:
     ends = [number for number, line in enumerate(lines) if line.startswith(_OURS)]
     starts = [number for number in ends if not lines[number].startswith(_WARNINGS)]
     if not starts:
-        return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_HINT)), "")
+        return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_AFTER_THE_REASON)), "")
     first = starts[-1]
     following = [number for number in ends if number > first]
     said = [line.strip() for line in lines[first : following[0] if following else len(lines)] if line.strip()]

@@ -44,7 +44,8 @@ class Explanation:
         cuts = {key: cut.style for key in named if (cut := self.plan.cut_of(key)) is not None}
         owner = _around(name or "", cuts)
         where = f" The first module that differs is '{owner}' ({type(whole.get_submodule(owner)).__name__})." if owner else ""
-        return f"{self._what(failure)}{where} {self._cause(owner, cuts)} {self._advice()}"
+        order = _call_order(whole, owner, args, kwargs)
+        return f"{self._what(failure)}{where} {self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts)} {self._advice()}"
 
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
@@ -70,6 +71,26 @@ class Explanation:
             " its gradient. Add it to the plan's 'tp' part with the style 'replicated_with_grad_allreduce'."
         )
 
+    def _wrong_pair(self, owner: str, cuts: Mapping[str, str], order: list[str]) -> str:
+        """Explain styles of the linear layers in `owner` that do not fit the order in which its forward calls them; else ""."""
+        columns = [name for name in order if cuts.get(name) in COLUMN_STYLES]
+        rows = [name for name in order if cuts.get(name) in ROW_STYLES]
+        if self.layout.tp == 1 or not columns or not rows:
+            return ""
+        if order.index(rows[0]) < order.index(columns[0]):
+            return (
+                f"Likely cause: the styles are reversed. {_last(rows)} ('rowwise') {'run' if len(rows) > 1 else 'runs'} before"
+                f" {_last(columns)} ('colwise'). The layers that read the hidden states must be 'colwise', the one that writes them"
+                " 'rowwise'."
+            )
+        between = [name for name in order[order.index(columns[0]) : order.index(rows[0])] if name not in cuts]
+        if between:
+            return (
+                f"Likely cause: the plan shards {_last(columns)} but not {_last(between)}, which the same code calls before"
+                f" {_last(rows[:1])}. Add it with the style 'colwise'."
+            )
+        return ""
+
     def _cause(self, owner: str, cuts: Mapping[str, str]) -> str:
         inside = {key: style for key, style in cuts.items() if key.rpartition(".")[0] == owner}
         inside = inside or {key: style for key, style in cuts.items() if not owner or key.startswith(f"{owner}.")}
@@ -94,6 +115,26 @@ class Explanation:
     def _advice(self) -> str:
         axes = [axis for axis in ("tp", "cp", "ep") if getattr(self.layout, axis) > 1]
         return f"Nothing was trained. See docs/your_model.md, or use {listed(f'{axis}=1' for axis in axes) or 'pp=1'}."
+
+
+def _last(names: list[str]) -> str:
+    """List the last components of names."""
+    return listed(name.rpartition(".")[2] for name in names)
+
+
+def _call_order(whole: nn.Module, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of the linear layers directly in `owner`, in the order in which the whole model calls them."""
+    called: list[str] = []
+    prefix = f"{owner}." if owner else ""
+    layers = {prefix + name: child for name, child in whole.get_submodule(owner).named_children() if isinstance(child, nn.Linear)}
+    handles = [layer.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, layer in layers.items()]
+    try:
+        with torch.no_grad():
+            whole(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(dict.fromkeys(called))
 
 
 def first_line(error: BaseException | None) -> str:

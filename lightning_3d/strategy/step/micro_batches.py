@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_3d.errors import DataError
+from lightning_3d.errors import DataError, listed, plural
+from lightning_3d.layout.layout import divisors
 from lightning_3d.layout.schedules import ScheduleInfo
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.nested import rows_of, tensors_of
@@ -63,7 +64,8 @@ def split_into_micro_batches(
 ) -> MicroBatches:
     """Split a batch along dimension 0 of its tensors.
 
-    Where `micro_batch_size` does not divide the rows of a batch, micro-batches have the largest smaller size that does. A batch that gives
+    Where `micro_batch_size` does not divide the rows of a batch (the last one of an epoch; see `require_whole_micro_batches` for the
+    others), micro-batches have the largest smaller size that does. A batch that gives
     the schedule too few micro-batches is filled up with copies of weight zero.
 
     Args:
@@ -111,6 +113,38 @@ def _equal_size(rows: int, wanted: int | None, schedule: ScheduleInfo | None, pp
     if wanted is not None:
         return next(size for size in sizes if size <= wanted)
     return next((size for size in sizes if schedule is None or schedule.accepts(pp, vp, rows // size)), 1)
+
+
+def require_whole_micro_batches(batch: Any, loader: object, micro_batch_size: int | None) -> None:
+    """Refuse to train on a full batch that `micro_batch_size` does not divide. Only the last batch of an epoch may be shorter.
+
+    Args:
+        loader: the data loader that the batch came from. Nothing is checked if it does not tell how many rows a full batch has.
+
+    Raises:
+        DataError: with the sizes that work.
+    """
+    rows = getattr(loader, "batch_size", None)
+    if micro_batch_size is None or not isinstance(rows, int) or rows % micro_batch_size == 0 or _rows(batch, None) != rows:
+        return
+    fitting = [size for size in divisors(rows) if size <= micro_batch_size]
+    more = -(-rows // micro_batch_size) * micro_batch_size
+    raise DataError(
+        f"micro_batch_size={micro_batch_size} does not divide the {plural(rows, 'row')} of this rank's batch. Use micro_batch_size="
+        f"{listed(fitting, last='or')}, or a DataLoader with batch_size={more}."
+    )
+
+
+def require_token_ids(batch: Any) -> None:
+    """Refuse `input_ids` that are not integers; without a look at the model, an embedding would fail with a message of its own.
+
+    Raises:
+        DataError: with the type that they have.
+    """
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        dtype = str(ids.dtype).removeprefix("torch.")
+        raise DataError(f"The batch's input_ids are {dtype}, but token ids must be integers. Convert them, for example with ids.long().")
 
 
 def repeated_rows(loader: object, batch_index: int, rows: int) -> int:

@@ -15,7 +15,14 @@ from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.data_order import require_equal_orders
 from lightning_3d.strategy.step.checks import SameBatch, check_equal_batches, most_micro_batches
-from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch, repeated_rows, split_into_micro_batches
+from lightning_3d.strategy.step.micro_batches import (
+    MicroBatches,
+    SplitBatch,
+    repeated_rows,
+    require_token_ids,
+    require_whole_micro_batches,
+    split_into_micro_batches,
+)
 
 
 class Splitter(Protocol):
@@ -72,8 +79,14 @@ class BatchSplitter:
         """Split a batch without comparing it with other ranks'.
 
         Communicates: the number of micro-batches, where data-parallel ranks must run equally many.
+
+        Raises:
+            DataError: the batch cannot be split, or its token ids are no integers.
         """
         layout = self.mesh.layout
+        require_token_ids(batch)
+        if training and self.split_batch is None:
+            require_whole_micro_batches(batch, loader, self.micro_batch_size)
         return split_into_micro_batches(
             batch,
             self.micro_batch_size,
