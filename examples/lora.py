@@ -1,6 +1,6 @@
 """Train LoRA adapters of PEFT on a sharded model: 4 CPU ranks, two pipeline stages with two tensor-parallel ranks each.
 
-    pip install -e .[peft]
+    pip install "lightning-3d[peft]"
     python examples/lora.py
     python examples/lora.py --layout pp2_dp2 --zero-stage 3 --checkpoint adapters.ckpt
 

@@ -46,7 +46,7 @@ def inject(model: nn.Module, described: Mapping[str, Mapping[str, Any]]) -> None
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise CheckpointError("The model has PEFT adapters, but PEFT is not installed: pip install peft.") from None
+        raise CheckpointError('The model has PEFT adapters, but PEFT is not installed: pip install "lightning-3d[peft]".') from None
     for adapter, given in described.items():
         config = _config(given)
         if hasattr(config, "init_lora_weights"):

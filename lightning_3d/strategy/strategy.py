@@ -302,6 +302,11 @@ class Lightning3DStrategy(CheckpointHooks):
         self.built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
         return outputs
 
+    @property
+    def trace_every_n_steps(self) -> int | None:
+        """Every how many optimizer steps one is traced; None: only steps requested with `trace_next_step()`."""
+        return self._tracer.every
+
     def trace_next_step(self) -> None:
         """Trace the next optimizer step, whatever `trace_every_n_steps` is. Call it on all ranks, for example from a callback's hook."""
         self._tracer.trace_next_step()

@@ -11,12 +11,19 @@ from typing_extensions import override
 
 from lightning_3d.runs.report import About, write_report
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED
+from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.step.loss_weights import TokenMeanLoss
 from lightning_3d.tracing.trace import write_timeline
+
+WARM_UP_STEPS = 2
+"""Steps of a fit before the one that is traced by default: the first ones allocate buffers and connect ranks."""
 
 
 class Timeline(Callback):
     """Write the latest traced step to a file that Perfetto opens.
+
+    If the strategy traces no steps by itself (`trace_every_n_steps=None`), this callback traces one step of each fit: the third, or the
+    last of a shorter fit.
 
     Args:
         path: the file, usually `timeline.json` in the run folder.
@@ -24,6 +31,20 @@ class Timeline(Callback):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._traced_step: int | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._traced_step = None
+        if isinstance(trainer.strategy, Lightning3DStrategy) and trainer.strategy.trace_every_n_steps is None:
+            step = trainer.global_step + WARM_UP_STEPS
+            self._traced_step = step if trainer.max_steps < 0 else max(min(step, trainer.max_steps - 1), trainer.global_step)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._traced_step == trainer.global_step and isinstance(trainer.strategy, Lightning3DStrategy):
+            self._traced_step = None
+            trainer.strategy.trace_next_step()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -48,12 +48,14 @@ def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
     assert results["run"].code == 0, results["run"].output
     assert results["run"].left == [], "everything is in the run folder"
     names = {path.name for path in (folder / "run").iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "report.html", "checkpoints", "logs", "status.json", "train.log", ".hydra", ".lock"}
+    files = {"config.yaml", "metrics.csv", "timeline.json", "report.html", "checkpoints", "logs", "status.json", "train.log"}
+    assert names == {*files, ".hydra", ".lock"}
     assert list((folder / "run" / "checkpoints").iterdir())
     with (folder / "run" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2"]
     assert float(rows[-1]["val_loss"]) > 0, "a validation ends the run"
+    assert [bool(row["bubble"]) for row in rows] == [False, True], "one step is traced, the last of a short run"
 
 
 def test_run_says_what_it_does(results: dict[str, Result]) -> None:

@@ -304,7 +304,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert (REPOSITORY / "docs" / "images" / "report.png").stat().st_size < 200_000
 
 
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed: pip install -e .[docs]")
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason='Not installed: pip install "lightning-3d[docs]"')
 def test_pages_are_built_without_a_warning(tmp_path: Path) -> None:
     """And ask no host for anything."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

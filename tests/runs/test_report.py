@@ -204,7 +204,7 @@ folder
 0,tp2_pp2,tp2_pp2,finished,0,,3.5,3.6,1,1000,0.5,0.25,2000000,12,{0}
 1,pp4,pp4,finished,0,,3.5,3.6,1,1500,0.3,0.4,1000000,10,{1}
 2,tp3,,skipped,2,"tp 3 does not divide, 8 heads",,,,,,,,,
-3,dp4,dp4,failed,1,boom,,,,900,0.6,,4000000,3,{2}
+3,dp4,dp4,failed,1,boom,,,,9000,0.1,,500000,3,{2}
 """
 
 
@@ -295,7 +295,9 @@ def test_a_browser_shows_the_report_of_a_sweep(tmp_path: Path, width: int) -> No
     assert body.count("<tr") == 5 and "boom" in body, "a row for each job, and one for the reason of one with numbers"
     assert "1.5K" in body and "25.0 %" in body and "2.00 MB" in body
     points = re.findall(r"<circle[^>]*fill: var\(--(\w+)\)[^>]*data-tip=\"job (\d)", seen.document)
-    assert sorted(points, key=lambda point: point[1]) == [("card", "0"), ("accent", "1"), ("card", "3")], "job 1 is faster, and smaller"
+    assert sorted(points, key=lambda point: point[1]) == [("card", "0"), ("accent", "1"), ("card", "3")], "job 3 has failed"
+    best = re.findall(r'<td class="number best">([^<]*)</td>', body)
+    assert best == ["25.0 %", "1.5K", "1.00 MB", "300 ms", "10 s"], "nothing of the job that has failed, though it was faster"
 
 
 def test_the_browser_would_tell(tmp_path: Path) -> None:

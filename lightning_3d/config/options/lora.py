@@ -62,4 +62,4 @@ class LoraOptions:
         if not names or not (isinstance(names, str) or all(isinstance(name, str) for name in names)):
             raise ConfigError(f"model.lora.target_modules must be names of layers, such as [q_proj,v_proj], or all-linear; got {names!r}.")
         if find_spec("peft") is None:
-            raise ConfigError("model.lora needs PEFT, which is not installed: pip install lightning-3d[peft].")
+            raise ConfigError('model.lora needs PEFT, which is not installed: pip install "lightning-3d[peft]".')

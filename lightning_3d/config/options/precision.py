@@ -68,7 +68,7 @@ def check_fp8_device(device: str, capability: tuple[int, int] | None) -> None:
 def check_fp8_library() -> None:
     """Refuse float8 if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise fp8_refused("needs torchao, which is not installed: pip install lightning-3d[fp8]")
+        raise fp8_refused('needs torchao, which is not installed: pip install "lightning-3d[fp8]"')
 
 
 def listed_capability() -> tuple[int, int] | None:

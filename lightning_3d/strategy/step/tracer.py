@@ -38,7 +38,7 @@ class StepTracer:
     def __init__(self, every: int | None = None) -> None:
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ConfigError(f"trace_every_n_steps must be a whole number of at least 1, or None to trace no step; got {every!r}.")
-        self._every = every
+        self.every = every
         self.recorder = Recorder()
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
@@ -95,7 +95,7 @@ class StepTracer:
             self.recorder.recording(False)
 
     def _begin(self, step: int) -> None:
-        self._tracing = self._asked or (self._every is not None and step % self._every == 0)
+        self._tracing = self._asked or (self.every is not None and step % self.every == 0)
         self._asked, self._watch = False, None
         if self._tracing:
             self._step = step

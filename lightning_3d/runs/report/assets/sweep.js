@@ -3,6 +3,8 @@ const formats = { count: (value) => compact.format(value), bytes, percent, secon
 const names = Object.keys(data.numbers);
 const show = (name, value) => formats[data.numbers[name].format](value);
 const having = (...wanted) => data.jobs.filter((job) => wanted.every((name) => job.numbers[name] !== undefined));
+// A job that was interrupted or has failed is shown, but is never the best: its numbers are those of another length of training.
+const finished = (...wanted) => having(...wanted).filter((job) => job.status === "finished");
 const better = (name, one, other) => (data.numbers[name].better === "more" ? one > other : one < other);
 const clearly = (name, one, other) => better(name, one, other) && Math.abs(one - other) > 1e-4 * Math.abs(one);  // losses of layouts differ by rounding
 // What tells a job from the others, in a few characters.
@@ -57,7 +59,7 @@ function drawPareto() {
   let x = names[0], y = names.find((name) => name !== x && having(x, name).length > 1) || names[1], width = 0;
   const draw = () => {
     if (!width) return;
-    const jobs = having(x, y), best = frontier(jobs, x, y);
+    const jobs = having(x, y), best = frontier(finished(x, y), x, y);
     const note = document.getElementById("pareto-note");
     if (!jobs.length) { note.textContent = ""; return empty(place, "No job has both numbers."); }
     note.textContent = `filled points, joined by a line: no other job is better in both numbers (${data.numbers[x].name}: ${data.numbers[x].better}, ${data.numbers[y].name}: ${data.numbers[y].better})`;
@@ -102,7 +104,7 @@ function drawTable() {
   if (data.layouts) columns.push(["layout", (job) => job.layout]);
   data.keys.forEach((key, index) => columns.push([key, (job) => job.values[index]]));
   for (const name of names) columns.push([name, (job) => job.numbers[name], name]);
-  const best = Object.fromEntries(names.map((name) => [name, having(name).map((job) => job.numbers[name]).reduce((one, other) => (better(name, one, other) ? one : other))]));
+  const best = Object.fromEntries(names.map((name) => [name, finished(name).map((job) => job.numbers[name]).reduce((one, other) => (one !== undefined && better(name, one, other) ? one : other), undefined)]));
   let order = 0, rising = true;
   const draw = () => {
     place.replaceChildren();
@@ -135,8 +137,8 @@ function drawTable() {
         } else if (title === "status") html("span", `badge ${job.badge}`, cell, content);
         else if (name) {
           cell.textContent = content === undefined ? "–" : show(name, content);
-          const among = having(name), top = (value) => !clearly(name, best[name], value);
-          if (content !== undefined && top(content) && !among.every((other) => top(other.numbers[name]))) cell.classList.add("best");
+          const among = finished(name), top = (value) => !clearly(name, best[name], value);
+          if (among.includes(job) && top(content) && !among.every((other) => top(other.numbers[name]))) cell.classList.add("best");
         } else cell.textContent = content;
       }
       if (job.reason) {
