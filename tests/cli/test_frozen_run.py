@@ -77,7 +77,7 @@ def test_run_is_repeated_in_a_new_folder(results: dict[str, Result], folder: Pat
     assert results["repeated"].code == 0, results["repeated"].output
     assert losses(folder / "repeated") == losses(folder / "train")
     names = {path.name for path in (folder / "repeated").iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "report.html", "checkpoints", "logs", "status.json", ".lock"}
+    assert names == {"config.yaml", "metrics.csv", "timeline.json", "report.html", "checkpoints", "logs", "status.json", ".lock"}
     assert str(folder / "train") not in (folder / "repeated" / "config.yaml").read_text()
 
 

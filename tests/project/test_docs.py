@@ -110,8 +110,10 @@ def check_command(command: Command, folder: Path) -> None:
     elif words[0] == "lightning-3d":
         check_subcommand(words[1], words[2:], folder)
     elif words[:3] == ["pip", "install", "-e"]:
-        extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[3])
-        assert extras and set((extras[1] or "data").split(",")) <= set(PROJECT["optional-dependencies"])
+        assert words[3:] == ["."]
+    elif words[:2] == ["pip", "install"]:
+        extra = re.fullmatch(r"lightning-3d\[(\w+)\]", words[2])
+        assert extra and extra[1] in PROJECT["optional-dependencies"]
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
     elif words[0] == "python":

@@ -281,4 +281,6 @@ def test_make_installs_once(checkout: Path) -> None:
     for stamp in ("bin/python", ".torch", ".installed", ".installed-test"):
         (checkout / ".venv" / stamp).touch()
     assert "install" not in make_plan(checkout, "train") + make_plan(checkout, "test")
-    assert re.search(r"ruff check.*mypy.*pytest", make_plan(checkout, "test"), re.DOTALL)
+    assert re.search(r"types style imports.*pytest", make_plan(checkout, "test"), re.DOTALL)
+    checks = [make_plan(checkout, target) for target in ("types", "style", "imports")]
+    assert [word in said for word, said in zip(("mypy", "ruff check", "lint-imports"), checks, strict=True)] == [True] * 3
