@@ -1,4 +1,4 @@
-"""`lightning-3d launch KIND`: start a run on the nodes of its cluster with torchrun, SLURM or Kubernetes.
+"""`lightning-3d launch KIND`: start a run on the nodes of its cluster with torchrun, SLURM, Kubernetes, SkyPilot or dstack.
 
 The nodes get the overrides of the command line and compose the same configuration again. Imports no torch.
 """
@@ -12,8 +12,20 @@ from typing import Any
 
 from lightning_3d.cli.options import OVERRIDES, Command
 from lightning_3d.errors import ConfigError, did_you_mean, listed
-from lightning_3d.launchers import kubernetes, slurm, torchrun
-from lightning_3d.launchers.options import PREFIX, KubernetesOptions, Options, SlurmOptions, TorchrunOptions, meanings, read_options, split
+from lightning_3d.launchers import dstack, kubernetes, skypilot, slurm, torchrun, trainjob
+from lightning_3d.launchers.options import (
+    PREFIX,
+    DstackOptions,
+    KubernetesOptions,
+    Options,
+    SkyPilotOptions,
+    SlurmOptions,
+    TorchrunOptions,
+    TrainJobOptions,
+    meanings,
+    read_options,
+    split,
+)
 from lightning_3d.launchers.target import Target, find_target
 from lightning_3d.runs.check import Machine
 
@@ -51,11 +63,28 @@ KINDS = {
         kubernetes.submit_jobset,
         Machine.REMOTE_NODES,
     ),
+    "trainjob": Kind(
+        "create a TrainJob of Kubeflow Trainer v2 with kubectl", TrainJobOptions, trainjob.render, trainjob.submit, Machine.REMOTE_NODES
+    ),
     "pytorchjob": Kind(
-        "create a PyTorchJob of the Kubeflow training operator with kubectl",
+        "create a PyTorchJob of the Kubeflow training operator v1 with kubectl",
         KubernetesOptions,
         kubernetes.render_pytorchjob,
         kubernetes.submit_pytorchjob,
+        Machine.REMOTE_NODES,
+    ),
+    "skypilot": Kind(
+        "rent the nodes with SkyPilot (sky launch) and start torchrun on them",
+        SkyPilotOptions,
+        skypilot.render,
+        skypilot.submit,
+        Machine.REMOTE_NODES,
+    ),
+    "dstack": Kind(
+        "rent or reuse the nodes with dstack (dstack apply) and start torchrun on them",
+        DstackOptions,
+        dstack.render,
+        dstack.submit,
         Machine.REMOTE_NODES,
     ),
 }

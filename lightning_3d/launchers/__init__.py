@@ -1,1 +1,1 @@
-"""Hand a run to torchrun, SLURM or Kubernetes. Imports no torch."""
+"""Hand a run to torchrun, SLURM, Kubernetes, SkyPilot or dstack. Imports no torch."""

@@ -112,6 +112,118 @@ class KubernetesOptions(Options):
     patience: int = 1800
 
 
+@dataclass
+class TrainJobOptions(KubernetesOptions):
+    """Options of `lightning-3d launch trainjob`.
+
+    Attributes:
+        runtime: name of the cluster's ClusterTrainingRuntime for PyTorch, such as torch-distributed. null creates a TrainingRuntime of the
+            job's name. With a runtime of the cluster, launch.restarts and launch.secrets are decided by the runtime and cannot be set.
+    """
+
+    runtime: str | None = None
+
+
+@dataclass
+class CloudOptions(Options):
+    """Options of launchers that rent machines.
+
+    Attributes:
+        image: Docker image with this package and its dependencies.
+        gpu: name of the GPU in the launcher's catalog. null takes it from the cluster.
+        cpu: CPU cores of each node.
+        memory: memory of each node.
+        disk: disk of each node.
+        spot: true uses spot machines, which can be preempted.
+        volumes: names of volumes, each with its path on the nodes. The run folder must be in one of them.
+        files: paths on the nodes, each with the local path to copy there.
+        secrets: names of secrets that become environment variables.
+        setup: shell lines that run on every node before the ranks start, such as ["pip install -e ."].
+        restarts: number of times that all ranks are restarted on their nodes after a failure.
+        port: port at which the nodes connect to each other.
+        patience: seconds that a node waits for the others.
+    """
+
+    image: str | None = None
+    gpu: str | None = None
+    cpu: str | None = None
+    memory: str | None = None
+    disk: str | None = None
+    spot: bool = False
+    volumes: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    secrets: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    restarts: int = 0
+    port: int = 29500
+    patience: int = 1800
+
+
+@dataclass
+class SkyPilotOptions(CloudOptions):
+    """Options of `lightning-3d launch skypilot`. Null: SkyPilot's default.
+
+    Attributes:
+        image: Docker image with this package and its dependencies. null uses SkyPilot's image of the machine.
+        gpu: SkyPilot's name of the GPU, such as H100 or A100-80GB. null takes it from the cluster.
+        cpu: CPU cores of each node, such as 64 or 64+ (at least 64).
+        memory: memory of each node in GiB, such as 500 or 500+ (at least 500).
+        disk: disk of each node, such as 500 (GB) or 1TB.
+        volumes: names of SkyPilot volumes, each with its path on the nodes. The run folder must be in one of them, or on a file system of
+            the machines that you name with hydra.run.dir.
+        files: paths on the nodes, each with the local path or bucket to copy there, such as {/data: "s3://bucket/corpus"}.
+        secrets: names of environment variables of this machine that become secrets of the job.
+        restarts: number of times that all ranks are restarted after a failure. In a managed job, SkyPilot restarts them, also on new nodes.
+        infra: cloud, region or Kubernetes context, such as aws/us-east-1 or k8s. null lets SkyPilot choose the cheapest.
+        managed: true submits a managed job (sky jobs launch), which SkyPilot recovers after preemption. It returns the
+            nodes at the end.
+        workdir: local folder to copy to the nodes. The run starts in it.
+        shm: size of /dev/shm in a Docker container on a virtual machine, such as 64g.
+        labels: labels of the machines.
+        sky: further options of sky launch or sky jobs launch, each as "--option" or "--option=value".
+    """
+
+    infra: str | None = None
+    managed: bool = False
+    workdir: str | None = None
+    shm: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    sky: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DstackOptions(CloudOptions):
+    """Options of `lightning-3d launch dstack`. Null: dstack's default.
+
+    Attributes:
+        image: Docker image with this package and its dependencies. null uses dstack's image, in which launch.setup must install them.
+        gpu: dstack's name of the GPU and its memory, such as H100 or A100:80GB. null takes it from the cluster.
+        cpu: CPU cores of each node, such as 64 or 64.. (at least 64).
+        memory: memory of each node, such as 500GB or 500GB.. (at least 500 GB).
+        disk: disk of each node, such as 500GB or 500GB.. (at least 500 GB).
+        volumes: names of network volumes or paths on the machines, each with its path in the container. The run folder must be in one of
+            them. Several nodes need a volume that all of them can write to.
+        files: paths in the container, each with the local path to copy there, such as {/work: .}.
+        secrets: names of dstack's secrets that become environment variables.
+        shm: size of /dev/shm, which NCCL and data loaders use.
+        retry: how long dstack resubmits the run on all nodes after an interruption, an error or a lack of machines, such as 1d. null does
+            not retry.
+        max_duration: most time that the run may take, such as 2d.
+        fleets: fleets whose machines may be used.
+        backends: clouds to consider.
+        regions: regions to consider.
+        dstack: further options of dstack apply, each as "--option" or "--option=value".
+    """
+
+    shm: str = "64GB"
+    retry: str | None = None
+    max_duration: str | None = None
+    fleets: list[str] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
+    regions: list[str] = field(default_factory=list)
+    dstack: list[str] = field(default_factory=list)
+
+
 def meanings(kind: type) -> dict[str, str]:
     """Read the meaning of each option from the `Attributes:` of a dataclass and its bases, for `--help` and the documentation."""
     found: dict[str, str] = {}

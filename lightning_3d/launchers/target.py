@@ -23,6 +23,7 @@ class Target:
         gpus_per_node: GPUs of each node; 0 where ranks run on CPU cores.
         overrides: overrides of the run, as the user gave them.
         folder: run folder; None unless the user names it.
+        gpu: name of the GPUs, as their vendor writes it; None where it is unknown.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Target:
     gpus_per_node: int
     overrides: tuple[str, ...]
     folder: str | None
+    gpu: str | None = None
 
     def arguments(self, folder: str | None = None) -> list[str]:
         """Return the arguments of `lightning-3d` on the nodes: the same overrides.
@@ -70,6 +72,7 @@ def find_target(overrides: Sequence[str], machine: Machine) -> Target:
         gpus_per_node=gpus if plan.accelerator == "gpu" else 0,
         overrides=tuple(overrides),
         folder=folder[-1] if folder else None,
+        gpu=config.cluster.get("gpu"),
     )
 
 
@@ -80,6 +83,6 @@ def _name(config: DictConfig, layout: str) -> str:
 
 
 def as_name(words: str) -> str:
-    """Turn words into a name that SLURM and Kubernetes accept."""
+    """Turn words into a name that every launcher accepts."""
     name = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")

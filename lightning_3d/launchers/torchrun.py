@@ -22,7 +22,7 @@ def torchrun_command(
     run: str,
     address: str | None = None,
     restarts: int = 0,
-    meeting: Mapping[str, int] | None = None,
+    meeting: Mapping[str, object] | None = None,
     folder: str | None = None,
 ) -> list[str]:
     """Build the command of the process that starts the ranks of a node.
@@ -32,7 +32,7 @@ def torchrun_command(
         run: id of the rendezvous.
         address: address of this node for the others; None: its host name.
         restarts: number of times that all ranks are restarted after a failure.
-        meeting: settings of the c10d rendezvous: seconds, or 0 and 1.
+        meeting: settings of the c10d rendezvous.
         folder: see `Target.arguments`.
     """
     options = [f"--nnodes={target.nodes}", f"--nproc-per-node={target.ranks_per_node}", f"--max-restarts={restarts}"]
@@ -54,7 +54,7 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
         ConfigError: there are several nodes and no endpoint, or the endpoint is not HOST:PORT.
     """
     endpoint = options.endpoint
-    meeting: dict[str, int] = {}
+    meeting: dict[str, object] = {}
     if endpoint is None and target.nodes > 1:
         raise ConfigError(
             f"launch.endpoint must be given for {target.nodes} nodes. Use launch.endpoint=HOST:{PORT}, where HOST is a name or address of"

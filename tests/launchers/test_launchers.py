@@ -13,6 +13,7 @@ from lightning_3d.cli import launch as launchers
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.launchers import kubernetes, slurm, torchrun
 from lightning_3d.launchers.options import KubernetesOptions, SlurmOptions, TorchrunOptions, read_options, split
+from lightning_3d.launchers.submit import as_yaml
 from lightning_3d.launchers.target import Target, find_target
 from lightning_3d.runs.check import Machine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
@@ -156,7 +157,7 @@ def expanded(words: list[str], variables: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize("make", [kubernetes.jobset, kubernetes.pytorchjob])
 def test_pods_are_nodes(large: Target, make: Any) -> None:
-    manifest = yaml.safe_load(kubernetes.as_yaml(make(large, IN_PODS)))
+    manifest = yaml.safe_load(as_yaml(make(large, IN_PODS)))
     pod = pod_of(manifest)
     (container,) = pod["containers"]
     assert container["image"] == "registry/train:1" and container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
