@@ -40,7 +40,7 @@ COMMANDS = {
     "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
     "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
     "verify": _Entry("verify", "check that a layout computes what one process computes"),
-    "launch": _Entry("launch", "start a run with torchrun, SLURM or Kubernetes"),
+    "launch": _Entry("launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"),
     "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),
     "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
     "inspect": _Entry("inspect", "show what a checkpoint holds, and whether it is complete"),
