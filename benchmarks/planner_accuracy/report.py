@@ -89,11 +89,32 @@ def evaluate(path: Path, folds: int = 0) -> str:
     runs, skipped = read_runs(path)
     compared = [compare(run) for run in runs]
     counted = f"{len(runs)} runs are predicted; {skipped} are not, because their layout or type of GPU is not stated."
-    text = f"{_TITLE}{counted}\n\n{report(compared)}"
+    text = f"{_TITLE}{in_short(compared)}\n\n{counted}\n\n{report(compared)}"
     if folds:
         held = cross_validate(runs, folds, compare)
         text += f"\n# With constants that were calibrated without the predicted runs ({folds} folds)\n\n{report(held)}"
     return text
+
+
+def in_short(compared: Sequence[Comparison]) -> str:
+    """Return the results in three lines, for readers who want no table."""
+    usual = [one for one in compared if one.run.core and one.run.mfu is not None]
+    scores = [cell[-1] for cell in choices(compared)]
+    lines = ["In short, for `core` runs, whose settings are useful (tp <= 8, MFU of at least 20 %):", ""]
+    for what, errors in (("step time", [one.time_error for one in usual]), ("memory", [one.memory_error for one in usual])):
+        known = [error for error in errors if error is not None]
+        if known:
+            lines.append(
+                f"- The median error of the predicted {what} is {quantile(known, 0.5):.1%}, and one run in ten is off by more than"
+                f" {quantile(known, 0.9):.1%} ({plural(len(known), 'run')})."
+            )
+    if scores:
+        good = sum(score >= 0.9 for score in scores)
+        lines.append(
+            f"- In {good} of {plural(len(scores), 'cell')}, the layout that the planner chooses was measured to reach at least 90 % of the"
+            f"\n  best measured speed. The worst one reaches {min(scores):.0%}. [The planner's page](planner.md#runs-on-512-gpus) says why."
+        )
+    return "\n".join(lines)
 
 
 def report(compared: Sequence[Comparison]) -> str:

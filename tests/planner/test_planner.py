@@ -216,6 +216,10 @@ def test_a_report_on_a_file(tmp_path: Path) -> None:
     assert len(read_runs(file)[0]) == len(PUBLISHED)
     report = evaluate(file)
     assert f"\n{len(PUBLISHED)} runs are predicted; 1 are not" in report
+    usual = [one for one in map(compare, map(published, PUBLISHED)) if one.run.core and one.run.mfu is not None]
+    known = [one.time_error for one in usual if one.time_error is not None]
+    assert known and f"\n- The median error of the predicted step time is {quantile(known, 0.5):.1%}, " in report
+    assert f"({len(known)} runs)" in report.partition("runs are predicted")[0], "in front of the tables"
     errors = sorted(abs(compare(published(line)).time_error or 0) for line in PUBLISHED[4:])
     assert f"| Ultra-Scale       | H100-80GB SXM | 3    | 3               | {errors[1]:.1%} " in report
 

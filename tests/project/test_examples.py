@@ -124,4 +124,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     differences = [float(number) for number in re.findall(r"difference (\S+)", output)]
     assert len(differences) == 12 and max(differences) < 1e-4
     assert "tp2_pp2_dp2: 8 ranks on CPU" in output and re.search(r"bubble \d+\.\d%, fullest rank \d+\.\d MB", output)
-    assert shown == ["outputs/notebook/three_d/report.html"] and (tmp_path / shown[0]).is_file()
+    assert "steps ['13', '14']" in output, "resumed in another layout"
+    assert output.count("skipped: parallelism=tp3") == 2 and re.search(r"best: job \d, (dp2|tp2), lr \d\.0?\d*", output)
+    assert shown == ["outputs/notebook/three_d/report.html", "outputs/notebook/sweep/sweep.html"]
+    assert all((tmp_path / page).is_file() for page in shown)
