@@ -136,7 +136,9 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     elif name in ("plan", "profile", "dryrun", "verify"):
         _, overrides = import_module(f"lightning_3d.cli.{name}").COMMAND.parse(arguments)
         if name == "plan":  # which chooses the layout
-            overrides = [*overrides, "parallelism=tp8_pp4_dp8", "parallelism.micro_batch_size=1", "force=true"]
+            size = re.search(r"cluster=\w+_(\d+)x(\d+)", " ".join(overrides))
+            ranks = int(size[1]) * int(size[2]) if size else 1
+            overrides = [*overrides, f"parallelism=dp{ranks}", "parallelism.micro_batch_size=1", "force=true"]
         check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
     else:
         assert name in ("run", "export", "import", "inspect", "report"), f"there is no lightning-3d {name}"
