@@ -30,6 +30,8 @@ def task(target: Target, options: DstackOptions) -> dict[str, Any]:
     name = _name(target, options)
     folder = run_folder(target, options.volumes, name, nodes_have_others=False)
     script = node_script(target, options, _NODE, name=name, folder=folder, setup=options.setup, restarts=options.restarts)
+    for text in (script, *options.env.values()):
+        _refuse_variables(text)
     content: dict[str, Any] = {
         "type": "task",
         "name": name,
@@ -38,7 +40,7 @@ def task(target: Target, options: DstackOptions) -> dict[str, Any]:
         "env": {"PYTHONUNBUFFERED": "1", **options.env, **{secret: f"${{{{ secrets.{secret} }}}}" for secret in options.secrets}},
         "files": [{"local_path": source, "path": path} for path, source in options.files.items()],
         "volumes": [_volume(source, path) for source, path in options.volumes.items()],
-        "commands": [_literal(script)],
+        "commands": [script],
         "resources": _resources(target, options),
         "spot_policy": "spot" if options.spot else "on-demand",
         "retry": _retry(options),
@@ -93,11 +95,10 @@ def _name(target: Target, options: DstackOptions) -> str:
     return near
 
 
-def _literal(script: str) -> str:
-    """Refuse a script that dstack would change: it replaces `${{ }}`, and `$$` where nothing with a dollar sign comes before."""
-    if "${{" in script or script.find("$") == script.find("$$") != -1:
-        raise ConfigError("launch.setup and the overrides must not contain ${{ or $$, because dstack would replace them.")
-    return script
+def _refuse_variables(text: str) -> None:
+    """Refuse a text that dstack would change: it replaces `${{ }}`, and `$$` where nothing with a dollar sign comes before."""
+    if "${{" in text or text.find("$") == text.find("$$") != -1:
+        raise ConfigError("launch.env, launch.setup and the overrides must not contain ${{ or $$, because dstack would replace them.")
 
 
 def render(target: Target, options: DstackOptions) -> str:

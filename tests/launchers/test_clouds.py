@@ -191,6 +191,7 @@ def test_what_skypilot_would_not_take_is_refused(options: dict[str, Any], messag
         ({"max_duration": "1 year"}, "launch.max_duration must be a duration"),
         ({"setup": ["echo ${{ run.args }}"]}, "dstack would replace them"),
         ({"setup": ["echo $$"]}, "dstack would replace them"),
+        ({"env": {"A": "${{ x.y }}"}}, "launch.env, .* dstack would replace them"),
         ({"dstack": ["yes"]}, "launch.dstack must be a list of options"),
     ],
 )
