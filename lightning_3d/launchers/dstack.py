@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.launchers.node_script import NodeVariables, check_lists, gpu_of, node_script, run_folder
 from lightning_3d.launchers.options import DstackOptions
 from lightning_3d.launchers.submit import as_yaml, hand_file_to
@@ -17,6 +17,7 @@ from lightning_3d.launchers.target import Target, as_name
 _GPUS = {"NVIDIA A100 80GB SXM": "A100:80GB", "NVIDIA H100 SXM": "H100", "NVIDIA H200 SXM": "H200", "NVIDIA GB200": "GB200"}
 _NODE = NodeVariables(rank="DSTACK_NODE_RANK", addresses="DSTACK_NODES_IPS")
 _NAME = 41  # letters of the name of a run
+_EVENTS = ("no-capacity", "interruption", "error")
 _DURATION = r"[0-9]+ *[smhdw]?"
 
 
@@ -74,7 +75,10 @@ def _volume(source: str, path: str) -> dict[str, str]:
 def _retry(options: DstackOptions) -> dict[str, Any] | None:
     if options.retry is None:
         return None
-    return {"on_events": ["no-capacity", "interruption", "error"], "duration": _duration("retry", options.retry)}
+    for event in options.retry_on or ("none",):
+        if event not in _EVENTS:
+            raise ConfigError(f"launch.retry_on must be a list of {listed(_EVENTS)}; got {event!r}.")
+    return {"on_events": list(options.retry_on), "duration": _duration("retry", options.retry)}
 
 
 def _duration(key: str, value: str | None) -> str | None:

@@ -206,8 +206,9 @@ class DstackOptions(CloudOptions):
         files: paths in the container, each with the local path to copy there, such as {/work: .}.
         secrets: names of dstack's secrets that become environment variables.
         shm: size of /dev/shm, which NCCL and data loaders use.
-        retry: how long dstack resubmits the run on all nodes after an interruption, an error or a lack of machines, such as 1d. null does
-            not retry.
+        retry: how long dstack tries to resubmit the run on all nodes, such as 1d. null does not retry.
+        retry_on: events after which it does: no-capacity, interruption, error. dstack does not count retries, so with error it also
+            resubmits, again and again, a run that cannot work.
         max_duration: most time that the run may take, such as 2d.
         fleets: fleets whose machines may be used.
         backends: clouds to consider.
@@ -217,6 +218,7 @@ class DstackOptions(CloudOptions):
 
     shm: str = "64GB"
     retry: str | None = None
+    retry_on: list[str] = field(default_factory=lambda: ["no-capacity", "interruption"])
     max_duration: str | None = None
     fleets: list[str] = field(default_factory=list)
     backends: list[str] = field(default_factory=list)

@@ -16,6 +16,7 @@ from lightning_3d.launchers.target import Target
 
 _VERSION = "trainer.kubeflow.org/v1alpha1"
 _TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}  # the job of the runtime that a TrainJob configures
+_RESERVED = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}  # Trainer refuses them
 _MANAGER = "lightning-3d.launch"
 
 
@@ -25,6 +26,8 @@ def documents(target: Target, options: TrainJobOptions) -> list[dict[str, Any]]:
     Raises:
         ConfigError: an option is missing or wrong, or only the runtime of the cluster can set it.
     """
+    if reserved := sorted(_RESERVED & set(options.env)):
+        raise ConfigError(f"launch.env must not contain {listed(reserved)}, because Trainer sets it.")
     name = job_name(target, options, before=f"-{NODE}-0-", after="-abcde")  # those of the JobSet that Trainer makes
     node = pod(target, options, name, master=f"{name}-{NODE}-0-0.{name}", before=FIRST_POD_HOSTS, container=NODE)
     (container,) = node["containers"]

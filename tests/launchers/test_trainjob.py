@@ -83,6 +83,7 @@ def test_runtime_of_the_cluster_is_patched() -> None:
     [
         ({"image": None}, "launch.image must be given"),
         ({"volumes": {}}, "would be inside the pod"),
+        ({"env": {"PET_NNODES": "1"}}, "launch.env must not contain PET_NNODES"),
         ({"runtime": "torch-distributed", "restarts": 2}, "torch-distributed decides launch.restarts, .* leave out launch.runtime"),
         ({"runtime": "torch-distributed", "restarts": 2, "secrets": ["a"]}, "decides launch.restarts and launch.secrets"),
     ],
