@@ -27,7 +27,7 @@ _PAIRS = ("software", "GPUs", "pairs", "reversed", "larger / smaller: measured",
 _POLLING = (
     "## Pipelines that sleep between messages",
     "",
-    "This table has nanotron's pipelines with tp <= 8. One version of nanotron, which made a part of the runs, waits for messages by",
+    "This table has nanotron's pipelines with tp <= 8. Some of the runs used a version of nanotron that waits for messages by",
     "sleeping for 0.1 s at a time, twice for each tensor (`benchmarks/planner_accuracy/polling.py`). Each run therefore has two",
     "predictions, with and without this sleep. `sleeping` counts the runs whose measured time is closer to the prediction with sleep.",
     "`their error` is the median error of these runs, and `error of the others` that of the remaining runs. Both use the closer",
@@ -142,7 +142,7 @@ def report(compared: Sequence[Comparison]) -> str:
         lines += [f"{software}: {_scores(scores)}", ""]
         usual = [cell[-1] for cell in cells if slow.get((software, cell[3]), 0.0) <= 0.5]
         if 0 < len(usual) < len(cells):
-            lines += [f"Leaving out the GPU counts at which most runs took more than twice the predicted time: {_scores(usual)}", ""]
+            lines += [f"Without the numbers of GPUs on which most runs took more than twice the predicted time: {_scores(usual)}", ""]
         rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
         lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
     pairs, pipelines = contradictions(compared), polling(compared)

@@ -72,8 +72,8 @@ def _require_same_settings(own: str, groups: Sequence[Mapping[str, Any]], saved:
         missing = sorted(numbers - settings.keys() - {"params", _NAMES, "initial_lr"})
         if missing:
             raise CheckpointError(
-                f"The checkpoint was not converted from {own}, which configure_optimizers returned: its parameter groups have no"
-                f" {listed(missing)}. Use the same optimizer, or convert with --weights-only."
+                f"configure_optimizers returned {own}, but the checkpoint was converted from another optimizer: its parameter groups have"
+                f" no {listed(missing)}. Use the optimizer of the checkpoint, or convert with --weights-only."
             )
 
 
@@ -135,7 +135,7 @@ def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str
     values = {repr({k: v for k, v in _groups(states[stage])[place].items() if k != _NAMES}) for stage, place in found}
     if len(values) > 1:
         raise CheckpointError(
-            f"Parameter group {index} has parameters that were in {len(found)} groups with different hyper parameters when the checkpoint"
+            f"Parameter group {index} has parameters that were in {len(found)} groups with different hyperparameters when the checkpoint"
             f" was saved, for example {names[0]}. To resume, return the same groups from configure_optimizers."
         )
     return found[0]

@@ -50,8 +50,8 @@ def planned(
         profile: file that `lightning-3d profile` wrote.
         force: whether to accept layouts that do not fit.
         memory_reserve: share of each GPU's memory, 0 to 0.9, that `auto` leaves free; a named layout that uses it causes a warning.
-        options: other arguments of the strategy. Of these, schedule, micro_batch_size, zero_stage, recompute, sequence_parallel and
-            order are not searched.
+        options: other arguments of the strategy. `auto` searches for schedule, micro_batch_size, zero_stage, recompute,
+            sequence_parallel and order, except for those that are given here.
 
     Raises:
         ConfigError: the model has no configuration or its family is unknown; or, with `auto`, the GPUs of the cluster are unknown.

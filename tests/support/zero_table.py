@@ -79,7 +79,8 @@ are 1e-5, 1e-5 and 5e-5. Entries above a limit are bold. Without a pipeline all 
 Modes reduce and gather once per step, with all-reduces, unless their name says otherwise:
 
 - "scattered": `zero_reduce_scatter=true`
-- "eager": `zero_reduce=micro_batch`; with "to owners" also `zero_reduce_scatter=true`
+- "eager": `zero_reduce=micro_batch`
+- "eager to owners": `zero_reduce=micro_batch` and `zero_reduce_scatter=true`
 - "by block": `zero_gather=micro_batch`
 
 Entries marked "refused" stop with this error: {reason}

@@ -109,7 +109,7 @@ def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     if sum(parts) != total or len(units) != len(parts):
         raise PlanError(
             f"The parts {parts} of '{name}' in the plan, with units {units}, do not fit its {total} rows. The parts must add up to {total},"
-            " with one entry of units each."
+            " and units must have one entry for each part."
         )
     may_replicate = cut.style == "colwise" and len(parts) == 1 and is_key_or_value(name)
     pieces = []

@@ -39,8 +39,8 @@ class MetricsCSV(Callback):
     """Write one CSV row per optimizer step, complete on disk when the step ends. Accumulated batches share a row.
 
     A validation loss is added to the row of the step before it. Loggers get the same numbers (`step/loss` and so on) every
-    `log_every_n_steps` of the Trainer and for every traced step. For a traced step of at most 64 ranks they also get the memory of each
-    rank in bytes (`memory/rank_0`), and for a mixture of experts the load of each router (`router/max_load/NAME`).
+    `log_every_n_steps` of the Trainer and for every traced step. For a traced step, they also get the memory of each rank in bytes
+    (`memory/rank_0`) if there are at most 64 ranks, and for a mixture of experts the load of each router (`router/max_load/NAME`).
 
     If the disk is full, training continues without further rows, after one warning.
 
