@@ -115,6 +115,7 @@ class RankPool:
         self._ranks: list[tuple[Any, connection.Connection]] = []
         self._calls = 0
         self._store: Any = None
+        self._store_of_call: Any = None
 
     def run(self, fn: Callable[..., Any], world_size: int, args: tuple, kwargs: dict, timeout: float, process_group: bool) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on ranks 0 .. world_size - 1 and return the results by rank."""
@@ -128,7 +129,7 @@ class RankPool:
             payload,
             rank=0,
             world_size=world_size,
-            store_port=self._store_port(),
+            store_port=self._store_port(process_group),
             number=self._calls,
             log_path="",
             timeout=timeout,
@@ -214,13 +215,19 @@ class RankPool:
         text = (self._require_folder() / f"rank_{rank}.log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         return f"\n--- output of rank {rank} (its end) ---\n{text}" if text.strip() else ""
 
-    def _store_port(self) -> int:
-        """Port of the store through which ranks find each other, which this process serves."""
-        if self._store is None:
-            from torch.distributed import TCPStore
+    def _store_port(self, process_group: bool) -> int:
+        """Port of the store through which ranks find each other, which this process serves.
 
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store.port
+        Calls whose group is made here share one store: their keys begin with the number of the call. A function that makes
+        its own group gets a store without keys of an earlier call, as torchrun serves a new one for each attempt.
+        """
+        from torch.distributed import TCPStore
+
+        if process_group:
+            self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            return self._store.port
+        self._store_of_call = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store_of_call.port
 
     def _require_folder(self) -> Path:
         if self._folder is None:
@@ -430,8 +437,7 @@ def _clean_state(call: Call) -> Iterator[None]:
 def _launch_environment(call: Call) -> dict[str, str]:
     """What torchrun sets, so that a Trainer inside the call finds itself launched already.
 
-    The store at MASTER_PORT is the session's, as torchrun's agent serves one; the keys of a call begin with its number,
-    as those of an attempt begin with its restart count.
+    The store at MASTER_PORT is served by the session, as torchrun's agent serves one.
     """
     values = (call.rank, call.rank, 0, call.world_size, call.world_size, "127.0.0.1", call.store_port)
     launch = {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
