@@ -145,7 +145,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc_1, self.fc_2, self.proj = nn.Linear(WIDTH, 64, bias=False), nn.Linear(WIDTH, 64, bias=False), nn.Linear(64, WIDTH, bias=False)
+        self.fc_1, self.fc_2 = (nn.Linear(WIDTH, 64, bias=False) for _ in range(2))
+        self.proj = nn.Linear(64, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))

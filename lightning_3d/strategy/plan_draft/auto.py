@@ -14,6 +14,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import find_pipeline_module, read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan
+from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
 
 
@@ -68,7 +69,7 @@ def _agreed(root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> Dr
     found: list[Any] = [None]
     if alone or mesh.rank == 0:
         try:
-            found[0] = replace(draft_plan(root, mesh.layout.tp, name=name), inputs=())
+            found[0] = replace(draft_plan(root, mesh.layout.tp, name=name), inputs=Inputs())
         except Lightning3DError as error:
             found[0] = error
         except Exception as error:  # of the user's code: the other ranks wait for an answer

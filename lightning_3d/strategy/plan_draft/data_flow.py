@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.strategy.plan_draft.inputs import Inputs
 
 _SEEDS = (0, 1, 2)
 """Several random outputs: an activation that is flat at one of them is not at another."""
@@ -48,11 +48,11 @@ class DataFlow:
     Args:
         model: whole model with values on the CPU; its forwards are as before afterwards.
         linears: names of the linear layers.
-        args: positional arguments of the model.
+        inputs: inputs with which it runs.
     """
 
-    def __init__(self, model: nn.Module, linears: Iterable[str], args: tuple[Any, ...]) -> None:
-        self._model, self._names, self._args = model, list(linears), args
+    def __init__(self, model: nn.Module, linears: Iterable[str], inputs: Inputs) -> None:
+        self._model, self._names, self._inputs = model, list(linears), inputs
         own = {id(parameter) for name in self._names for parameter in model.get_submodule(name).parameters()}
         self._parameters = {name: p for name, p in model.named_parameters() if id(p) not in own and p.is_floating_point()}
         for parameter in self._parameters.values():
@@ -120,7 +120,7 @@ class DataFlow:
             layer.forward = stand_in
         try:
             with torch.enable_grad():
-                run.returned = [tensor for tensor in tensors_of(_plain(self._model(*self._args))) if tensor.requires_grad]
+                run.returned = [tensor for tensor in self._inputs.run(self._model) if tensor.requires_grad]
         finally:
             for _, layer in modules:
                 del layer.forward
@@ -142,8 +142,3 @@ def _gradients(total: Any, sources: list[Tensor]) -> list[Tensor]:
     found = torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(source) if value is None else value for source, value in zip(sources, found, strict=True)]
 
-
-def _plain(output: Any) -> Any:
-    """Return an output with objects of the user's classes as dicts, in which tensors can be found."""
-    known = isinstance(output, (Tensor, dict, list, tuple))
-    return output if known else dict(getattr(output, "__dict__", {}))

@@ -16,7 +16,8 @@ from lightning_3d.errors import PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.strategy.plan_draft.data_flow import DataFlow
-from lightning_3d.strategy.plan_draft.find_model import Inputs, example_inputs, find_blocks, find_model
+from lightning_3d.strategy.plan_draft.find_model import find_blocks, find_model
+from lightning_3d.strategy.plan_draft.inputs import Inputs, example_inputs
 from lightning_3d.strategy.plan_draft.pipeline_order import PipelineOrder, find_order
 from lightning_3d.strategy.plan_draft.regions import Region, described, find_regions
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kinds_of, leave_out_blocks
@@ -44,7 +45,7 @@ class Draft:
     tp: int
     problems: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
-    inputs: Inputs = field(default=(), repr=False)
+    inputs: Inputs = field(default_factory=Inputs, repr=False)
 
     def require(self, layout: Layout) -> None:
         """Refuse a plan that does not have everything that a layout needs.
@@ -76,17 +77,17 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
     name, model = find_model(root, name)
     with real_values(), torch.device("cpu"), _undisturbed():
         layers = find_blocks(model)
-        copied, kept, args = _runnable(root, model, layers)
-        order = find_order(copied, layers, kept, args)
+        copied, kept, inputs = _runnable(root, model, layers)
+        order = find_order(copied, layers, kept, inputs)
         kinds = kinds_of(list(model.get_submodule(layers).children()))
-        regions, problems, notes = _tensor_part(copied, layers, kinds, args, tp) if tp > 1 else ([], [], [])
+        regions, problems, notes = _tensor_part(copied, layers, kinds, inputs, tp) if tp > 1 else ([], [], [])
     plan: dict[str, Any] = {}
     if entries := _entries(model, layers, kinds, regions):
         whole = {owner: "replicate" for key in order.loose if (owner := key.rpartition(".")[0]) and _is_table(model, owner)}
         plan["tp"] = entries | whole
     if not order.problems:
         plan["pp"] = _pipeline_part(order, layers)
-    return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), args)
+    return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs)
 
 
 @contextmanager
@@ -99,21 +100,21 @@ def _runnable(root: nn.Module, model: nn.Module, layers: str) -> tuple[nn.Module
     """Copy a model, with values and if possible with one block of each kind, and find inputs with which it runs.
 
     Returns:
-        The copy, indices of the blocks that run, and positional arguments.
+        The copy, indices of the blocks that run, and the inputs.
     """
     kinds = kinds_of(list(model.get_submodule(layers).children()))
     error: Exception | None = None
-    for args in example_inputs(root, model):
+    for inputs in example_inputs(root, model):
         for kept in ([kind[0] for kind in kinds], list(range(sum(map(len, kinds))))):
             copied = copy_without_values(model)
             try:
                 leave_out_blocks(copied, ParallelPlan({}, layers), kept, {})
                 fill(copied, {}, 0, torch.device("cpu"))
-                copied(*args)
+                inputs.run(copied)
             except Exception as failed:
                 error = failed
                 continue
-            return copied, kept, args
+            return copied, kept, inputs
     text = str(error).strip().splitlines() or [""]
     raise PlanError(
         f"{type(model).__name__} does not run with random token ids or features ({type(error).__name__}: {text[0]}). Give the module an"
@@ -122,13 +123,13 @@ def _runnable(root: nn.Module, model: nn.Module, layers: str) -> tuple[nn.Module
 
 
 def _tensor_part(
-    model: nn.Module, layers: str, kinds: list[tuple[int, ...]], args: Inputs, tp: int
+    model: nn.Module, layers: str, kinds: list[tuple[int, ...]], inputs: Inputs, tp: int
 ) -> tuple[list[Region], list[str], list[str]]:
     """Find the regions of one block of each kind, reasons why blocks cannot be sharded, and layers that stay whole without harm."""
     blocks = tuple(f"{layers}.{kind[0]}." for kind in kinds)
     linears = [name for name, child in model.named_modules() if isinstance(child, nn.Linear) and name.startswith(blocks)]
-    flow = DataFlow(model, linears, args)
-    regions = find_regions(model, flow, layers, args, tp)
+    flow = DataFlow(model, linears, inputs)
+    regions = find_regions(model, flow, layers, inputs, tp)
     problems = [described(region) for region in regions if region.problem]
     good = [region for region in regions if not region.problem]
     named = {name for region in regions for name in (*region.columns, *region.rows)}

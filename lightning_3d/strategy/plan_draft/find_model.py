@@ -1,21 +1,11 @@
-"""The parts of a user's module that a plan is about: the model, its list of blocks, and inputs with which it runs."""
+"""The parts of a user's module that a plan is about: the model, and its list of blocks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from typing import Any
-
 import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_3d.errors import PlanError
-
-_ROWS, _LENGTH = 2, 8
-_MOST_IDS = 1000
-
-Inputs = tuple[Any, ...]
 
 
 def find_model(root: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
@@ -63,26 +53,3 @@ def _is_chain(chain: nn.Sequential) -> bool:
     kinds = {type(child) for child in chain}
     return len(chain) > 1 and len(kinds) == 1 and all(key.isdigit() for key in chain._modules) and _weight(chain) > 0
 
-
-def example_inputs(root: nn.Module, model: nn.Module) -> Iterator[Inputs]:
-    """Inputs with which the model may run, likely ones first: the module's `example_input_array`, else random token ids or features."""
-    given = next((value for owner in (model, root) if (value := getattr(owner, "example_input_array", None)) is not None), None)
-    if given is not None:
-        yield given if isinstance(given, tuple) else (given,)
-        return
-    parameters = inspect.signature(model.forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = sum(p.default is p.empty for p in positional)
-    for example in _examples(model):
-        yield (example,) * max(required, 1)
-
-
-def _examples(model: nn.Module) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    rows = [child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)]
-    if rows or not any(isinstance(child, nn.Linear) for child in model.modules()):
-        yield torch.randint(0, max(2, min([*rows, _MOST_IDS])), (_ROWS, _LENGTH), generator=generator)
-        return
-    width = next(child.in_features for child in model.modules() if isinstance(child, nn.Linear))
-    yield torch.randn(_ROWS, _LENGTH, width, generator=generator)
-    yield torch.randn(_ROWS, width, generator=generator)

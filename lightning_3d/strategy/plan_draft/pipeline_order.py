@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.strategy.plan_draft.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,17 @@ class PipelineOrder:
     problems: tuple[str, ...]
 
 
-def find_order(model: nn.Module, layers: str, kept: Iterable[int], args: tuple[Any, ...]) -> PipelineOrder:
+def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Inputs) -> PipelineOrder:
     """Find the order of execution.
 
     Args:
         model: whole model with values on the CPU, in which other blocks than those `kept` pass on their input.
         layers: name of the list of blocks.
-        args: positional arguments of the model.
+        inputs: inputs with which it runs.
     """
     blocks = [f"{layers}.{index}" for index in kept]
     around = [name for name, child in model.named_modules() if _is_around(name, child, layers)]
-    calls, read = _record(model, [*around, *blocks], args)
+    calls, read = _record(model, [*around, *blocks], inputs)
     loose = [name for name in read if not name.startswith(f"{layers}.")]
     order = [name for name in calls if name in blocks]
     problems = [f"{_whose(model, name)} is read outside of the forward of a module. {_ADVICE}" for name in loose]
@@ -56,7 +57,7 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], args: tuple[A
         if name in calls[first:last] or (name in before and name in after):
             problems.append(f"'{name}' runs between or inside the blocks, or both before and after them")
         elif name not in calls and not known.issuperset(parameters):
-            problems.append(f"'{name}' has parameters, but does not run with the inputs {_shapes(args)}")
+            problems.append(f"'{name}' has parameters, but does not run with the inputs {inputs}")
     raw = [name for name, _ in model.named_parameters() if f"{layers}.".startswith(f"{name.rpartition('.')[0]}.".lstrip("."))]
     problems += [f"{_whose(model, name)} is not in a module before or after the blocks. {_ADVICE}" for name in raw if name not in known]
     return PipelineOrder(tuple(dict.fromkeys(before)), tuple(dict.fromkeys(after)), tuple(loose), tuple(problems))
@@ -79,7 +80,7 @@ def _why_out_of_order(model: nn.Module, order: list[str], blocks: list[str]) -> 
     return f"the blocks run in the order {', '.join(order)}; a pipeline runs each block once, in order"
 
 
-def _record(model: nn.Module, names: list[str], args: tuple[Any, ...]) -> tuple[list[str], list[str]]:
+def _record(model: nn.Module, names: list[str], inputs: Inputs) -> tuple[list[str], list[str]]:
     """Run the model. Returns the calls of the modules in order, and the parameters that are read outside of them.
 
     What the modules return is cut off from its gradient. A gradient in their inputs, or in the output of the model, then comes from
@@ -88,8 +89,7 @@ def _record(model: nn.Module, names: list[str], args: tuple[Any, ...]) -> tuple[
     calls: list[str] = []
     seen: list[Tensor] = []
     with _watched(model, names, calls, seen), torch.enable_grad():
-        output = model(*args)
-    seen += list(tensors_of(output if isinstance(output, (Tensor, dict, list, tuple)) else getattr(output, "__dict__", {})))
+        seen += inputs.run(model)
     read = [tensor for tensor in seen if tensor.requires_grad]
     named = dict(model.named_parameters())
     for parameter in named.values():
@@ -136,6 +136,3 @@ def _whose(model: nn.Module, name: str) -> str:
     owner = name.rpartition(".")[0]
     return f"'{name}' of {type(model.get_submodule(owner)).__name__}"
 
-
-def _shapes(args: tuple[Any, ...]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(args))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.tensor import resolve
 from lightning_3d.parallel.tensor.resolve_plan import share, width
 from lightning_3d.strategy.plan_draft.data_flow import DataFlow
+from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.self_check.local_sizes import do_not_fit
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -47,7 +47,7 @@ class _Indivisible(Exception):
     """The region cannot be sharded; the text says why."""
 
 
-def find_regions(model: nn.Module, flow: DataFlow, layers: str, args: tuple[Any, ...], tp: int) -> list[Region]:
+def find_regions(model: nn.Module, flow: DataFlow, layers: str, inputs: Inputs, tp: int) -> list[Region]:
     """Find the regions of all blocks, with how they are sharded or why they cannot be.
 
     A region that cannot be sharded stays whole. Its last layers may then be the column-parallel ones of another region.
@@ -56,7 +56,7 @@ def find_regions(model: nn.Module, flow: DataFlow, layers: str, args: tuple[Any,
         model: whole model with values on the CPU.
         flow: data flow between the linear layers of its blocks.
         layers: name of the list of blocks.
-        args: positional arguments of the model.
+        inputs: inputs with which it runs.
     """
     found: dict[tuple[str, ...], Region] = {}
     whole: set[str] = set()
@@ -66,7 +66,7 @@ def find_regions(model: nn.Module, flow: DataFlow, layers: str, args: tuple[Any,
         if not fresh:
             break
         for region in fresh:
-            found[region.rows] = _settled(model, flow, region, args, tp)
+            found[region.rows] = _settled(model, flow, region, inputs, tp)
             whole |= set(region.rows) if found[region.rows].problem else set()
     sharded = {name for region in found.values() if not region.problem for name in (*region.columns, *region.rows)}
     return [region for region in found.values() if not region.problem or not set(region.rows) <= sharded]
@@ -109,13 +109,13 @@ def _block(name: str, layers: str) -> str:
     return name.removeprefix(f"{layers}.").split(".")[0]
 
 
-def _settled(model: nn.Module, flow: DataFlow, region: Region, args: tuple[Any, ...], tp: int) -> Region:
+def _settled(model: nn.Module, flow: DataFlow, region: Region, inputs: Inputs, tp: int) -> Region:
     """Add to a region how it is sharded, or why it cannot be."""
     if region.problem:
         return region
     try:
         cuts = _cuts_of(model, flow, region, tp)
-        misfits = do_not_fit(model, ParallelPlan(cuts), tp, args, {})
+        misfits = do_not_fit(model, ParallelPlan(cuts), tp, inputs.args, dict(inputs.kwargs))
     except (_Indivisible, Lightning3DError) as error:
         return Region(region.columns, region.rows, region.inside, problem=str(error).rstrip("."))
     if misfits:
