@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.compat.imports import quiet_imports
-from lightning_3d.errors import ConfigError, did_you_mean
+from lightning_3d.errors import ConfigError, PlanError, did_you_mean, listed
 
 COMMAND = Command(
     "draft-plan",
@@ -51,7 +51,10 @@ def _draft(options: Namespace, words: list[str]) -> int:
     if not options.no_check and layout.world_size > 1:
         from lightning_3d.verification.plan_check import check_plan
 
-        check_plan(root.get_submodule(draft.name), draft.plan, layout, draft.inputs)
+        try:
+            check_plan(root.get_submodule(draft.name), draft.plan, layout, draft.inputs)
+        except PlanError as error:
+            raise PlanError(f"The drafted plan is not printed, because it does not pass the self-check. {error}") from None
     elif draft.plan:
         print("lightning_3d: the plan was not checked on ranks; the self-check of a run does that before its first step.", file=sys.stderr)
     print(as_python(draft))
@@ -101,6 +104,8 @@ def _built(made: Any, settings: dict[str, Any], what: str) -> Any:
 
     if not isinstance(made, nn.Module) and not callable(made):
         raise ConfigError(f"{what} must be an nn.Module, or a class or function that makes one; it is a {type(made).__name__}.")
+    if isinstance(made, nn.Module) and settings:
+        raise ConfigError(f"{what} is a module already, so it takes no arguments; got {listed(settings)}.")
     try:
         with torch.device("meta"):
             module = build()

@@ -1,6 +1,7 @@
 """A plan that is drafted from a model's data flow: it trains as one process does, or says what cannot be derived."""
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightning_3d.strategy.plan_draft.text import as_python
 Make = Callable[[], nn.Module]
 
 
+@functools.cache
 def draft(make: Make, tp: int = 2) -> Draft:
     return draft_plan(Text(make()), tp)
 
@@ -69,7 +71,7 @@ def test_one_key_head_is_shared_and_norms_of_heads_get_the_gradients_of_all() ->
 
 
 def test_text_of_a_draft_is_the_plan() -> None:
-    for make in (NanoGPT, foreign_gpts.XTransformer):
+    for make in (NanoGPT, foreign_gpts.XTransformer):  # with packed matrices, and with shared ones
         found, names = draft(make), dict[str, Any]()
         exec(as_python(found), names)
         assert names["plan"] == found.plan
@@ -90,6 +92,61 @@ def test_model_on_the_meta_device_has_the_same_draft() -> None:
     assert draft_plan(module).plan == draft(NanoGPT).plan
 
 
+def other_attentions() -> dict[str, type[nn.Module]]:
+    return {kind.__name__: kind for kind in (own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", other_attentions())
+def test_separate_queries_keys_and_values_need_no_numbers(name: str) -> None:
+    found = draft_plan(Text(GPT(other_attentions()[name], tied=True)))
+    assert found.plan == own_gpt.PLAN | {"pp": found.plan["pp"]}
+    assert list(found.plan["pp"]) == list(own_gpt.PLAN["pp"])
+
+
+class Chain(nn.Module):
+    """Low-rank queries and keys, as in DeepSeek: what the norms between read must be whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a, self.q_b = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.kv_a, self.kv_b = nn.Linear(WIDTH, 10), nn.Linear(10, 2 * WIDTH)
+        self.q_norm, self.kv_norm, self.out, self.h = nn.RMSNorm(12), nn.RMSNorm(10), nn.Linear(WIDTH, WIDTH), HEADS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, kv = self.q_b(self.q_norm(self.q_a(x))), self.kv_b(self.kv_norm(self.kv_a(x)))
+        q, kv = (part.unflatten(-1, (self.h, -1)).transpose(1, 2) for part in (q, kv))
+        return self.out(own_gpt.attend(q, *kv.chunk(2, -1)))
+
+
+def test_layers_before_a_norm_stay_whole_and_the_next_pair_is_sharded() -> None:
+    found = draft_plan(Text(GPT(Chain)))
+    assert {name: cut for name, cut in found.plan["tp"].items() if ".attn." in name} == {
+        "h.*.attn.q_b": "colwise", "h.*.attn.kv_b": "colwise", "h.*.attn.out": "rowwise",
+    }
+    assert not any(found.problems.values())
+    assert found.notes == ("'h.0.attn.q_a' stays whole on every rank", "'h.0.attn.kv_a' stays whole on every rank")
+
+
+class Mixed(nn.Module):
+    """An MLP whose every output depends on the whole row through a number that has no gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        y = y / y.detach().abs().amax(-1, keepdim=True) if self.how == "detached" else y.flip(-1)
+        return self.down(y)
+
+
+@pytest.mark.parametrize("how", ["detached", "flipped"])
+def test_flow_that_shards_would_break_is_never_drafted(how: str) -> None:
+    found = draft_plan(Text(with_mlp(lambda: Mixed(how))))
+    assert not any(".mlp." in name for name in found.plan["tp"]) and "h.0.mlp.up'" in found.problems["tp"][0]
+
+
 # What cannot be derived
 
 
@@ -97,12 +154,16 @@ def test_model_on_the_meta_device_has_the_same_draft() -> None:
     ("make", "axis", "words"),
     [
         (lambda: with_attention(foreign_gpts.PackedOneKey), "tp", ["h.0.attn.c_attn'", "several ranks need the same features"]),
-        (lambda: with_attention(foreign_gpts.FixedSlopes), "tp", ["h.0.attn'", "does not compute a rank's part"]),
-        (lambda: with_mlp(foreign_gpts.NormBetween), "tp", ["h.0.mlp.up'", "several ranks need the same features"]),
-        (lambda: GPT(own_gpt.FixedHeads), "tp", ["'h.0.attn'", "does it use a constant"]),
+        pytest.param(
+            lambda: with_attention(foreign_gpts.FixedSlopes), "tp", ["h.0.attn'", "does not compute a rank's part"], marks=pytest.mark.full
+        ),
+        pytest.param(
+            lambda: with_mlp(foreign_gpts.NormBetween), "tp", ["h.0.mlp.up'", "several ranks need the same features"], marks=pytest.mark.full
+        ),
+        pytest.param(lambda: GPT(own_gpt.FixedHeads), "tp", ["'h.0.attn'", "does it use a constant"], marks=pytest.mark.full),
         (foreign_gpts.with_conv1d, "tp", ["c_attn' (Conv1D)", "Replace them by nn.Linear"]),
         (foreign_gpts.RawPositions, "pp", ["'pos_emb' of RawPositions", "Move it into a module"]),
-        (foreign_gpts.LooseLayers, "pp", ["'token_emb.weight'", "outside of the forward"]),
+        pytest.param(foreign_gpts.LooseLayers, "pp", ["'token_emb.weight'", "outside of the forward"], marks=pytest.mark.full),
     ],
     ids=["packed_mqa", "alibi_buffer", "norm_between", "constant_heads", "conv1d", "raw_positions", "functional_head"],
 )
@@ -121,6 +182,7 @@ def test_heads_that_tp_does_not_divide_are_counted() -> None:
     assert not any(".attn." in name for name in found.plan["tp"])
 
 
+@pytest.mark.full
 def test_list_of_lists_cannot_be_a_pipeline_but_is_sharded() -> None:
     found = draft(foreign_gpts.LooseLayers)
     assert any("is not called as a module" in problem for problem in found.problems["pp"])
@@ -144,9 +206,10 @@ def test_model_without_a_list_of_blocks_is_refused() -> None:
         draft_plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
 
 
-@pytest.mark.parametrize(("plan", "check", "message"), [
-    ("aut", "auto", 'Did you mean "auto"'), (3, "auto", "got a int"), ("auto", "never", "needs the self-check"),
-])
+@pytest.mark.parametrize(
+    ("plan", "check", "message"),
+    [("aut", "auto", 'Did you mean "auto"'), (3, "auto", "got a int"), ("auto", "never", "needs the self-check")],
+)
 def test_wrong_plan_option_is_refused(plan: Any, check: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Lightning3DStrategy("tp2", plan=plan, self_check=check)
@@ -154,14 +217,18 @@ def test_wrong_plan_option_is_refused(plan: Any, check: str, message: str) -> No
 
 # Training
 
-DEFAULT = [("nano", "tp2"), ("x", "tp2_pp2")]
+DEFAULT = [("nano", "tp2")]
 LONG = [(name, layout) for name in MODELS for layout in ("tp2", "pp2", "tp2_pp2") if (name, layout) not in DEFAULT]
+LONG += [("loose", "tp2"), ("low_rank", "tp2_pp2")]
+
+
+TRAINED = MODELS | {"loose": foreign_gpts.LooseLayers, "low_rank": lambda: GPT(Chain)}
 
 
 @pytest.mark.parametrize(("name", "layout"), [*DEFAULT, *(pytest.param(*cell, marks=pytest.mark.full) for cell in LONG)])
 def test_drafted_plan_trains_as_one_process_does(name: str, layout: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = TRAINED[name]()
     fitted = run_ranks(own_gpt.fit, Layout.parse(layout).world_size, model, layout, "auto", str(tmp_path))[0]
     assert fitted.losses == pytest.approx(one_process(model), rel=1e-5)
     assert f"self-check of {type(model).__name__}: passed; {Layout.parse(layout).name} reproduces" in fitted.printed

@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from own_gpt import HEADS, LENGTH, VOCABULARY, WIDTH
 from torch import Tensor, nn
 
-LAYERS = 4
+WIDTH, HEADS, VOCABULARY, LENGTH, LAYERS = 32, 4, 64, 12, 4  # those of own_gpt, whose rows they read
 
 
 # As in nanoGPT: everything packed in c_attn, modules in a ModuleDict, learned positions, tied embedding and head.

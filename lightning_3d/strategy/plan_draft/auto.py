@@ -50,6 +50,9 @@ def with_draft(error: NoPlanError, root: nn.Module, mesh: Mesh, name: str | None
         draft = _agreed(root, mesh, name, alone=alone)
     except Lightning3DError as reason:
         return NoPlanError(f"{error} No draft of a plan can be made: {reason}")
+    if not draft.plan:
+        reasons = " ".join(f"{axis}: {problem}." for axis, problems in draft.problems.items() for problem in problems)
+        return NoPlanError(f"{error} No draft of a plan can be made. {reasons}")
     complete = not any(draft.problems.get(axis) for axis in ("tp", "pp") if getattr(layout, axis) > 1)
     use = f'Pass it as Lightning3DStrategy("{layout}", plan=plan), or pass plan="auto".'
     use = use if complete else "It is incomplete; its comments say why."
@@ -72,7 +75,7 @@ def _agreed(root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> Dr
             found[0] = replace(draft_plan(root, mesh.layout.tp, name=name), inputs=Inputs())
         except Lightning3DError as error:
             found[0] = error
-        except Exception as error:  # of the user's code: the other ranks wait for an answer
+        except Exception as error:  # the other ranks wait for an answer
             found[0] = PlanError(f"The plan cannot be derived ({type(error).__name__}: {error}).")
     if not alone:
         dist.broadcast_object_list(found, src=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_3d.strategy.plan_draft.find_model import find_blocks, find_model
 from lightning_3d.strategy.plan_draft.inputs import Inputs, example_inputs
 from lightning_3d.strategy.plan_draft.pipeline_order import PipelineOrder, find_order
 from lightning_3d.strategy.plan_draft.regions import Region, described, find_regions
+from lightning_3d.strategy.self_check.explain import first_line
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kinds_of, leave_out_blocks
 from lightning_3d.strategy.self_check.noise import WithoutNoise
 from lightning_3d.weights.blueprint import isolated_generators
@@ -75,12 +76,15 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
         PlanError: no list of blocks, or the model does not run with any of the inputs that were tried.
     """
     name, model = find_model(root, name)
+    layers = find_blocks(model)
+    kinds = kinds_of(list(model.get_submodule(layers).children()))
     with real_values(), torch.device("cpu"), _undisturbed():
-        layers = find_blocks(model)
-        copied, kept, inputs = _runnable(root, model, layers)
-        order = find_order(copied, layers, kept, inputs)
-        kinds = kinds_of(list(model.get_submodule(layers).children()))
-        regions, problems, notes = _tensor_part(copied, layers, kinds, inputs, tp) if tp > 1 else ([], [], [])
+        copied, kept, inputs = _runnable(root, model, layers, kinds)
+        try:
+            order = find_order(copied, layers, kept, inputs)
+            regions, problems, notes = _tensor_part(copied, layers, kinds, inputs, tp) if tp > 1 else ([], [], [])
+        except Exception as error:  # of the user's code, which cannot run with random layers or be differentiated
+            raise PlanError(f"The plan of {type(model).__name__} cannot be derived ({_named(error)}).") from error
     plan: dict[str, Any] = {}
     if entries := _entries(model, layers, kinds, regions):
         whole = {owner: "replicate" for key in order.loose if (owner := key.rpartition(".")[0]) and _is_table(model, owner)}
@@ -90,19 +94,22 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
     return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs)
 
 
+def _named(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {first_line(error)}" if error is not None else "no input"
+
+
 @contextmanager
-def _undisturbed() -> Any:
+def _undisturbed() -> Iterator[None]:
     with isolated_generators(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), WithoutNoise():
         yield
 
 
-def _runnable(root: nn.Module, model: nn.Module, layers: str) -> tuple[nn.Module, list[int], Inputs]:
+def _runnable(root: nn.Module, model: nn.Module, layers: str, kinds: list[tuple[int, ...]]) -> tuple[nn.Module, list[int], Inputs]:
     """Copy a model, with values and if possible with one block of each kind, and find inputs with which it runs.
 
     Returns:
         The copy, indices of the blocks that run, and the inputs.
     """
-    kinds = kinds_of(list(model.get_submodule(layers).children()))
     error: Exception | None = None
     for inputs in example_inputs(root, model):
         for kept in ([kind[0] for kind in kinds], list(range(sum(map(len, kinds))))):
@@ -115,9 +122,8 @@ def _runnable(root: nn.Module, model: nn.Module, layers: str) -> tuple[nn.Module
                 error = failed
                 continue
             return copied, kept, inputs
-    text = str(error).strip().splitlines() or [""]
     raise PlanError(
-        f"{type(model).__name__} does not run with random token ids or features ({type(error).__name__}: {text[0]}). Give the module an"
+        f"{type(model).__name__} does not run with random token ids or features ({_named(error)}). Give the module an"
         " example_input_array, as Lightning defines it: inputs of the model, with at least 2 rows."
     )
 
@@ -135,8 +141,8 @@ def _tensor_part(
     named = {name for region in regions for name in (*region.columns, *region.rows)}
     idle = [name for name in linears if name not in flow.order]
     if idle:
-        why = "run several times" if any(flow.calls[name] for name in idle) else "do not run"
-        problems.append(f"{listed(map(repr, idle[:4]))} {why} in a forward, so nothing is known of them")
+        times = sorted({flow.calls[name] for name in idle})
+        problems.append(f"{listed(map(repr, idle[:4]))} must run once in a forward, but ran {listed(times, last='or')} times")
     others = _other_matrices(model, blocks)
     if others:
         problems.append(f"{listed(others[:4])} cannot be sharded: plans shard nn.Linear layers. Replace them by nn.Linear")
