@@ -32,6 +32,10 @@ class PlanError(Lightning3DError):
     """A model that cannot be parallelized as it is: no plan, several plans, or one that does not match it."""
 
 
+class NoPlanError(PlanError):
+    """A model without a parallel plan, or without the part of it that the layout needs."""
+
+
 class DataError(Lightning3DError):
     """A data set or a batch that cannot be used."""
 

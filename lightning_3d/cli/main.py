@@ -37,6 +37,7 @@ COMMANDS = {
     "train": _Entry("train", "train a model; its --help explains the configuration", in_ranks=True),
     "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
     "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
+    "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
     "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
     "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
     "verify": _Entry("verify", "check that a layout computes what one process computes"),

@@ -21,6 +21,7 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.options.optimizer import check_optimizer
+from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.config.run_config import (
@@ -149,7 +150,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     check_cp_kind(parallelism.cp_kind)
-    check_mode(parallelism.self_check)
+    check_plan(parallelism.plan, check_mode(parallelism.self_check))
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
     accelerator, warnings = choose_accelerator(run, layout, outside)

@@ -51,6 +51,7 @@ class ParallelismConfig:
     checkpoint_timeout_seconds: float = 1800.0
     checkpoint_check_space: bool = True
     micro_batch_size: int | None = None
+    plan: Any = None
     pipeline_module: str | None = None
     self_check: str = "auto"
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import own
 from lightning_3d.compat.transformers import is_transformers_model, models_in
-from lightning_3d.errors import PlanError, did_you_mean, listed
+from lightning_3d.errors import NoPlanError, PlanError, did_you_mean, listed
 from lightning_3d.models.plan_pairs import require_pairs
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
@@ -39,11 +39,14 @@ class Cut:
             None: the number of heads for "colwise" and "rowwise" in an attention, otherwise single rows.
         parts: sizes, in rows, of the matrices that are packed along the sharded dimension (q, k, v; gate, up). Each is sharded
             separately. For the packed styles, None means two equal halves.
+        shared: whether several ranks get the same unit if there are fewer units than ranks. For keys and values that several query
+            heads read. Layers with the usual names of keys and values need no mark. Only for "colwise".
     """
 
     style: str
     units: int | tuple[int, ...] | None = None
     parts: tuple[int, ...] | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     # Some families declare only the head, which is not a pipeline plan.
     pp = list(user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else ()))
     if not tp and not pp:
-        raise PlanError(
+        raise NoPlanError(
             f"{type(module).__name__} declares no parallel plan. Pass one, for example"
             " plan={'tp': {'blocks.*.attention.q': 'colwise', ...}, 'pp': {'embed': ..., 'blocks': ..., 'head': ...}},"
             " or give the class the attributes _tp_plan and _pp_plan."
@@ -169,7 +172,7 @@ def find_pipeline_module(
         )
     if user_plan:
         raise PlanError(_what_does_not_match(root, user_plan))
-    raise PlanError(
+    raise NoPlanError(
         f"No submodule of {type(root).__name__} declares a parallel plan. Pass plan={{'tp': ..., 'pp': ...}}, with"
         " names relative to the model."
     )
@@ -272,7 +275,7 @@ def _as_cut(pattern: str, entry: Any) -> Cut:
             f"The plan shards '{pattern}' with the style '{style}', which is not supported."
             f"{did_you_mean(style, DENSE_STYLES)} Supported are {', '.join(sorted(DENSE_STYLES))}."
         )
-    return Cut(style, cut.units, cut.parts)
+    return replace(cut, style=style)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import NoPlanError, PlanError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
@@ -267,7 +267,7 @@ def _find_plan(
             raise
         return (*(find_transformers_model(root) if layout.cp > 1 else ("", root)), ParallelPlan({}))
     if layout.pp > 1 and not plan.layers:
-        raise PlanError(
+        raise NoPlanError(
             f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}}, which"
             f" names the modules before, in and after its blocks, or use pp1, for example {Layout(tp=layout.tp, dp=layout.pp * layout.dp)}."
         )

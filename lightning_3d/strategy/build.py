@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import Precision
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.errors import NoPlanError
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
@@ -26,6 +27,7 @@ from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.float8 import multiply_in_float8
 from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
+from lightning_3d.strategy.plan_draft.auto import auto_plan, with_draft
 from lightning_3d.strategy.self_check.check import SelfCheck
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.loss_weights import weigh_loss
@@ -39,13 +41,13 @@ class ModelSources:
     """The sources of a model's plan and values, and the check of both.
 
     Attributes:
-        plan: the user's parallel plan, for a model that declares none.
+        plan: the user's parallel plan, for a model that declares none; "auto" drafts one.
         pipeline_module: name of the submodule that is parallelized; None where one has a plan.
         self_check: "auto", "always" or "never".
         seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
     """
 
-    plan: dict[str, Any] | None = None
+    plan: dict[str, Any] | str | None = None
     pipeline_module: str | None = None
     self_check: str = "auto"
     seed: int | None = None
@@ -127,20 +129,28 @@ def _assemble(
     module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings
 ) -> LocalModel:
     """Assemble the parts of a whole module, and arrange for its self-check."""
-    sources = options.sources
-    check = SelfCheck("never" if around.shape_only else sources.self_check, mesh, options.model, device)
-    parts = assemble(
-        module,
-        mesh,
-        options.model,
-        seed=sources.seed if sources.seed is not None else global_seed(),
-        device=device,
-        weights_device=torch.device("cpu") if options.zero.stage == 3 else None,  # where ZeRO-3 shards them, before they go to `device`
-        materialize=around.materialize,
-        user_plan=sources.plan,
-        pipeline_module=sources.pipeline_module,
-        inspect=check.inspect,
-    )
+    sources, alone = options.sources, around.shape_only
+    plan, name = sources.plan, sources.pipeline_module
+    if isinstance(plan, str):
+        plan, name = auto_plan(module, mesh, name, alone=alone)
+    # A drafted plan is used only if the check passes.
+    drafted = isinstance(sources.plan, str) and plan is not None
+    check = SelfCheck("never" if alone else sources.self_check, mesh, options.model, device, required=drafted)
+    try:
+        parts = assemble(
+            module,
+            mesh,
+            options.model,
+            seed=sources.seed if sources.seed is not None else global_seed(),
+            device=device,
+            weights_device=torch.device("cpu") if options.zero.stage == 3 else None,  # where ZeRO-3 shards them, before they go to `device`
+            materialize=around.materialize,
+            user_plan=plan,
+            pipeline_module=name,
+            inspect=check.inspect,
+        )
+    except NoPlanError as error:
+        raise with_draft(error, module, mesh, name, alone=alone) from None
     check.attach(parts.module)
     return parts
 

@@ -30,6 +30,7 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.nonfinite import STOP
+from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
@@ -89,7 +90,8 @@ class Lightning3DStrategy(CheckpointHooks):
         checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
             local disk.
         order: rank order, innermost axis first. None: ("tp", "cp", "pp", "dp").
-        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}.
+        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}. "auto" derives it
+            from the flow of data through the model, and trains only if the self-check passes.
         self_check: when to compare the rewritten model with the whole one before its first forward (with tp, pp, cp or ep above 1).
             "auto": unless this combination of model, plan, layout and versions has passed before; "always"; "never". See
             docs/your_model.md.
@@ -140,7 +142,7 @@ class Lightning3DStrategy(CheckpointHooks):
         checkpoint_timeout_seconds: float = 1800.0,
         checkpoint_check_space: bool = True,
         order: Sequence[str] | None = None,
-        plan: dict[str, Any] | None = None,
+        plan: dict[str, Any] | str | None = None,
         pipeline_module: str | None = None,
         self_check: str = "auto",
         split_batch: SplitBatch | None = None,
@@ -171,7 +173,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.last_step: StepResult | None = None
         self._tracer = StepTracer(trace_every_n_steps)
         self.guard = StepGuard(nonfinite)
-        self._sources = ModelSources(plan, pipeline_module, check_mode(self_check), seed)
+        self._sources = ModelSources(check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed)
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store = CheckpointStore(
             CheckpointOptions(checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds)

@@ -111,7 +111,7 @@ def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
             f"The parts {parts} of '{name}' in the plan, with units {units}, do not fit its {total} rows. The parts must add up to {total},"
             " and units must have one entry for each part."
         )
-    may_replicate = cut.style == "colwise" and len(parts) == 1 and is_key_or_value(name)
+    may_replicate = cut.style == "colwise" and len(parts) == 1 and (cut.shared or is_key_or_value(name))
     pieces = []
     replicas: tuple[int, ...] = (tp_rank,)
     start = 0

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.compat.peft_layers import is_adapter
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import NoPlanError, PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.parallel.specialize import combined, specialize
@@ -48,7 +48,7 @@ def shard_specs(
         LayoutError: heads, rows or vocabulary do not fit tp.
     """
     if tp_size > 1 and set(plan.tp) <= {plan.embedding, plan.head}:
-        raise PlanError(
+        raise NoPlanError(
             f"{type(module).__name__} declares no tensor-parallel plan. Pass plan={{'tp': {{pattern: style}}}}, or use"
             " tp=1."
         )

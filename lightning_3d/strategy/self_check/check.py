@@ -55,13 +55,15 @@ class SelfCheck:
 
     Args:
         mode: "auto" (unless this combination of model, plan, layout and versions has passed before), "always" or "never".
+        required: with "auto", refuse a model that cannot be checked, as "always" does.
         mesh: process groups of the run.
         options: options of the model.
         device: device of this rank.
     """
 
-    def __init__(self, mode: str, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+    def __init__(self, mode: str, mesh: Mesh, options: ModelOptions, device: torch.device, *, required: bool = False) -> None:
         self._mode, self._mesh, self._device = mode, mesh, device
+        self._must = required or mode == "always"
         blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
         self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind)
         self._subject: _Subject | None = None
@@ -105,21 +107,31 @@ class SelfCheck:
         subject = self._subject
         if subject is None:
             return
-        self._handles = [module.register_forward_pre_hook(self._before_first_call, with_kwargs=True)]
+        self._handles = [module.register_forward_pre_hook(self.compare, with_kwargs=True)]
         parts = dict(module.named_modules())
         blocks = [f"{subject.plan.layers}.{index}" for index in range(subject.blocks)]
         for name in dict.fromkeys([*blocks, *subject.unnamed]):
             if parts.get(name) not in (None, module):
                 self._handles.append(parts[name].register_forward_pre_hook(self._passed_by))
 
-    def _before_first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare now the model that was inspected, and give `module` the local sizes that are found. Communicates.
+
+        Args:
+            module: this rank's part of the model.
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            PlanError: the rewritten model does not reproduce the whole one.
+        """
         subject = self._take()
         if subject is None:
             return
         started = time.monotonic()
         with _own_context(self._device):
             args, kwargs = self._example(subject, args, kwargs)
-            sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._mode == "always")
+            sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._must)
         if sizes is None:
             return
         apply_local_sizes(module, sizes)
@@ -146,7 +158,7 @@ class SelfCheck:
         if subject is None:
             return
         how = f"the step runs the layers of {subject.model} through model.forward(...) or one by one."
-        if subject.unnamed or self._mode == "always":
+        if subject.unnamed or self._must:
             wanted = f" It is needed to find the sizes that '{subject.unnamed[0]}' has on each rank." if subject.unnamed else ""
             raise PlanError(
                 f"The self-check of {subject.model} cannot run: {how}{wanted} Call the model itself, model(...), or use"

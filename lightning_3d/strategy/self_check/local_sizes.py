@@ -60,17 +60,28 @@ def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[
         args: positional arguments that it is called with.
         kwargs: keyword arguments that it is called with.
     """
+    found: LocalSizes = {}
+    for sizes in _search(whole, plan, tp, args, kwargs).values():
+        found |= sizes or {}
+    return found
+
+
+def do_not_fit(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """List the modules of the user's own for which no choice of attributes is right. The arguments are those of `find_local_sizes`."""
+    return [name for name, sizes in _search(whole, plan, tp, args, kwargs).items() if sizes is None]
+
+
+def _search(
+    whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, LocalSizes | None]:
+    """Find the sizes in each module that runs; None for a module for which no choice is right."""
     cuts = resolve(whole, plan, tp)
     owners = list(_owners(whole, cuts))
     if not owners:
         return {}
     _record(whole, owners, args, kwargs)
     specs = [shard_specs(whole, plan, tp, rank) for rank in (0, tp - 1)]
-    found: LocalSizes = {}
-    for owner in owners:
-        if owner.call is not None:
-            found |= _sizes_of(whole, owner, cuts, specs, tp) or {}
-    return found
+    return {owner.name: _sizes_of(whole, owner, cuts, specs, tp) for owner in owners if owner.call is not None}
 
 
 def modules_to_try(whole: nn.Module, plan: ParallelPlan, tp: int) -> list[str]:

@@ -1,0 +1,27 @@
+"""The option `plan` of the strategy: a model's parallel plan. Pure: no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_3d.errors import ConfigError, did_you_mean
+
+AUTO = "auto"
+
+
+def check_plan(plan: Any, self_check: str) -> Any:
+    """Return `plan` if it is a dictionary, "auto" or None.
+
+    Raises:
+        ConfigError: another value, or "auto" without the self-check that proves the drafted plan.
+    """
+    if isinstance(plan, str) and plan != AUTO:
+        raise ConfigError(f'plan must be "auto" or a dictionary with the keys "tp" and "pp"; got "{plan}".{did_you_mean(plan, [AUTO])}')
+    if plan is not None and not isinstance(plan, (str, dict)):
+        raise ConfigError(f'plan must be "auto" or a dictionary with the keys "tp" and "pp"; got a {type(plan).__name__}.')
+    if plan == AUTO and self_check == "never":
+        raise ConfigError(
+            'plan="auto" needs the self-check, which compares the drafted plan with one process. Use self_check="auto", or paste the plan'
+            " that `lightning-3d draft-plan` prints."
+        )
+    return plan

@@ -1,0 +1,202 @@
+"""Draft the parallel plan of a model: `tp` from its data flow, `pp` from the order in which its modules run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.compat.torch import real_values
+from lightning_3d.errors import PlanError, listed
+from lightning_3d.layout.layout import Layout
+from lightning_3d.models.parallel_plan import Cut, ParallelPlan
+from lightning_3d.strategy.plan_draft.data_flow import DataFlow
+from lightning_3d.strategy.plan_draft.find_model import find_blocks, find_model
+from lightning_3d.strategy.plan_draft.inputs import Inputs, example_inputs
+from lightning_3d.strategy.plan_draft.pipeline_order import PipelineOrder, find_order
+from lightning_3d.strategy.plan_draft.regions import Region, described, find_regions
+from lightning_3d.strategy.self_check.explain import first_line
+from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kinds_of, leave_out_blocks
+from lightning_3d.strategy.self_check.noise import WithoutNoise
+from lightning_3d.weights.blueprint import isolated_generators
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A parallel plan of a model, as `Lightning3DStrategy(plan=...)` takes it, and what is missing from it.
+
+    Attributes:
+        name: name of the model in the user's module.
+        model: name of its class.
+        plan: the plan; a part that cannot be derived is absent.
+        tp: degree for which the shards were tried; 1 if none were.
+        problems: axis ("tp", "pp") -> what cannot be derived, and why.
+        notes: what the plan leaves whole without harm.
+        inputs: inputs with which the model ran.
+    """
+
+    name: str
+    model: str
+    plan: dict[str, Any]
+    tp: int
+    problems: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+    inputs: Inputs = field(default_factory=Inputs, repr=False)
+
+    def require(self, layout: Layout) -> None:
+        """Refuse a plan that does not have everything that a layout needs.
+
+        Raises:
+            PlanError: something cannot be derived.
+        """
+        found = [f"{axis}: {problem}." for axis in ("tp", "pp") if getattr(layout, axis) > 1 for problem in self.problems.get(axis, ())]
+        if not found:
+            return
+        rest = Layout(**{axis: getattr(layout, axis) for axis in ("tp", "pp") if not self.problems.get(axis)})
+        advice = f"Write the plan yourself (docs/your_model.md), or use {Layout(tp=rest.tp, pp=rest.pp, dp=layout.dp)}."
+        raise PlanError(f'plan="auto" cannot derive the whole plan of {self.model} for {layout}. {" ".join(found)} {advice}')
+
+
+def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draft:
+    """Draft the plan of the model in a module.
+
+    Runs one block of each kind in float32 on the CPU, with random weights and a few random tokens. Communicates nothing, changes nothing.
+
+    Args:
+        root: the user's module, with values or on the meta device.
+        tp: number of ranks for which the shards are tried.
+        name: name of the model in `root`; None to find it.
+
+    Raises:
+        PlanError: no list of blocks, or the model does not run with any of the inputs that were tried.
+    """
+    name, model = find_model(root, name)
+    layers = find_blocks(model)
+    kinds = kinds_of(list(model.get_submodule(layers).children()))
+    with real_values(), torch.device("cpu"), _undisturbed():
+        copied, kept, inputs = _runnable(root, model, layers, kinds)
+        try:
+            order = find_order(copied, layers, kept, inputs)
+            regions, problems, notes = _tensor_part(copied, layers, kinds, inputs, tp) if tp > 1 else ([], [], [])
+        except Exception as error:  # of the user's code, which cannot run with random layers or be differentiated
+            raise PlanError(f"The plan of {type(model).__name__} cannot be derived ({_named(error)}).") from error
+    plan: dict[str, Any] = {}
+    if entries := _entries(model, layers, kinds, regions):
+        whole = {owner: "replicate" for key in order.loose if (owner := key.rpartition(".")[0]) and _is_table(model, owner)}
+        plan["tp"] = entries | whole
+    if not order.problems:
+        plan["pp"] = _pipeline_part(order, layers)
+    return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs)
+
+
+def _named(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {first_line(error)}" if error is not None else "no input"
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    with isolated_generators(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), WithoutNoise():
+        yield
+
+
+def _runnable(root: nn.Module, model: nn.Module, layers: str, kinds: list[tuple[int, ...]]) -> tuple[nn.Module, list[int], Inputs]:
+    """Copy a model, with values and if possible with one block of each kind, and find inputs with which it runs.
+
+    Returns:
+        The copy, indices of the blocks that run, and the inputs.
+    """
+    error: Exception | None = None
+    for inputs in example_inputs(root, model):
+        for kept in ([kind[0] for kind in kinds], list(range(sum(map(len, kinds))))):
+            copied = copy_without_values(model)
+            try:
+                leave_out_blocks(copied, ParallelPlan({}, layers), kept, {})
+                fill(copied, {}, 0, torch.device("cpu"))
+                inputs.run(copied)
+            except Exception as failed:
+                error = failed
+                continue
+            return copied, kept, inputs
+    raise PlanError(
+        f"{type(model).__name__} does not run with random token ids or features ({_named(error)}). Give the module an"
+        " example_input_array, as Lightning defines it: inputs of the model, with at least 2 rows."
+    )
+
+
+def _tensor_part(
+    model: nn.Module, layers: str, kinds: list[tuple[int, ...]], inputs: Inputs, tp: int
+) -> tuple[list[Region], list[str], list[str]]:
+    """Find the regions of one block of each kind, reasons why blocks cannot be sharded, and layers that stay whole without harm."""
+    blocks = tuple(f"{layers}.{kind[0]}." for kind in kinds)
+    linears = [name for name, child in model.named_modules() if isinstance(child, nn.Linear) and name.startswith(blocks)]
+    flow = DataFlow(model, linears, inputs)
+    regions = find_regions(model, flow, layers, inputs, tp)
+    problems = [described(region) for region in regions if region.problem]
+    good = [region for region in regions if not region.problem]
+    named = {name for region in regions for name in (*region.columns, *region.rows)}
+    idle = [name for name in linears if name not in flow.order]
+    if idle:
+        times = sorted({flow.calls[name] for name in idle})
+        problems.append(f"{listed(map(repr, idle[:4]))} must run once in a forward, but ran {listed(times, last='or')} times")
+    others = _other_matrices(model, blocks)
+    if others:
+        problems.append(f"{listed(others[:4])} cannot be sharded: plans shard nn.Linear layers. Replace them by nn.Linear")
+    if not good and not problems:
+        problems.append(f"no two linear layers in the blocks '{layers}' follow each other without a residual connection between them")
+    notes = [f"'{name}' stays whole on every rank" for name in linears if name not in named and name not in idle]
+    return good, problems, notes
+
+
+def _other_matrices(model: nn.Module, blocks: tuple[str, ...]) -> list[str]:
+    """Describe the matrices in blocks that belong to other modules than linear layers, such as Transformers' Conv1D."""
+    return [
+        f"'{name}' ({type(child).__name__})"
+        for name, child in model.named_modules()
+        if name.startswith(blocks) and not isinstance(child, (nn.Linear, nn.Embedding))
+        if any(parameter.ndim > 1 and min(parameter.shape) > 1 for parameter in child.parameters(recurse=False))
+    ]
+
+
+def _entries(model: nn.Module, layers: str, kinds: list[tuple[int, ...]], regions: list[Region]) -> dict[str, Any]:
+    """Write the cuts of one block of each kind as patterns for all blocks of that kind."""
+    exact: dict[str, Any] = {}
+    of_block = {kind[0]: kind for kind in kinds}
+    for region in regions:
+        for name, cut in (region.cuts or {}).items():
+            index, _, rest = name.removeprefix(f"{layers}.").partition(".")
+            exact |= {f"{layers}.{other}.{rest}": _short(cut) for other in of_block[int(index)]}
+    return _with_patterns(model, layers, exact)
+
+
+def _with_patterns(model: nn.Module, layers: str, exact: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the index of the block by `*` where every module that matches has the same entry."""
+    named = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    entries: dict[str, Any] = {}
+    for name, cut in exact.items():
+        pattern = f"{layers}.*.{name.removeprefix(f'{layers}.').partition('.')[2]}"
+        expression = re.escape(pattern).replace(r"\*", r"\d+")
+        alike = all(exact.get(other) == cut for other in named if re.fullmatch(expression, other))
+        entries[pattern if alike else name] = cut
+    return entries
+
+
+def _short(cut: Cut) -> Any:
+    return cut.style if cut == Cut(cut.style) else cut
+
+
+def _is_table(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name), (nn.Embedding, nn.Linear))
+
+
+def _pipeline_part(order: PipelineOrder, layers: str) -> dict[str, Any]:
+    hidden = ["hidden"]
+    entries: dict[str, Any] = {name: (["inputs"], hidden) for name in order.before}
+    entries[layers] = (hidden, hidden)
+    entries |= dict.fromkeys(order.after[:-1], (hidden, hidden))
+    return entries | {name: (hidden, ["outputs"]) for name in order.after[-1:]}
+
