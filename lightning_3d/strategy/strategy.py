@@ -6,6 +6,7 @@ Every hook is a few lines that delegate: `build` makes a `BuiltModel` when `setu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,7 +51,13 @@ from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_de
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.not_ready import ATTACHED, require
-from lightning_3d.strategy.refusals import check_optimizers, optimizers_of_a_stage, refuse_callbacks, refuse_unsupported
+from lightning_3d.strategy.refusals import (
+    check_optimizers,
+    optimizers_of_a_stage,
+    refuse_callbacks,
+    refuse_surroundings,
+    refuse_unsupported,
+)
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -209,6 +216,7 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def _configure_launcher(self) -> None:
+        refuse_surroundings(os.environ)
         precision_of(str(self.precision_plugin.precision), fp8=self.fp8)
         if self.fp8:
             require_fp8(self.root_device)
