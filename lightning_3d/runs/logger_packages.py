@@ -48,8 +48,8 @@ def require_loggers(loggers: Mapping[str, Any] | None) -> None:
         package = _PACKAGES.get(str((entry or {}).get("_target_")).rpartition(".")[2])
         if package is not None and not any(map(_exists, package.modules)):
             raise ConfigError(
-                f'logger={name} needs the package {package.name}. Install it with pip install "lightning-3d[{package.extra}]", or omit'
-                f" logger={name}."
+                f'The logger {name} needs the package {package.name}. Install it with pip install "lightning-3d[{package.extra}]", or'
+                " use another logger."
             )
     require_access(loggers)
 
