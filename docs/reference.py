@@ -332,6 +332,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "precisions": lambda: options_of("precision"),
     "trainer": lambda: structured("trainer", TrainerConfig, conf_folder() / "trainer" / "default.yaml"),
     "loggers": lambda: options_of("logger"),
+    "debug": lambda: options_of("debug"),
+    "hparams_search": lambda: options_of("hparams_search"),
     "callbacks": lambda: objects("callbacks", "default"),
     "launch": launch,
     "hydra/launcher": lambda: hydra_launcher("lightning_3d"),

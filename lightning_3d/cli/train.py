@@ -157,8 +157,9 @@ class BeforeRun(Callback):
         path = Path(config.hydra.run.dir)
 
         def take(earlier: Path | None) -> RunFolder:
-            plain = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer", "trainer")}
+            plain: dict[str, Any] = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer")}
             plain |= {"model": dict(run_plan.model), "seed": config.seed}
+            plain["trainer"] = {"auto_resume": config.trainer.auto_resume}  # other keys may refer to the folder, which is not chosen yet
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
         self.place = find_place(self.outside, config.logger, take)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from lightning_3d.compat.torch import settle_gloo_at_exit
+from lightning_3d.errors import ConfigError
 
 
 def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -20,7 +21,7 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     instead; it is None before the launch.
 
     Raises:
-        ConfigError: from `launch`: the ranks cannot connect at MASTER_ADDR and MASTER_PORT.
+        ConfigError: several ranks in a notebook; from `launch`: the ranks cannot connect at MASTER_ADDR and MASTER_PORT.
     """
     from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -34,6 +35,7 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     class Launcher(_SubprocessScriptLauncher):
         children: Children | None = None
         meeting_point: Any = None
+        is_interactive_compatible = True  # `_refuse_interactive` has already refused what is not, and says what works
 
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
@@ -47,6 +49,8 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
 
         def _start_scripts(self) -> list[subprocess.Popen]:
             self._check_can_spawn_children()
+            if num_processes * num_nodes == 1:  # with LOCAL_RANK set, a later Trainer with more devices would take itself for one of many
+                return []
             place = {"MASTER_ADDR": cluster_environment.main_address, "MASTER_PORT": str(cluster_environment.main_port)}
             place |= {"NODE_RANK": str(cluster_environment.node_rank()), "WORLD_SIZE": str(num_processes * num_nodes)}
             os.environ.update(place, LOCAL_RANK=str(cluster_environment.local_rank()))
@@ -62,7 +66,22 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
 
     if cluster_environment.creates_processes_externally:
         return None
+    _refuse_interactive(num_processes * num_nodes)
     return Launcher(cluster_environment, num_processes, num_nodes)
+
+
+def _refuse_interactive(ranks: int) -> None:
+    """Refuse to start several ranks from a notebook or a Python prompt, which have no script that the other ranks could run.
+
+    Raises:
+        ConfigError: with what works.
+    """
+    if ranks > 1 and hasattr(sys, "ps1"):
+        raise ConfigError(
+            f"This Trainer needs {ranks} ranks, and each rank runs a script from its beginning, but this is a notebook or an interactive"
+            " session. Write the code to a script and run it: in a notebook, begin the cell with %%writefile mine.py, then run"
+            f" !{sys.executable} mine.py. With devices=1, the Trainer works here."
+        )
 
 
 def _in_hydra_job() -> bool:

@@ -81,6 +81,11 @@ def _no_such_option(error: MissingConfigException) -> Lightning3DError:
             return refusal
     if group == "precision":
         return unknown_precision(name)
+    if (group, name) == ("hydra/sweeper", "optuna"):
+        return ConfigError(
+            'hydra/sweeper=optuna and hparams_search need the package hydra-optuna-sweeper. Install it with pip install'
+            ' "lightning-3d[optuna]".'
+        )
     near = did_you_mean(name, options)
     by_number = ""
     if group == "cluster":

@@ -28,6 +28,7 @@ from lightning_3d.config.run_config import (
     GROUPS,
     MODEL_KEYS,
     START_METHODS,
+    WHOLE_RUN_GROUPS,
     CompleteRun,
     RunConfig,
     TrainerConfig,
@@ -231,8 +232,11 @@ def check_keys(config: DictConfig) -> RunConfig:
             raise ConfigError(
                 f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
             )
-    if "recipe" in config:
-        raise ConfigError("A recipe sets keys of the whole run, so the first line of its file must be  # @package _global_")
+    for group in WHOLE_RUN_GROUPS:
+        if group in config:
+            raise ConfigError(
+                f"The group {group} sets keys of the whole run, so the first line of its file must be  # @package _global_"
+            )
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
     try:

@@ -217,7 +217,8 @@ def show_refusals_plainly() -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # Not sys.stderr: torch's own hook replaces it by a buffer that a SystemExit never flushes.
             print(f"lightning_3d: {refusal}", file=sys.__stderr__, flush=True)
-        raise SystemExit(refusal.exit_code)
+        if not hasattr(sys, "ps1"):  # at a Python prompt, the session goes on
+            raise SystemExit(refusal.exit_code)
 
     hook.shows_refusals = True  # type: ignore[attr-defined]
     hook.previous = previous  # type: ignore[attr-defined]

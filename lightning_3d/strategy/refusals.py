@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
@@ -62,6 +62,22 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
         raise ConfigError(
             "StochasticWeightAveraging ends with a pass over the data that recomputes the statistics of batch norms, and each rank would"
             " see only its own micro-batches. Use WeightAveraging or EMAWeightAveraging, which average the statistics."
+        )
+
+
+def refuse_surroundings(environment: Mapping[str, str]) -> None:
+    """Refuse a process that `accelerate launch` started for FSDP, by its environment variables.
+
+    Transformers reads them too: inside `from_pretrained`, each node would load the weights on its first rank only.
+
+    Raises:
+        ConfigError: with what works.
+    """
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on"):
+        raise ConfigError(
+            "accelerate launch started this process for FSDP (ACCELERATE_USE_FSDP=true), but Lightning3DStrategy shards the model itself."
+            " Use torchrun, or accelerate launch --multi_gpu with a configuration without FSDP. ZeRO-3 (zero_stage=3) is this"
+            " strategy's counterpart of FSDP."
         )
 
 

@@ -6,6 +6,7 @@ Every hook is a few lines that delegate. When `setup` begins, `build` makes a `B
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -55,6 +56,7 @@ from lightning_3d.strategy.refusals import (
     check_optimizers,
     optimizers_of_a_stage,
     refuse_callbacks,
+    refuse_surroundings,
     refuse_unsupported,
     suggest_arguments,
 )
@@ -218,6 +220,7 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def _configure_launcher(self) -> None:
+        refuse_surroundings(os.environ)
         precision_of(str(self.precision_plugin.precision), fp8=self.fp8)
         if self.fp8:
             require_fp8(self.root_device)

@@ -24,8 +24,8 @@ from lightning_3d.ranks.supervisor import can_fork, cores, launch
 from lightning_3d.runs.ending import CommandLine, last_lines
 from lightning_3d.runs.folder import LOGS, RunFolder
 from lightning_3d.runs.frozen_config import frozen_text
+from lightning_3d.runs.logger_packages import require_loggers
 from lightning_3d.runs.status import RunStatus
-from lightning_3d.runs.wandb_access import require_access
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Place:
 def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder]) -> Place:
     """Take the run folder on rank 0 and broadcast it; the clocks of other ranks would give it another name.
 
-    Rank 0 also checks access to the loggers, because it alone logs.
+    Rank 0 also checks that the loggers can be used, because it alone logs.
 
     Args:
         outside: this process as a rank that torchrun or SLURM started; None if the ranks are started here.
@@ -59,7 +59,7 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
         ConfigError: on every rank.
     """
     if outside is None:
-        require_access(loggers)
+        require_loggers(loggers)
         folder = take(None)
         return Place(folder.path, folder.resume, folder)
     set_master_address(outside)
@@ -70,7 +70,7 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
     if outside.rank == 0:
         before = json.loads(board.earlier_broadcast("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
-            require_access(loggers)
+            require_loggers(loggers)
             taken = take(Path(before["folder"]) if "folder" in before else None)
             found = {"folder": str(taken.path), "resume": taken.resume}
         except ConfigError as error:

@@ -106,10 +106,16 @@ def make_trainer(config: Mapping[str, Any]) -> Trainer:
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
     }
+    extra = {key: _extra(key, value) for key, value in options["extra"].items()}
     try:
-        return Trainer(**{**arguments, **options["extra"]})
+        return Trainer(**{**arguments, **extra})
     except TypeError as error:
         raise ConfigError(f"trainer.extra has an option that Lightning's Trainer does not accept: {error}.") from error
+
+
+def _extra(key: str, value: Any) -> Any:
+    """Return a value of `trainer.extra`; one with a `_target_`, such as a profiler, is built."""
+    return make_object(f"trainer.extra.{key}", value) if isinstance(value, Mapping) and "_target_" in value else value
 
 
 def with_full_speed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The run that wrote a checkpoint: its configuration and its id at Weights & Biases.
+"""The run that wrote a checkpoint: its configuration, also in the loggers that keep it, and its id at Weights & Biases.
 
 With the id, a job that is started again continues the same run there.
 """
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.runs.folder import WANDB_FILE, read_wandb_file
+from lightning_3d.runs.logger_packages import TRACKERS
 from lightning_3d.runs.wandb_access import SWEEP_VARIABLE, wandb_entries
 from lightning_3d.storage.remote_path import place
 
@@ -24,12 +25,16 @@ CONFIG, RUN_ID = "config", "wandb_run_id"
 
 
 class RunRecord(pl.Callback):
-    """Callback that records a run: configuration and run id in checkpoints, configuration at Weights & Biases, run id in the run folder."""
+    """Callback that records a run: configuration and run id in checkpoints, configuration in trackers of experiments, run id of Weights &
+    Biases in the run folder.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for tracker in _trackers(trainer):
+            tracker.log_hyperparams(dict(self._config))
         for logger in _runs_at_wandb(trainer):
             logger.log_hyperparams(dict(self._config))
             if trainer.is_global_zero:
@@ -43,6 +48,11 @@ class RunRecord(pl.Callback):
         for logger in _runs_at_wandb(trainer):
             if logger.version is not None:
                 checkpoint[RUN_ID] = logger.version
+
+
+def _trackers(trainer: pl.Trainer) -> list[Logger]:
+    """Return the loggers of MLflow, Comet and Aim. Aim's class is in its own package, so names are compared."""
+    return [logger for logger in trainer.loggers if any(kind.__name__ in TRACKERS for kind in type(logger).__mro__)]
 
 
 def _runs_at_wandb(trainer: pl.Trainer) -> list[WandbLogger]:

@@ -118,8 +118,10 @@ def check_command(command: Command, folder: Path) -> None:
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
     elif words[0] == "python":
         assert words[1] in FILES or (REPOSITORY / words[1]).is_file()
+    elif words[:2] == ["copier", "copy"]:
+        assert (REPOSITORY / words[2] / "copier.yml").is_file()
     else:
-        assert words[0] in ("git", "cd"), "a command that no test knows"
+        assert words[0] in ("git", "cd") or words == ["pip", "install", "copier"], "a command that no test knows"
 
 
 @functools.cache

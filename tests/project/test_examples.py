@@ -78,6 +78,15 @@ def test_own_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["lightning_3d", "lightning_3d.Lightning3DStrategy"])
+def test_lightning_cli(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    options = ["--trainer.devices=2", "--trainer.max_steps=20", f"--trainer.strategy={name}", "--trainer.strategy.layout=dp2"]
+    (loss,) = re.findall(r"loss after 20 steps: (\d\.\d+)", run("lightning_cli.py", tmp_path, "fit", *options))
+    assert float(loss) < 4.5
+
+
+@pytest.mark.full
 def test_mixture(tmp_path: Path) -> None:
     output = run("mixture.py", tmp_path)
     rows = re.findall(r"step (\d+): loss (\d\.\d+), fullest expert of each layer (\d\.\d+), (\d\.\d+) x the mean", output)

@@ -425,6 +425,51 @@ def test_callbacks_that_cannot_work_are_refused_by_name(kind: str) -> None:
         run_ranks(refused, 2, "pp2", kind, timeout=60)
 
 
+class Frozen(LanguageModel):
+    """Has a backbone that may be frozen until it is released, as BackboneFinetuning would do at a later epoch."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = frozen
+
+    def configure_model(self) -> None:
+        new = self.model is None
+        super().configure_model()
+        assert self.model is not None
+        if new and self.frozen:
+            self.model.model.requires_grad_(False)
+
+
+def in_two_fits(layout: str | None, frozen: bool, **options: Any) -> Part:
+    module = Frozen(frozen)
+    if layout is None:
+        with torch.device("meta"):
+            module.configure_model()
+        initialize(module, 0)
+    for _ in range(2):
+        trainer, _, data = make(layout, [], max_steps=3, max_epochs=-1, **options)
+        trainer.fit(module, datamodule=data)
+        assert module.model is not None
+        module.model.requires_grad_(True)
+    return part_of(trainer, module)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("tp2", {"zero_stage": 1}),
+        *(pytest.param("pp2_dp2", {"zero_stage": stage}, marks=full) for stage in range(4)),
+        pytest.param("tp2_pp2", {"zero_stage": 0}, marks=full),
+    ],
+    ids=str,
+)
+def test_a_backbone_is_unfrozen_between_two_fits(layout: str, options: dict) -> None:
+    """What the refusal of BackboneFinetuning advises."""
+    expected, at_once = alone(in_two_fits, True), alone(in_two_fits, False)
+    assert max((expected.weights[name] - value).abs().max().item() for name, value in at_once.weights.items()) > 10 * ABSOLUTE
+    assert_same_weights(run_ranks(in_two_fits, world_size(layout), layout, True, **options), expected)
+
+
 def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> tuple[list[float], float, Part]:
     """The finder as a callback of the fit, or before it with a Tuner."""
     search: dict[str, Any] = {"min_lr": 1e-5, "max_lr": 1e-1, "early_stop_threshold": None}

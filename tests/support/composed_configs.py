@@ -11,9 +11,9 @@ from lightning_3d.config.plan_run import RunPlan, plan_run
 from lightning_3d.planner.advice import Advice
 
 
-def composed(*overrides: str, folder: Path | None = None) -> DictConfig:
+def composed(*overrides: str, folder: Path | None = None, with_hydra: bool = False) -> DictConfig:
     with initialize_config_dir(str(folder or conf_folder()), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+        return compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
 
 
 def options(group: str) -> list[str]:
