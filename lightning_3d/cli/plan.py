@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "plan",
-    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and where each loses time to the"
+    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and why each is slower than the"
     " fastest, and writes plan.json and plan.html.\n\n"
-    "To compare predictions with measured runs: python -m benchmarks.planner_accuracy FILE.csv, in a checkout.",
+    "To compare predictions with measured runs, use a checkout of the repository: python -m benchmarks.planner_accuracy FILE.csv",
     examples=["model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192"],
     hints={"--evaluate": "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"},
 )
@@ -40,7 +40,7 @@ def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""
-    return f", the length of data={run.data.get('name')}; the model supports up to data.sequence_length={longest}"
+    return f" (the default of data={run.data.get('name')}; the model supports up to data.sequence_length={longest})"
 
 
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:

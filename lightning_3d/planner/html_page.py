@@ -191,7 +191,8 @@ def _bars(best: Sequence[Candidate]) -> str:
 
 def _order(candidate: Candidate) -> str:
     layout = candidate.job.layout
-    return f"{layout.world_size:,} ranks; from neighbours outwards: " + " < ".join(axis for axis in layout.order if layout.size(axis) > 1)
+    axes = " < ".join(axis for axis in layout.order if layout.size(axis) > 1)
+    return f"{layout.world_size:,} ranks; axes from innermost to outermost: {axes}"
 
 
 def _nodes(candidate: Candidate, machine: Machine) -> str:
