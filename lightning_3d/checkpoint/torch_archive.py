@@ -89,7 +89,7 @@ def elements_at(beginning: bytes) -> int:
     """
     header = beginning.rfind(b"PK\3\4", 0, max(0, beginning.find(_ELEMENTS)))
     if header < 0:
-        raise ValueError("they are not a tensor that torch.save wrote")
+        raise ValueError("they are not an archive of a tensor")
     compressed, name_length, extra_length = struct.unpack_from("<8xH16xHH", beginning, header)
     if compressed:
         raise ValueError("they are compressed")

@@ -22,7 +22,7 @@ COMMAND.argument("SOURCE", "the checkpoint of Lightning or DeepSpeed")
 COMMAND.option("--output", "FOLDER", "path or URL of the new checkpoint; must be given", required=True)
 COMMAND.flag("--weights-only", "leave the optimizer out")
 COMMAND.flag("--plain-only", "leave out entries that would need Python classes, instead of refusing the file")
-COMMAND.option("--groups", "FILE", "JSON file: for each parameter group of the optimizer, a list of the names of its parameters")
+COMMAND.option("--groups", "FILE", "JSON file with one list of parameter names for each parameter group of the optimizer")
 COMMAND.option(
     "--rename", "OLD=NEW", 'replace the prefix OLD of names with NEW: "module.=" removes module., "=model." adds model. to all names'
 )

@@ -59,7 +59,7 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
     ]
     if first.job.layout.pp > 1:
         cards.append(_timeline(first, machine))
-    counted = f"{found.shapes:,} shapes divide the model and the batch; {found.expanded:,} of them could be among the fastest"
+    counted = f"{found.shapes:,} layouts and micro-batch sizes divide the model and the batch; {found.expanded:,} could be among the fastest"
     counted += f"; {plural(len(found.simulated), 'schedule')} simulated"
     body = f"<header><h1>{escape(title)}</h1><pre>{escape(describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
     body += "\n".join(cards) + f"\n<footer>{counted}</footer>"
