@@ -40,7 +40,8 @@ def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""
-    return f" (the default of data={run.data.get('name')}; the model supports up to data.sequence_length={longest})"
+    length = run.data["sequence_length"]
+    return f" ({length} is the default of data={run.data.get('name')}; the model supports up to data.sequence_length={longest})"
 
 
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
