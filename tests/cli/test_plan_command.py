@@ -121,7 +121,7 @@ def test_a_layout_of_ones_own_inside_the_reserve_is_warned_of(answers: dict[str,
 
 
 def test_a_plan_says_when_its_sequences_are_the_short_ones_of_the_data(answers: dict[str, Result]) -> None:
-    said = "64 sequences of 128 tokens a step (128 is the default of data=python_stdlib; the model supports up to data.sequence_length=131072)"
+    said = "128 tokens a step (128 is the default of data=python_stdlib; the model supports up to data.sequence_length=131072)"
     assert answers["no length"].output.splitlines()[0].endswith(said)
 
 
