@@ -273,8 +273,8 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         size = f"{job.model.parameters / 1e9:.1f} billion parameters"
         tight = search(job, machine, fixed=fixed, most=1).best if reserve else ()
         raise LayoutError(
-            f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gigabytes(machine.memory)} each, with"
-            f" sequences of {job.seq} tokens and a global batch of {job.global_batch}."
+            f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gigabytes(machine.memory)} each. The"
+            f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
             f"{_without_reserve(tight, machine, reserve)} Use more GPUs, shorter sequences, or a global batch with more divisors."
         )
     return found
