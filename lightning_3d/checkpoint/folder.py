@@ -210,7 +210,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged. Use another one.")
     if manifest["version"] > VERSION:
         raise CheckpointError(
-            f"{path} has format version {manifest['version']}; this release reads up to {VERSION}. Upgrade lightning_3d."
+            f"{path} has format version {manifest['version']}, but this release reads only versions up to {VERSION}. Upgrade lightning_3d."
         )
     _require_sizes(path, files_of(manifest), "The checkpoint is damaged. Use another one.")
     return manifest

@@ -150,8 +150,8 @@ class _Source:
         if shapes != expected:
             wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
             raise CheckpointError(
-                f"The weights in {path} are not those of a {type(model).__name__}: {listed(wrong[:3])} are missing, unknown or of another"
-                " shape. Use load_full_state_dict to read them."
+                f"The weights in {path} do not match {type(model).__name__}. Tensors that are missing, unknown or of another shape:"
+                f" {listed(wrong[:3])}. Use load_full_state_dict to read the weights."
             )
         meta = {name: torch.empty(shapes[name], dtype=self._type(name), device="meta") for name in expected}
         self._groups, self.tensors = _groups(model, meta)

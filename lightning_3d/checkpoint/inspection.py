@@ -55,5 +55,5 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
     started = time.monotonic()
     if hashes:
         verify(path, manifest)
-    compared = f"every file has its hash ({time.monotonic() - started:.1f} s)" if hashes else "every file has its size"
-    yield f"  whole       yes: {compared}"
+    compared = f"every file matches its hash ({time.monotonic() - started:.1f} s)" if hashes else "every file has the recorded size"
+    yield f"  complete    yes: {compared}"

@@ -163,7 +163,7 @@ def _fill(file: Any, start: int, buffer: memoryview, name: str) -> None:
     while done < buffer.nbytes:
         count = file.readinto(buffer[done:])
         if not count:
-            raise EOFError(f"{name} ends after {start + done} bytes")
+            raise EOFError(f"the file ends at byte {start + done}, within {name}")
         done += count
 
 
@@ -174,7 +174,7 @@ def _data_offset(file: Any, read: _Read) -> int:
     try:
         data = archive.elements_at(beginning)
     except ValueError as error:
-        raise ValueError(f"{read.name} is missing: {error}") from None
+        raise ValueError(f"the bytes of {read.name} are damaged: {error}") from None
     if data + nbytes > read.length:
         raise ValueError(f"{read.name} is truncated: {nbytes} bytes were expected, but the file ends earlier")
     return data

@@ -57,7 +57,7 @@ class SafetensorsStream:
         """
         announced = next(self._expected, None)
         if announced != (name, (tuple(tensor.shape), tensor.dtype)):
-            raise ValueError(f"{name} {tuple(tensor.shape)} {tensor.dtype} was written where the header has {announced}.")
+            raise ValueError(f"The next tensor in the header is {announced}, but {name} {tuple(tensor.shape)} {tensor.dtype} was written.")
         self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsStream:

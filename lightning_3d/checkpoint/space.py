@@ -55,11 +55,12 @@ class Demand:
         most = self.new + self.there
         count = "one is kept" if most == 1 else f"up to {most} exist at once, including the one being written"
         there = f" ({self.there} {'exists' if self.there == 1 else 'exist'} already)" if self.there else ""
+        needed = "The others need" if self.there else "They need"
         fits = self.free // self.size + self.there - 1  # one more is there while it is written
         fewer = f", keep fewer (trainer.keep_last={fits}, or save_top_k={fits} of the callback)" if 0 < fits < most - 1 else ""
         raise ConfigError(
-            f"The checkpoints of this run do not fit in {self.folder}: each has {show_bytes(self.size)}, and {count}{there}. That needs"
-            f" {show_bytes(self.new * self.size)}, but only {show_bytes(self.free)} are free. Save to another folder (hydra.run.dir or"
+            f"The checkpoints of this run do not fit in {self.folder}: each takes {show_bytes(self.size)}, and {count}{there}. {needed}"
+            f" {show_bytes(self.new * self.size)}, but only {show_bytes(self.free)} is free. Save to another folder (hydra.run.dir or"
             f" dirpath){fewer}, or start anyway with force=true (checkpoint_check_space=False)."
         )
 

@@ -89,10 +89,10 @@ def elements_at(beginning: bytes) -> int:
     """
     header = beginning.rfind(b"PK\3\4", 0, max(0, beginning.find(_ELEMENTS)))
     if header < 0:
-        raise ValueError("it is not an archive of a tensor")
+        raise ValueError("they are not an archive of a tensor")
     compressed, name_length, extra_length = struct.unpack_from("<8xH16xHH", beginning, header)
     if compressed:
-        raise ValueError("it is compressed")
+        raise ValueError("they are compressed")
     return int(header + 30 + name_length + extra_length)
 
 

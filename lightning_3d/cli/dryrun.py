@@ -114,7 +114,7 @@ def _run(options: Options) -> int:
         from lightning_3d.dryrun.timeline import as_svg, idle
         from lightning_3d.dryrun.timeline import as_text as draw
 
-        print(f"\nTimeline of a step (the length of an action is its number of operations); ranks idle {idle(bars):.1%} of the time")
+        print(f"\nTimeline of a step (the length of an action shows its number of operations); ranks are idle {idle(bars):.1%} of the time")
         print(draw(bars))
         if options.timeline is not None:
             options.timeline.write_text(as_svg(bars, plan.describe()))

@@ -26,7 +26,7 @@ COMMAND = Command(
 COMMAND.argument("CHECKPOINT", CHECKPOINT)
 COMMAND.choice("--to", "FORMAT", ["huggingface"], "format of the files", default="huggingface")
 COMMAND.option("--output", "FOLDER", "folder to write, on the local disk; default: CHECKPOINT-huggingface")
-COMMAND.choice("--dtype", "DTYPE", DTYPES, "type of the weights; default: the type in which they were trained")
+COMMAND.choice("--dtype", "DTYPE", DTYPES, "type of the weights", unset="the type in which they were trained")
 COMMAND.option("--max-shard-size", "SIZE", "largest size of one file; default: 5GB", default="5GB")
 COMMAND.option("--tokenizer", "FOLDER", "folder of the tokenizer to copy; default: the tokenizer that the run started from")
 COMMAND.flag("--merge", "merge PEFT adapters into the model; default: write the adapters alone")

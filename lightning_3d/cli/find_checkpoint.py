@@ -9,7 +9,7 @@ from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in
 from lightning_3d.storage.remote_path import Place, RemotePath, place
 
 CHECKPOINT = "a checkpoint, or a run folder (its newest checkpoint is used)"
-NO_VERIFY = "skip comparing files with their hashes, which reads all of them"
+NO_VERIFY = "do not compare files with their hashes (the comparison reads all files)"
 
 
 def find_checkpoint(name: str) -> Place:

@@ -22,8 +22,10 @@ COMMAND.argument("SOURCE", "the checkpoint of Lightning or DeepSpeed")
 COMMAND.option("--output", "FOLDER", "path or URL of the new checkpoint; must be given", required=True)
 COMMAND.flag("--weights-only", "leave the optimizer out")
 COMMAND.flag("--plain-only", "leave out entries that would need Python classes, instead of refusing the file")
-COMMAND.option("--groups", "FILE", "JSON file: for each parameter group of the optimizer, a list of the names of its parameters")
-COMMAND.option("--rename", "OLD=NEW", 'replace OLD at the start of names by NEW, as in "module.=", or prefix all names, as in "=model."')
+COMMAND.option("--groups", "FILE", "JSON file with one list of parameter names for each parameter group of the optimizer")
+COMMAND.option(
+    "--rename", "OLD=NEW", 'replace the prefix OLD of names with NEW: "module.=" removes module., "=model." adds model. to all names'
+)
 
 
 def run(arguments: list[str]) -> int:
@@ -47,7 +49,7 @@ def _convert(options: Namespace) -> int:
         rename=(old, new) if options.rename is not None else None,
         plain_only=options.plain_only,
     )
-    print(f"{options.output}: from {found.kind}, step {found.step}, {found.weights} weights, {found.states} optimizer states,")
+    print(f"{options.output}: converted from {found.kind}, step {found.step}, {found.weights} weights, {found.states} optimizer states,")
     print(f"  {show_bytes(found.nbytes)}; any layout can load it")
     for sentence in found.lost:
         print(f"  {sentence}")

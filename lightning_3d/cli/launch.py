@@ -51,7 +51,11 @@ class Kind:
 
 KINDS = {
     "torchrun": Kind(
-        "run torchrun on this node; start the same command on every node", TorchrunOptions, torchrun.render, torchrun.submit, Machine.NODES
+        "run torchrun on this node; you start the same command on every node",
+        TorchrunOptions,
+        torchrun.render,
+        torchrun.submit,
+        Machine.NODES,
     ),
     "slurm": Kind(
         "submit a job with sbatch; srun starts the ranks in it", SlurmOptions, slurm.render, slurm.submit, Machine.COUNTED_NODES
@@ -146,4 +150,4 @@ def _kind(words: list[str]) -> str:
         what = f"got {listed(kinds)}."
     else:
         what = f'got "{kinds[0]}".{did_you_mean(kinds[0], KINDS)}'
-    raise ConfigError(f"lightning-3d launch needs one KIND, {listed(KINDS, last='or')}; {what}")
+    raise ConfigError(f"lightning-3d launch needs one KIND ({listed(KINDS, last='or')}); {what}")

@@ -70,15 +70,16 @@ class Command:
 
         self.option(name, "N", meaning, type=read, default=default)
 
-    def choice(self, name: str, value: str, choices: Sequence[str], meaning: str, default: str | None = None) -> None:
-        """Add `--name VALUE` for one of several words."""
+    def choice(self, name: str, value: str, choices: Sequence[str], meaning: str, default: str | None = None, unset: str = "") -> None:
+        """Add `--name VALUE` for one of several words. `unset` explains what happens without it."""
 
         def read(text: str) -> str:
             if text not in choices:
                 raise ConfigError(f'{name} must be {listed(choices, last="or")}; got "{text}".{did_you_mean(text, choices)}')
             return text
 
-        self.option(name, value, f"{meaning}: {listed(choices, last='or')}", type=read, default=default)
+        without = f"; default: {unset}" if unset else ""
+        self.option(name, value, f"{meaning}: {listed(choices, last='or')}{without}", type=read, default=default)
 
     def flag(self, name: str, meaning: str) -> None:
         """Add `--name`, which takes no value."""

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_3d.cli.options import Command
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     from lightning_3d.config.run_config import CompleteRun
 
 COMMAND = Command(
     "plan",
-    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and where each loses time to the"
+    "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and why each is slower than the"
     " fastest, and writes plan.json and plan.html.\n\n"
-    "To compare predictions with measured runs: python -m benchmarks.planner_accuracy FILE.csv, in a checkout.",
+    "To compare predictions with measured runs, run in a checkout: python -m benchmarks.planner_accuracy FILE.csv",
     examples=["model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192"],
     hints={"--evaluate": "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"},
 )
@@ -40,7 +40,8 @@ def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
     if given or longest is None or longest < 2 * run.data["sequence_length"]:
         return ""
-    return f", the length of data={run.data.get('name')}; the model supports up to data.sequence_length={longest}"
+    length = run.data["sequence_length"]
+    return f" ({length} is the default of data={run.data.get('name')}; the model supports up to data.sequence_length={longest})"
 
 
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
@@ -92,7 +93,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (ASSETS / "style.css").read_text("utf-8")
     (folder / "plan.html").write_text(page(found, machine, title, style, reserve), encoding="utf-8")
-    counted = f"{found.shapes} shapes, {len(found.simulated)} schedules simulated"
+    counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
     print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
     if validated:
         return validate(overrides, found.best[:validated], steps)

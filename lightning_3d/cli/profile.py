@@ -26,7 +26,7 @@ COMMAND = Command(
     "profile",
     "Measure the operations of a model on this machine: matrix products in the shapes of the layout, attention, memory-bound operations,"
     " the optimizer, and a few of the model's blocks. Also measures collectives of every kind and size, within a node and between nodes."
-    " Writes a file for lightning-3d plan ... profile=FILE.json and parallelism=auto, which then do not use the planner's constants.\n\n"
+    " Writes a file for lightning-3d plan ... profile=FILE.json and parallelism=auto, which use it instead of the planner's constants.\n\n"
     "To measure the network between nodes too, start it with torchrun:"
     " torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_3d profile model=llama3_1_8b",
     examples=["model=llama3_1_8b data.sequence_length=4096 parallelism=tp4 parallelism.micro_batch_size=1"],
@@ -88,8 +88,9 @@ def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | N
     local = outside.local_world_size if outside is not None else ranks or there or 2
     if wanted == "gpu" and there < local:
         raise ConfigError(
-            f"The cluster {run.cluster.name} has GPUs, so {local} rank{'s' * (local > 1)} on this machine need{'s' * (local == 1)} {local}"
-            f" GPU{'s' * (local > 1)}, but it has {there}. Profile on a machine of that cluster, or profile the CPU with cluster=local_cpu."
+            f"The cluster {run.cluster.name} has GPUs, so {local} rank{'s' * (local > 1)} need{'s' * (local == 1)} {local}"
+            f" GPU{'s' * (local > 1)} on this machine, which has {there}. Profile on a machine of that cluster, or profile the CPU with"
+            " cluster=local_cpu."
         )
     accelerator = "gpu" if wanted != "cpu" and there >= local else "cpu"
     return run, accelerator, outside.world_size if outside is not None else local

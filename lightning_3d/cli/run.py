@@ -26,11 +26,11 @@ from lightning_3d.training.job import find_place, run_job, show_plan
 
 COMMAND = Command(
     "run",
-    "Train from a complete configuration, such as the config.yaml that every run leaves in its folder. Hydra composes nothing.",
+    "Train from a complete configuration, such as the config.yaml that every run leaves in its folder. Hydra does not change it.",
     takes="",
     examples=["outputs/run/config.yaml --folder outputs/again", "outputs/run/config.yaml --resume"],
 )
-COMMAND.argument("CONFIG.yaml", "the configuration file. The one in a folder that a sweep prepared runs in that folder, but only once")
+COMMAND.argument("CONFIG.yaml", "the configuration file; one that a sweep prepared runs in its own folder, and only once")
 COMMAND.option("--folder", "NEW", "use another run folder than the one in the configuration")
 COMMAND.option(
     "--resume", "CHECKPOINT", "resume in the same run folder, from CHECKPOINT or from the newest checkpoint there", nargs="?", const=""

@@ -20,9 +20,9 @@ from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shri
 
 COMMAND = Command(
     "verify",
-    "Check that a layout computes what one process computes. Trains a small model of the same family (few layers, narrow) twice: on at"
-    " most 8 CPU ranks of this machine, with 2 ranks along each axis of the job's layout, and in one process with plain PyTorch. Prints"
-    " the largest differences of loss, gradient norm and weights. Exit code 0: they agree up to rounding; 1: they do not.",
+    "Check that a layout computes what one process computes. Trains a small model of the same family (few layers, narrow) on at"
+    " most 8 CPU ranks of this machine, with 2 ranks along each axis of the job's layout. Trains it again in one process with plain"
+    " PyTorch. Prints the largest differences of loss, gradient norm and weights. Exit code 0: they agree up to rounding; 1: they do not.",
     examples=["model=llama3_70b cluster=h100_32x8 parallelism=tp8_pp4_dp8 data.global_batch_size=64"],
 )
 COMMAND.count("--steps", "optimizer steps; default: 4", default=4)

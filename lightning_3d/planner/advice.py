@@ -69,8 +69,8 @@ def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | 
     require_same_gpu(measured, cluster.gpu, cluster.accelerator)
     if cluster.gpus_per_node and measured.device == "cpu" and cluster.gpus_per_node != measured.ranks_per_node:
         raise ConfigError(
-            f"profile={profile} was measured with {plural(measured.ranks_per_node, 'CPU rank')} on a node, but the cluster has"
-            f" {cluster.gpus_per_node}. Measure again with lightning-3d profile --ranks {cluster.gpus_per_node}."
+            f"profile={profile} was measured with {plural(measured.ranks_per_node, 'CPU rank')} per node, but the cluster has"
+            f" {cluster.gpus_per_node} per node. Measure again with lightning-3d profile --ranks {cluster.gpus_per_node}."
         )
     if stated is None and cluster.nodes > 1 and measured.link("between") is None:
         raise ConfigError(
@@ -273,9 +273,9 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         size = f"{job.model.parameters / 1e9:.1f} billion parameters"
         tight = search(job, machine, fixed=fixed, most=1).best if reserve else ()
         raise LayoutError(
-            f"No layout of {size} fits on {plural(machine.gpus, 'GPU')} with {gigabytes(machine.memory)} each, with sequences of"
-            f" {job.seq} tokens and a global batch of {job.global_batch}"
-            f"{_without_reserve(tight, machine, reserve)}. Use more GPUs, shorter sequences, or a global batch with more divisors."
+            f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gigabytes(machine.memory)} each. The"
+            f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
+            f"{_without_reserve(tight, machine, reserve)} Use more GPUs, shorter sequences, or a global batch with more divisors."
         )
     return found
 
@@ -286,8 +286,9 @@ def _without_reserve(tight: Sequence[Candidate], machine: Machine, reserve: floa
         return ""
     share = tight[0].memory.total / machine.memory
     return (
-        f" and {reserve:.0%} of the memory left free (plan.memory_reserve={reserve:g}). {tight[0].job.layout.name} would fill {share:.0%}."
-        f" To allow it, set plan.memory_reserve={floor(100 * (1 - share)) / 100:g}; with less than 0.12, runs often run out of memory"
+        f" {reserve:.0%} of the memory must stay free (plan.memory_reserve={reserve:g}), but {tight[0].job.layout.name} would fill"
+        f" {share:.0%}. To allow it, set plan.memory_reserve={floor(100 * (1 - share)) / 100:g}. With less than 0.12, runs often run out of"
+        " memory."
     )
 
 

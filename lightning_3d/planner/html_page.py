@@ -59,8 +59,8 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
     ]
     if first.job.layout.pp > 1:
         cards.append(_timeline(first, machine))
-    counted = f"{found.shapes:,} shapes divide the model and the batch; {found.expanded:,} of them could be among the fastest"
-    counted += f"; {plural(len(found.simulated), 'schedule')} simulated"
+    counted = f"{found.shapes:,} layouts and micro-batch sizes divide the model and the batch; {found.expanded:,}"
+    counted += f" could be among the fastest; {plural(len(found.simulated), 'schedule')} simulated"
     body = f"<header><h1>{escape(title)}</h1><pre>{escape(describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
     body += "\n".join(cards) + f"\n<footer>{counted}</footer>"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -191,7 +191,8 @@ def _bars(best: Sequence[Candidate]) -> str:
 
 def _order(candidate: Candidate) -> str:
     layout = candidate.job.layout
-    return f"{layout.world_size:,} ranks; from neighbours outwards: " + " < ".join(axis for axis in layout.order if layout.size(axis) > 1)
+    axes = " < ".join(axis for axis in layout.order if layout.size(axis) > 1)
+    return f"{layout.world_size:,} ranks; axes from innermost to outermost: {axes}"
 
 
 def _nodes(candidate: Candidate, machine: Machine) -> str:

@@ -72,7 +72,7 @@ def reason(candidate: Candidate, first: Candidate) -> str:
     worst = max(longer, key=longer.__getitem__)
     text = f"{_MEANING[worst]}: {longer[worst]:+.3g} s"
     if candidate.job.recompute != first.job.recompute and worst == "compute":
-        text += f", with recompute={candidate.job.recompute} to fit"
+        text += f" (needs recompute={candidate.job.recompute} to fit in memory)"
     return text
 
 

@@ -24,7 +24,7 @@ def read_frozen(path: Path) -> dict[str, Any]:
         ConfigError: it does not exist, is not YAML, or is not the configuration of a run.
     """
     not_complete = f"{path} is not a complete configuration of a run"
-    hint = f"Use the {CONFIG_FILE} in the folder of a run, not the one in its .hydra. lightning-3d train writes such a file."
+    hint = f"Use the {CONFIG_FILE} that lightning-3d train wrote into the folder of a run, not the one in its .hydra folder."
     try:
         path.read_text("utf-8")
         content = OmegaConf.load(path)  # reads numbers as Hydra does: 1e-5 is a string for other readers of YAML

@@ -100,7 +100,9 @@ class Lease:
     def check(self) -> None:
         """Raise CheckpointError if another run took over the folder, because this one seemed to be dead."""
         if self._lost:
-            raise CheckpointError(f"Another run took over {self._folder}, so this run no longer writes there.")
+            raise CheckpointError(
+                f"Another run took over {self._folder}, so this run no longer writes there. Give each run its own folder."
+            )
 
     def release(self) -> None:
         """Let another run hold the folder."""

@@ -179,7 +179,9 @@ class RemotePath:
         import fsspec
 
         if "::" in self.url.partition("://")[0]:
-            raise CheckpointError(f"{self.url} is a chain of file systems, which may show outdated files. Use only its last URL.")
+            raise CheckpointError(
+                f"{self.url} is a chain of file systems (::), which may show outdated files. Use only the last URL of the chain."
+            )
         try:
             fsspec.get_filesystem_class(self.protocol)
         except (ImportError, ValueError) as error:

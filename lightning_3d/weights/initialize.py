@@ -130,7 +130,7 @@ def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix
         raise ConfigError(
             f"The parameter '{prefix}{name}' of shape {tuple(target.blank.shape)} is on the meta device, and no"
             f" initializer writes all of it. Add `def reset_parameters(self): nn.init.ones_(self.{key})`, with your"
-            f" values, to {owner}; or add an `_init_weights(self, module)` that handles {owner} to a module that contains it;"
+            f" values, to {owner}. Other ways: handle {owner} in the `_init_weights(self, module)` of a module that contains it,"
             f" {BUILD_IN_MEMORY}"
         )
     return value.detach()

@@ -99,8 +99,10 @@ class Tiling:
         """
         heights = {pattern: len(tensors) for pattern, tensors in columns.items()}
         if len(set(heights.values())) > 1:
-            counts = ", ".join(f"{count} {pattern}" for pattern, count in heights.items())
-            raise CheckpointError(f"Some stored parts of '{name}' are missing: {counts}. Copy or download the files again.")
+            counts = ", ".join(f"{count} of {pattern}" for pattern, count in heights.items())
+            raise CheckpointError(
+                f"The files lack some parts of '{name}': they have {counts}, but the numbers must be equal. Copy or download them again."
+            )
         pieces: list[Piece] = []
         edge = 0
         for tensors in columns.values():
@@ -115,8 +117,8 @@ class Tiling:
             for dim, (size, whole) in enumerate(zip(piece.shape, shape, strict=True)):
                 if size != whole and dim != self.dim and not (dim == 0 and self.stacked):
                     raise CheckpointError(
-                        f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in {piece.tensor.file}, which does not match the"
-                        f" other parts of '{name}' {list(shape)}. Copy or download the files again."
+                        f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in {piece.tensor.file}, which does not fit into"
+                        f" '{name}' of shape {list(shape)}. Copy or download the files again."
                     )
         return StoredValue(shape, tuple(pieces))
 

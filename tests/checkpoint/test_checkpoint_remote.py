@@ -370,7 +370,7 @@ def test_a_fit_saves_and_resumes_at_a_url(bucket: RemotePath) -> None:
     assert first == whole_run[: len(first)] and best.startswith(str(bucket / "best"))
     assert sorted(found.name for found in checkpoints_in(bucket / "best")) == sorted([best.rpartition("/")[2], "last.ckpt"])
     text = "\n".join(describe(bucket / "end.ckpt"))
-    assert "written by  tp2_pp2, 1F1B, ZeRO-0" in text and "whole       yes: every file has its hash" in text
+    assert "written by  tp2_pp2, 1F1B, ZeRO-0" in text and "complete    yes: every file matches its hash" in text
     again = run_ranks(fit_at, 2, str(bucket), "dp2", 2, "last", zero_stage=2)[0][0]
     assert again == pytest.approx(whole_run[len(first) :], rel=1e-5)
     assert not list(on_disk(bucket).rglob("*.lock")), "nobody holds anything any more"
@@ -405,7 +405,7 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
     for done in (first, again, shown, exported, resumed):
         assert done.code == 0, done.output
     assert "resuming from dir://run/checkpoints/step_4.ckpt" in again.output
-    assert "step        4" in shown.output and "whole       yes" in shown.output
+    assert "step        4" in shown.output and "complete    yes" in shown.output
     assert (tmp_path / "model" / "model.safetensors").is_file()
     steps = [4, 6, 8]  # the newest three are kept
     assert sorted(path.name for path in (tmp_path / "store" / "run" / "checkpoints").iterdir()) == [f"step_{step}.ckpt" for step in steps]

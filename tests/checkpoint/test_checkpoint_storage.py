@@ -168,7 +168,7 @@ def too_little_room(tmp_path: Path) -> None:
     assert ended.codes == [2, 2] and not values.exists(), str(ended)
     units = {"kB": 1e3, "MB": 1e6}
     size, needed, free = (float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) ([kM]B)", ended.told[0]))
-    assert f"do not fit in {disk}/checkpoints: each has " in ended.told[0] and "up to 10 exist at once" in ended.told[0], ended.told
+    assert f"do not fit in {disk}/checkpoints: each takes " in ended.told[0] and "up to 10 exist at once" in ended.told[0], ended.told
     assert needed == pytest.approx(10 * size, rel=0.01) and free == pytest.approx(1e6, rel=0.1)
     ended = start(fit, (TWO, 2, values, [saver(disk, save_top_k=-1)]), 2, tmp_path / "again")
     assert ended.codes == [0, 0], f"one fits, and no more are to be saved: {ended}"

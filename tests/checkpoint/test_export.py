@@ -161,7 +161,7 @@ def test_inspect(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     assert inspect([str(llama[1])]) == 0
     shown = capsys.readouterr().out
     numbers = sum(value.numel() for value in weights_of(llama[0]).values())
-    for words in ("step        1, epoch 1", "tp2_pp2, 1F1B, ZeRO-0", "LlamaForCausalLM (model)", f"{numbers:,} numbers", "whole       yes"):
+    for words in ("step        1, epoch 1", "tp2_pp2, 1F1B, ZeRO-0", "LlamaForCausalLM (model)", f"{numbers:,} numbers", "complete    yes"):
         assert words in shown
     assert inspect([str(llama[1]), "--tensors"]) == 0
     listed = capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_inspect(llama: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     contents = shard.read_bytes()
     shard.write_bytes(contents[:-9] + bytes([contents[-9] ^ 1]) + contents[-8:])
     assert inspect([str(folder), "--no-verify"]) == 0
-    assert "every file has its size" in capsys.readouterr().out
+    assert "every file has the recorded size" in capsys.readouterr().out
     assert inspect([str(folder)]) == 2
     assert f"{shard.name} has changed since it was saved" in capsys.readouterr().err
     shard.write_bytes(contents[:-10])

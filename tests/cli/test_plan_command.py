@@ -121,7 +121,7 @@ def test_a_layout_of_ones_own_inside_the_reserve_is_warned_of(answers: dict[str,
 
 
 def test_a_plan_says_when_its_sequences_are_the_short_ones_of_the_data(answers: dict[str, Result]) -> None:
-    said = "64 sequences of 128 tokens a step, the length of data=python_stdlib; the model supports up to data.sequence_length=131072"
+    said = "128 tokens a step (128 is the default of data=python_stdlib; the model supports up to data.sequence_length=131072)"
     assert answers["no length"].output.splitlines()[0].endswith(said)
 
 
@@ -173,8 +173,8 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
     ("name", "said"),
     [
         ("auto on what is not known", "cannot plan for the cluster local, because its GPUs are unknown"),
-        ("nothing fits", "No layout of 70.6 billion parameters fits on 8 GPUs with 80.0 GB each"),
-        ("all reserved", "and 85% of the memory left free (plan.memory_reserve=0.85). dp8 would fill"),
+        ("nothing fits", "No layout of a model with 70.6 billion parameters fits on 8 GPUs with 80.0 GB each"),
+        ("all reserved", "85% of the memory must stay free (plan.memory_reserve=0.85), but dp8 would fill"),
         ("more than all reserved", "plan.memory_reserve must be a finite number between 0 and 0.9; got 1.0."),
         ("no such model", "llama9"),
         ("no such option", 'lightning-3d plan has no option --evalute. Did you mean "--evaluate"?'),

@@ -161,7 +161,7 @@ def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Re
         ("cut off", "cut.json cannot be read: it is not JSON"),
         ("negative seconds", "negative.json is damaged: ValueError: -"),
         ("few operations", "few.json is damaged: ValueError: nothing of kind copy was measured"),
-        ("no GPUs", "has GPUs, so 2 ranks on this machine need 2 GPUs, but it has 0"),
+        ("no GPUs", "has GPUs, so 2 ranks need 2 GPUs on this machine, which has 0"),
         ("no ranks", "--ranks must be a whole number of at least 1; got 0."),
         ("no folder", "there is no folder /nowhere/at"),
         ("no such option", 'lightning-3d profile has no option --rank. Did you mean "--ranks"?'),

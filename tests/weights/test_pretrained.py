@@ -354,7 +354,7 @@ def test_experts_are_read_one_by_one_or_as_one(family: str, folders: dict[str, P
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("experts.3.w1", r"Some stored parts of '.*experts.gate_up_proj' are missing: 7 .*w1.weight, 8 .*w3.weight"),
+        ("experts.3.w1", r"lack some parts of '.*experts.gate_up_proj': they have 7 of .*w1.weight, 8 of .*w3.weight"),
         ("experts.3.w2", r"experts.down_proj \[8, 32, 64\], stored \[7, 32, 64\]"),
         ("experts.", r"the model has and the files lack .*experts.gate_up_proj"),
     ],

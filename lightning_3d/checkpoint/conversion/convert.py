@@ -128,7 +128,7 @@ def _lost(found: Foreign) -> list[str]:
     """List what is missing in a converted checkpoint, in sentences."""
     lost = ["The states of the random number generators are missing: dropout and random augmentations start as in a new run."]
     if "loops" not in found.trainer:
-        lost.append("The position in the data and Lightning's step count are missing: the fit counts from 0.")
+        lost.append("The position in the data and Lightning's step count are missing, so the fit starts at step 0 with the first batch.")
     if found.groups is None:
         lost.append("There is no optimizer state: you can load the weights, but not resume training.")
     return lost

@@ -43,7 +43,8 @@ def read_state(
     """Convert the state dicts of a module and of its optimizers, as torch makes them."""
     weights, aliases = _untie({name: value for name, value in state_dict.items() if isinstance(value, Tensor)})
     found = Foreign("a checkpoint file of Lightning", {name: Later.of(tensor) for name, tensor in weights.items()}, aliases=aliases)
-    found.lost += [f"{name} in the module's state is not a tensor." for name in state_dict.keys() - weights.keys() - aliases.keys()]
+    left_out = state_dict.keys() - weights.keys() - aliases.keys()
+    found.lost += [f"{name} in the module's state is not a tensor, so it is left out." for name in left_out]
     if not optimizers:
         return found
     if len(optimizers) > 1:
@@ -134,8 +135,8 @@ def _check_given(weights: Mapping[str, Tensor], shapes: Sequence[Sequence[Shape 
     counts, wanted = [len(group) for group in given], [len(group) for group in shapes]
     if counts != wanted:
         raise CheckpointError(
-            f"--groups has groups of {listed(counts)} names, but the optimizer's groups have {listed(wanted)} parameters. Use the names of"
-            " each group of configure_optimizers, in order."
+            f"The lists in --groups have {listed(counts)} names, but the optimizer's groups have {listed(wanted)} parameters. Write one"
+            " list for each group of configure_optimizers, in the same order."
         )
     for names, group in zip(given, shapes, strict=True):
         for name, shape in zip(names, group, strict=True):

@@ -44,10 +44,10 @@ def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequenc
         ways = following
         steps.append(taken)
         if len(ways) > _PATHS:
-            raise CheckpointError(_undecided(groups, "too many answers fit"))
+            raise CheckpointError(_undecided(groups, "too many assignments fit"))
     end = tuple(map(len, groups))
     if ways.get(end) != 1:
-        why = "several answers fit" if end in ways else f"the {len(parameters)} parameters do not fit in order"
+        why = "several assignments fit" if end in ways else f"the {len(parameters)} parameters, in their order, do not fit"
         raise CheckpointError(_undecided(groups, why))
     names: list[list[str]] = [[] for _ in groups]
     for (name, _), taken in zip(reversed(parameters), reversed(steps), strict=True):

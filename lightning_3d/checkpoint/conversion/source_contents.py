@@ -33,8 +33,8 @@ class Later:
         found = self.read().detach()
         if (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
             raise CheckpointError(
-                f"A tensor of shape {tuple(found.shape)} was read, but the checkpoint announced shape {self.shape}: it is damaged. Use"
-                " another one."
+                f"The checkpoint is damaged: a tensor should be {self.dtype} of shape {self.shape}, but the file contains {found.dtype} of"
+                f" shape {tuple(found.shape)}. Use another checkpoint."
             )
         return found
 

@@ -302,11 +302,11 @@ class _RunPage:
     def _memory_note(self) -> str:
         if self.trace is None:
             return ""
-        how = "counted tensors; activations are the peak of what was kept for the backward pass"
+        how = "sizes of the tensors; for activations, the peak of those kept for the backward pass"
         if self.trace.device == "cuda":
             how = "peak of the allocator since the run started"
         elif any(each.memory.activations is None for each in self.trace.ranks):
-            how = "counted tensors, without the activations of compiled blocks"
+            how = "sizes of the tensors, without the activations of compiled blocks"
         note = f"in step {self.trace.step}: {how}"
         shown = len(self._memory())
         return note + (f"; {shown} of {self.layout.world_size} ranks" if shown < self.layout.world_size else "")

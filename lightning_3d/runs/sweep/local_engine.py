@@ -126,7 +126,7 @@ class LocalEngine:
                     try:
                         running[job] = _start(job)
                     except OSError as error:
-                        yield Ended(job, _CANNOT_START, f"cannot start it: {error.strerror} ({error.filename}).")
+                        yield Ended(job, _CANNOT_START, f"cannot start {error.filename}: {error.strerror}.")
                 for job in list(running):
                     code = _wait(running[job], _POLL_SECONDS / len(running))
                     if code is None:
