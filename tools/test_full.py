@@ -413,7 +413,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--again", nargs="?", const="1", default="", help="run all again; failed: only what has failed")
     parser.add_argument("--list", action="store_true", help="print the shards and run nothing")
     parser.add_argument("pytest", nargs="*", metavar="-- OPTIONS", help="options of pytest")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a background process ignores SIGINT, and so would pytest
+        signal.signal(number, signal.default_int_handler)
     try:
         return _run(parser.parse_args(arguments))
     except Refused as error:

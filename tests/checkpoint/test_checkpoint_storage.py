@@ -191,7 +191,7 @@ def command_lines(tmp_path: Path) -> None:
     line = ["train", *QUICK, run, "trainer.checkpoint_every_n_steps=1"]
     refused, failed = run_here([line, [*line, "force=true"]])
     assert refused.code == 2 and refused.output.count("lightning_3d: ") == 1, refused.output
-    assert re.search(r"each has (3[5-9]|4[0-4])\d kB, and up to 2 exist at once", refused.output) and "force=true" in refused.output
+    assert re.search(r"each takes (3[5-9]|4[0-4])\d kB, and up to 2 exist at once", refused.output) and "force=true" in refused.output
     assert failed.code == 1 and "Traceback" not in failed.output, failed.output
     newest = disk / "new" / "run" / "checkpoints" / "step_1.ckpt"
     assert f"checkpoint         {newest} (step 1); the checkpoint of step 2 could not be written" in failed.output, failed.output

@@ -155,9 +155,11 @@ def test_a_test_that_ends_the_process_fails_and_the_rest_is_run(checkout: Path) 
 def test_an_interrupted_shard_continues(checkout: Path, number: signal.Signals) -> None:
     waiting = "def test_good(n):\n    if n == 2 and not os.path.exists('repaired'):\n        time.sleep(60)\n"
     (checkout / "t" / "test_a.py").write_text(TESTS.replace("def test_good(n):\n    pass\n", waiting))
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell starts a process in the background
     process = subprocess.Popen(
         command("--shard", "1/1"), cwd=checkout, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    signal.signal(signal.SIGINT, inherited)
     while not ((checkout / "ran").is_file() and "test_good[2]" in (checkout / "ran").read_text()):
         assert process.poll() is None
         time.sleep(0.02)

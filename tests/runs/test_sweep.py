@@ -224,7 +224,7 @@ def test_command_that_does_not_exist_fails_its_job_only(tmp_path: Path) -> None:
     plain = job(tmp_path / "s", 0)
     wrong = Job(0, ("number=0",), plain.folder, plain.config, ("/no/such/program",))
     done, said = run(tmp_path / "s", [wrong, job(tmp_path / "s", 1)])
-    assert statuses(done) == ["failed", "finished"] and "No such file or directory (/no/such/program)" in said
+    assert statuses(done) == ["failed", "finished"] and "cannot start /no/such/program: No such file or directory." in said
 
 
 def test_jobs_at_once(tmp_path: Path) -> None:

@@ -209,7 +209,8 @@ def test_sweep_of_six_layouts_killed_half_way_and_started_again(tmp_path: Path) 
     for row in rows:
         names = {path.name for path in Path(row["folder"]).iterdir()}
         assert {"config.yaml", "metrics.csv", "checkpoints", "logs", "status.json", "job.log", ".hydra"} <= names
-    assert all(layout in again.stdout.rpartition("status")[2] for layout in LAYOUTS), "one table"
+    table = again.stdout.rpartition("status")[2]
+    assert all(layout in table for layout in LAYOUTS), again.stdout
 
 
 def _processes_in(folder: Path) -> list[int]:

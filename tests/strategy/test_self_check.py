@@ -20,8 +20,8 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy.self_check.model_copy import kept_blocks, kinds_of
-from lightning_3d.strategy.self_check.remembered import identity, recall
+from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
+from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall
 
 
 def build(*arguments: Any, **options: Any) -> GPT:
@@ -392,6 +392,33 @@ class TestBlocks:
     def test_one_block_of_each_kind(self) -> None:
         blocks = [own_gpt.Block(own_gpt.Attention, 0.0), own_gpt.Block(own_gpt.Packed, 0.0), own_gpt.Block(own_gpt.Attention, 0.1)]
         assert kept_blocks(kinds_of(copy.deepcopy(blocks))) == ([0, 1, 2], 1)
+
+
+def tiny_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def test_a_verified_family_is_checked_again_only_if_its_forward_is_replaced() -> None:
+    model = tiny_llama()
+    assert is_verified(model, Layout(tp=2, pp=2, cp=2)), "the versions of the tests are in verified.json"
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    assert not is_verified(model, Layout(tp=2))
+
+
+def test_the_copy_of_a_replaced_forward_runs_the_copied_modules() -> None:
+    model = tiny_llama()
+    forward, original = model.forward, model.model.layers[0]
+    model.forward = lambda row=None, **batch: forward(**batch)
+    copied = copy_without_values(model)
+    ran: list[nn.Module] = []
+    for layer in (original, copied.get_submodule("model.layers.0")):
+        layer.register_forward_pre_hook(lambda module, args: ran.append(module))
+    copied.to_empty(device="cpu")(row=1, input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert ran == [copied.get_submodule("model.layers.0")]
 
 
 def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:

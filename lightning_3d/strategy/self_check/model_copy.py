@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -40,11 +41,30 @@ def copy_without_values(module: nn.Module) -> nn.Module:
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Copy `module` deeply; attributes that cannot be copied (locks, open files, results of computations) are shared with the copy."""
-    memo = memo or {}
+    known = dict(memo or {})
     try:
-        return copy.deepcopy(module, dict(memo))
+        copied = copy.deepcopy(module, known)
     except Exception:
-        return copy.deepcopy(module, memo | _without_copies(module, memo))
+        known = (memo or {}) | _without_copies(module, memo or {})
+        copied = copy.deepcopy(module, known)
+    for old, new in zip(module.modules(), copied.modules(), strict=True):
+        function = vars(old).get("forward")
+        if isinstance(function, FunctionType) and function.__closure__:
+            vars(new)["forward"] = _with_copied_closure(function, known)
+    return copied
+
+
+def _with_copied_closure(function: FunctionType, known: dict[int, Any]) -> FunctionType:
+    """Copy a function that replaces the `forward` of an instance, so that it runs the copied modules; deepcopy copies no functions."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(CellType(copy.deepcopy(cell.cell_contents, known)))
+        except Exception:  # cannot be copied, or is empty
+            cells.append(cell)
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _without_copies(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:

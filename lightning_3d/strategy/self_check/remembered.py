@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.models.parallel_plan import ParallelPlan, read_plan
+from lightning_3d.models.parallel_plan import Cut, ParallelPlan, read_plan
 from lightning_3d.strategy.self_check.model_copy import described, kinds_of
 
 VERIFIED = Path(__file__).with_name("verified.json")
@@ -40,7 +40,7 @@ def versions() -> str:
 
 def family_of(module: nn.Module) -> str:
     """Hash the classes in a model and the plan that it declares, but not its sizes and number of layers."""
-    kinds = sorted({f"{type(child).__module__}.{type(child).__qualname__}" for child in module.modules()})
+    kinds = sorted({f"{type(child).__module__}.{type(child).__qualname__}" for child in module.modules()} | _patches(module))
     try:
         plan = _plan(read_plan(module))
     except PlanError:
@@ -66,7 +66,12 @@ def identity(module: nn.Module, plan: ParallelPlan, layout: Layout, more: Any) -
     firsts = [(kind[0], described(blocks[kind[0]])) for kind in kinds_of(blocks)]
     source = sorted({_source(kind) for child in module.modules() for kind in type(child).__mro__})
     objects = sorted({_text_of(value) for child in module.modules() for key, value in vars(child).items() if key[0] != "_"})
-    return _hash([source, rest, firsts, objects, _plan(plan), str(layout), versions(), more, _own_version()])
+    return _hash([source + sorted(_patches(module)), rest, firsts, objects, _plan(plan), str(layout), versions(), more, _own_version()])
+
+
+def _patches(module: nn.Module) -> set[str]:
+    """Describe the functions that replace `forward` on single instances."""
+    return {_code(vars(child)["forward"]) for child in module.modules() if "forward" in vars(child)}
 
 
 _SIMPLE = (str, int, float, bool, type(None))
@@ -86,8 +91,14 @@ def _text_of(value: Any, depth: int = 3) -> str:
 
 
 def _plan(plan: ParallelPlan) -> list[Any]:
-    entries = [sorted((name, repr(cut)) for name, cut in part.items()) for part in (plan.tp, plan.ep)]
+    entries = [sorted((name, _cut(cut)) for name, cut in part.items()) for part in (plan.tp, plan.ep)]
     return [*entries, plan.layers, plan.before, plan.after, plan.embedding, plan.head]
+
+
+def _cut(cut: Cut) -> str:
+    """Describe a shard style. The hashes in `VERIFIED` contain this text, so a field that is added must not change it where unused."""
+    shared = ", shared=True" if cut.shared else ""
+    return f"Cut(style={cut.style!r}, units={cut.units!r}, parts={cut.parts!r}{shared})"
 
 
 def _source(kind: type) -> str:

@@ -261,7 +261,7 @@ def refuse(layout: str, model: str, **strategy: Any) -> str:
 def test_refusals(layout: str, model: str, options: dict[str, Any], words: list[str]) -> None:
     for message in run_ranks(refuse, 2, layout, model, **options):
         assert all(word in message for word in words), message
-        assert message.split(":")[0] in ("ConfigError", "PlanError", "LayoutError")
+        assert message.split(":")[0] in ("ConfigError", "PlanError", "NoPlanError", "LayoutError")
 
 
 class TooManyChoices(parity.Module):
