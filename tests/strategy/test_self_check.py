@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
-from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
 from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall
@@ -55,10 +55,13 @@ def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn
 
 
 @pytest.mark.full
-def test_fewer_key_heads_than_ranks_are_refused_by_name(tmp_path: Path) -> None:
+def test_fewer_key_heads_than_ranks_are_refused_by_name_until_the_plan_shares_them(tmp_path: Path) -> None:
     """Half a key head on each rank cannot be what the module computes."""
-    with pytest.raises(PlanError, match=r"'h.0.attn' \(SharedKeys\)"):
+    with pytest.raises(PlanError, match=r"'h.0.attn' \(SharedKeys\).*If k and v have fewer heads than there are tp ranks.*shared=True"):
         fit(build(own_gpt.SharedKeys), "tp4", tmp_path)
+    shared = {f"h.*.attn.{name}": Cut("colwise", units=2, shared=True) for name in "kv"}
+    model = build(own_gpt.SharedKeys)
+    assert_exact(fit(model, "tp4", tmp_path, {"tp": ATTENTION | shared | MLP, "pp": PIPELINE}), model)
 
 
 def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) -> None:

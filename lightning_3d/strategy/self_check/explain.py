@@ -45,7 +45,7 @@ class Explanation:
         owner = _around(name or "", cuts)
         where = f" The first module that differs is '{owner}' ({type(whole.get_submodule(owner)).__name__})." if owner else ""
         order = _call_order(whole, owner, args, kwargs)
-        return f"{self._what(failure)}{where} {self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts)} {self._advice()}"
+        return f"{self._what(failure)}{where} {self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole)} {self._advice()}"
 
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
@@ -91,7 +91,7 @@ class Explanation:
             )
         return ""
 
-    def _cause(self, owner: str, cuts: Mapping[str, str]) -> str:
+    def _cause(self, owner: str, cuts: Mapping[str, str], whole: nn.Module) -> str:
         inside = {key: style for key, style in cuts.items() if key.rpartition(".")[0] == owner}
         inside = inside or {key: style for key, style in cuts.items() if not owner or key.startswith(f"{owner}.")}
         columns = list(dict.fromkeys(key.rpartition(".")[2] for key, style in inside.items() if style in COLUMN_STYLES))
@@ -102,7 +102,7 @@ class Explanation:
                 f"Likely cause: between {listed(columns)} (column-parallel) and {listed(rows)} (row-parallel), each rank has 1/{tp} of"
                 " the features. The code there must read sizes such as the number of heads from the tensors, for example"
                 " x.unflatten(-1, (-1, head_width)). A layer that packs several matrices (query, key and value; gate and up) needs"
-                " Cut('packed_colwise', parts=(rows of each)) instead of 'colwise'."
+                f" Cut('packed_colwise', parts=(rows of each)) instead of 'colwise'.{_shared_keys(whole, inside)}"
             )
         if tp > 1 and (columns or rows):
             missing, there = ("rowwise", columns) if columns else ("colwise", rows)
@@ -115,6 +115,16 @@ class Explanation:
     def _advice(self) -> str:
         axes = [axis for axis in ("tp", "cp", "ep") if getattr(self.layout, axis) > 1]
         return f"Nothing was trained. See docs/your_model.md, or use {listed(f'{axis}=1' for axis in axes) or 'pp=1'}."
+
+
+def _shared_keys(whole: nn.Module, cuts: Mapping[str, str]) -> str:
+    """Advise how to share keys and values where some column-parallel layers have fewer rows than others; else ""."""
+    rows = {name: getattr(whole.get_submodule(name), "out_features", 0) for name, style in cuts.items() if style == "colwise"}
+    smaller = [name.rpartition(".")[2] for name, count in rows.items() if count < max(rows.values())]
+    if not smaller:
+        return ""
+    named = listed(list(dict.fromkeys(smaller)))
+    return f" If {named} have fewer heads than there are tp ranks, ranks must share heads: use Cut('colwise', units=heads, shared=True)."
 
 
 def _last(names: list[str]) -> str:
