@@ -202,6 +202,7 @@ def test_rank_that_waits_for_ever_is_ended_when_another_fails() -> None:
     assert ended == [(2, ""), (2, "lightning_3d: It does not fit.\n")]
 
 
+@pytest.mark.full
 def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() -> None:
     ended = run_script(
         """

@@ -264,7 +264,7 @@ def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> t
     return losses, part_of(trainer, module)
 
 
-@pytest.mark.parametrize("two_trainers", by_default([False, True], 0), ids=["one trainer", "two trainers"])
+@pytest.mark.parametrize("two_trainers", by_default([False, True], 1), ids=["one trainer", "two trainers"])
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -369,6 +369,7 @@ def second_trainer(layout: str, second: str) -> tuple[list[float], str]:
     return losses, ""
 
 
+@pytest.mark.full
 def test_a_second_trainer_goes_on_with_the_module() -> None:
     first, *others = run_ranks(second_trainer, 4, "tp2_pp2", "tp2_pp2")
     assert all(other == first for other in others)

@@ -112,7 +112,7 @@ def test_documents_and_padding(batches: str, model: str, layout: str, kind: str)
     assert_same_with(batches, model, layout, {"cp_kind": kind})
 
 
-@pytest.mark.parametrize(("model", "layout"), by_default([("mixtral", "tp4_cp2_ep2"), ("deepseek_v3", "tp4_ep4")], 1))
+@pytest.mark.parametrize(("model", "layout"), by_default([("mixtral", "tp4_cp2_ep2"), ("deepseek_v3", "tp4_ep4")]))
 def test_tokens_that_tensor_parallel_ranks_do_not_divide(model: str, layout: str) -> None:
     """Four ranks share six (twelve) tokens, so that the last has none: nothing that fills it up is counted or takes an expert's room."""
     for part in assert_same_with("twelve", model, layout, {"moe_capacity_factor": 8.0}):

@@ -95,7 +95,8 @@ def test_models_in_memory(lora: dict[str, Any], layout: str) -> None:
     check(lora, layout, steps=6, in_memory=True)
 
 
-@pytest.mark.parametrize("zero", by_default([0, 3], 1))
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 3])
 def test_bf16(zero: int) -> None:
     """Near the run in float32; what is frozen stays, rounded once."""
     recipe = recipe_of(Cell(), EVERYWHERE, 6)
@@ -184,13 +185,12 @@ def test_dropout_of_adapters_is_the_same_on_all_ranks_that_hold_their_input() ->
     """Column-parallel layers with adapters see one mask, however many ranks share them; row-parallel ones a mask of their part."""
     columns = EVERYWHERE | {"target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"]}
     losses = {}
-    for layout, ranks, rate in (("tp2", 2, 0.5), ("tp4", 4, 0.5), ("tp2_pp2", 4, 0.5), ("tp2", 2, 0.0)):
+    for layout, ranks, rate in (("tp2", 2, 0.5), ("tp2_pp2", 4, 0.5), ("tp2", 2, 0.0)):
         recipe = recipe_of(Cell(), columns | {"lora_dropout": rate}, steps=2)
         parts = run_ranks(dropout_on_rank, ranks, recipe, layout)
         assert parity.assemble(parts)[1] == 0.0, "replicas drift"
         losses[layout, rate] = torch.tensor(parts[0].losses)
     first = losses["tp2", 0.5]
-    assert torch.allclose(losses["tp4", 0.5], first, rtol=1e-5, atol=0)
     assert torch.allclose(losses["tp2_pp2", 0.5], first, rtol=1e-5, atol=0)
     assert not torch.allclose(losses["tp2", 0.0], first, rtol=1e-3, atol=0)
     everywhere = recipe_of(Cell(), EVERYWHERE | {"lora_dropout": 0.5}, steps=2)
