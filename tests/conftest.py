@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     a wrong update or a gradient that was kept, and the weights after it show a wrong state of the optimizer."""
     config.pluginmanager.register(skips, "lightning_3d_skips")
     os.environ.setdefault("PARITY_STEPS", "2" if config.option.markexpr == "not full and not faults" else "5")
+    os.environ["LIGHTNING_3D_PROGRESS"] = "0"  # no lines about the progress of commands among what tests compare
     # Self-checks are remembered for this session only.
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lightning_3d_cache_")
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_3d.errors import StorageError, reason
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.remote_path import Place, RemotePath, Upload
 
 _READ_BYTES = 32 * 2**20
@@ -123,5 +124,11 @@ def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str
             return f"the file {name} has changed since it was saved ({hashes})"
         return None
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [problem for problem in pool.map(compare, names) if problem is not None]
+    names = list(names)
+    problems = []
+    total = sum(files[name].bytes for name in names)
+    with task("comparing files with their hashes", total, "B") as advance, ThreadPoolExecutor(_THREADS) as pool:
+        for name, problem in zip(names, pool.map(compare, names), strict=True):
+            advance(files[name].bytes)
+            problems += [problem] if problem is not None else []
+    return problems

@@ -22,6 +22,7 @@ from lightning_3d.checkpoint.state import MODEL
 from lightning_3d.compat.peft import inject
 from lightning_3d.compat.transformers import build_on_meta, keeps_float32, stored_form
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.remote_path import Place
 
 MODELS = "transformers"
@@ -225,8 +226,10 @@ def _write_weights(source: _Source, folder: Path, max_shard_size: str) -> dict[s
             )
             for file, names in files.items()
         }
-        for name, tensor in source:
-            streams[places[name]].write(name, tensor)
+        with task("writing tensors", source.nbytes, "B") as advance:
+            for name, tensor in source:
+                streams[places[name]].write(name, tensor)
+                advance(tensor.nbytes)
     if split.is_sharded:
         index = {"metadata": {"total_size": source.nbytes}, "weight_map": dict(sorted(places.items()))}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -34,6 +34,7 @@ from lightning_3d.checkpoint.rank_agreement import through_rank_zero
 from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.compat.torch_checkpoint import dcp_metadata, dcp_place
 from lightning_3d.errors import CheckpointError, StorageError, listed, reason
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.remote_path import Place
 
 METADATA_FILE = ".metadata"
@@ -147,16 +148,19 @@ class TensorSave:
         self.doing = f"writing {folder / name}"
         file = HashedFile(folder / name)
         places = {}
+        total = sum(prod(part.shape) * part.dtype.itemsize for part in self._own.values())
         try:
-            for piece, part in self._own.items():
-                file.write(bytes(-file.position % archive.ALIGNMENT))
-                start = file.position
-                head, tail = archive.around(tuple(part.shape), part.dtype)
-                file.write(head)
-                for block in archive.elements(part):
-                    file.write(block)
-                file.write(tail)
-                places[piece] = (start, file.position - start)
+            with task(f"writing {name}", total, "B") as advance:
+                for piece, part in self._own.items():
+                    file.write(bytes(-file.position % archive.ALIGNMENT))
+                    start = file.position
+                    head, tail = archive.around(tuple(part.shape), part.dtype)
+                    file.write(head)
+                    for block in archive.elements(part):
+                        file.write(block)
+                    file.write(tail)
+                    places[piece] = (start, file.position - start)
+                    advance(file.position - start)
             return Written(name, file.close(), places)
         finally:
             file.abandon()

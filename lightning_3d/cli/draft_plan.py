@@ -11,6 +11,7 @@ from typing import Any
 from lightning_3d.cli.options import Command
 from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.errors import ConfigError, PlanError, did_you_mean, listed
+from lightning_3d.ranks.progress import task
 
 COMMAND = Command(
     "draft-plan",
@@ -40,19 +41,23 @@ def _draft(options: Namespace, words: list[str]) -> int:
     settings = dict(_setting(word) for word in words)
     quiet_imports()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would make forking unsafe
-    made = _found(where, name)
+    with task(f"importing torch and {where}"):
+        made = _found(where, name)
 
-    from lightning_3d.strategy.plan_draft import draft_plan
-    from lightning_3d.strategy.plan_draft.text import as_python
+        from lightning_3d.strategy.plan_draft import draft_plan
+        from lightning_3d.strategy.plan_draft.text import as_python
 
-    root = _built(made, settings, f"{where}:{name}")
-    draft = draft_plan(root, options.tp)
+    with task(f"building {name}"):
+        root = _built(made, settings, f"{where}:{name}")
+    with task("deriving the plan from the flow of data"):
+        draft = draft_plan(root, options.tp)
     layout = _layout(draft, root, options.tp)
     if not options.no_check and layout.world_size > 1:
         from lightning_3d.verification.plan_check import check_plan
 
         try:
-            check_plan(root.get_submodule(draft.name), draft.plan, layout, draft.inputs)
+            with task(f"checking the plan on {layout.world_size} ranks"):
+                check_plan(root.get_submodule(draft.name), draft.plan, layout, draft.inputs)
         except PlanError as error:
             raise PlanError(f"The drafted plan is not printed, because it does not pass the self-check. {error}") from None
     elif draft.plan:

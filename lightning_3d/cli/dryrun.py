@@ -21,6 +21,7 @@ from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.storage.numbers import show_bytes
 
@@ -95,18 +96,20 @@ def _run(options: Options) -> int:
             "precision=fp8 cannot be dry-run, because its matrix products need values, not only shapes. Use precision=bf16, which has the"
             " same parameters."
         )
-    print(plan.describe())
+    print(plan.describe(), flush=True)
 
     quiet_imports()
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.dryrun.shapes import Found
+    with task("importing torch and Transformers"):
+        from lightning_3d.dryrun.run import dry_run
+        from lightning_3d.dryrun.shapes import Found
 
-    job, found = job_of(config, plan, whole=options.whole), Found()
+        job, found = job_of(config, plan, whole=options.whole), Found()
     reports = []
     for rank in _last_first(ranks, layout):
         started = time.monotonic()
         reports.append(dry_run(job, rank, found))
-        print(f"rank {rank}: ran {reports[-1].micro_batches} of {plan.micro_batches} micro-batches in {time.monotonic() - started:.1f} s")
+        seconds = time.monotonic() - started
+        print(f"rank {rank}: ran {reports[-1].micro_batches} of {plan.micro_batches} micro-batches in {seconds:.1f} s", flush=True)
     reports.sort(key=lambda report: report.rank)
     print(as_text(reports, plan, config))
     bars = timeline_of(job, reports)

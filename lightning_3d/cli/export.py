@@ -11,6 +11,7 @@ import yaml
 from lightning_3d.cli.find_checkpoint import CHECKPOINT, NO_VERIFY, find_checkpoint
 from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import Place, RemotePath
 
@@ -49,9 +50,10 @@ def _export(options: Namespace) -> int:
     default_folder = Path.cwd() if isinstance(path, RemotePath) else path.parent
     output = Path(options.output).expanduser().absolute() if options.output else default_folder / f"{path.name}-huggingface"
 
-    import torch
+    with task("importing torch and Transformers"):
+        import torch
 
-    from lightning_3d.checkpoint.huggingface import export
+        from lightning_3d.checkpoint.huggingface import export
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     found = export(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.numbers import show_bytes
 
 COMMAND = Command(
@@ -39,7 +40,8 @@ def _convert(options: Namespace) -> int:
         raise ConfigError(f'--rename must be OLD=NEW, for example "module.="; got "{options.rename}".')
     groups = _read_groups(Path(options.groups)) if options.groups else None
 
-    from lightning_3d.checkpoint.conversion import convert
+    with task("importing torch"):
+        from lightning_3d.checkpoint.conversion import convert
 
     found = convert(
         Path(options.source).expanduser().absolute(),

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from lightning_3d.cli.find_checkpoint import CHECKPOINT, NO_VERIFY, find_checkpoint
 from lightning_3d.cli.options import Command
+from lightning_3d.ranks.progress import task
 
 COMMAND = Command(
     "inspect",
@@ -26,8 +27,9 @@ def run(arguments: list[str]) -> int:
 def _inspect(options: Namespace) -> int:
     path = find_checkpoint(options.checkpoint)
 
-    from lightning_3d.checkpoint.inspection import describe
+    with task("importing torch"):
+        from lightning_3d.checkpoint.inspection import describe
 
     for line in describe(path, tensors=options.tensors, hashes=not options.no_verify):
-        print(line)
+        print(line, flush=True)
     return 0

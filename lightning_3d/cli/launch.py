@@ -114,6 +114,7 @@ COMMAND = Command(
     " nodes, GPUs and ranks come from the cluster (cluster=h100_32x8). Set everything else with options launch.KEY=VALUE.",
     takes=f"KIND {OVERRIDES}",
     examples=["slurm --dry model=llama3_1_8b cluster=h100_2x8 parallelism=tp8_dp2 launch.partition=gpu"],
+    progress=False,
     hints={"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _SHOW, "-c": _SHOW, "--info": _SHOW},
 )
 COMMAND.section("KIND", [(name, kind.meaning) for name, kind in KINDS.items()], first=True)

@@ -33,28 +33,45 @@ class _Entry:
         return run
 
 
-COMMANDS = {
-    "train": _Entry("train", "train a model; its --help explains the configuration", in_ranks=True),
-    "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
-    "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
-    "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
-    "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
-    "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
-    "verify": _Entry("verify", "check that a layout computes what one process computes"),
-    "launch": _Entry("launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"),
-    "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),
-    "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
-    "inspect": _Entry("inspect", "show what a checkpoint holds, and whether it is complete"),
-    "report": _Entry("report", "write the HTML report of a run or a sweep"),
+PURPOSES = {
+    "Train": {
+        "train": _Entry("train", "train a model; its --help explains the configuration", in_ranks=True),
+        "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
+        "launch": _Entry("launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"),
+    },
+    "Choose a layout": {
+        "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
+        "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
+        "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
+    },
+    "Bring your own model": {
+        "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
+        "verify": _Entry("verify", "check that a layout computes what one process computes"),
+    },
+    "Use checkpoints and results": {
+        "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
+        "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),
+        "inspect": _Entry("inspect", "show what a checkpoint holds, and whether it is complete"),
+        "report": _Entry("report", "write the HTML report of a run or a sweep"),
+    },
 }
+"""The commands, by what a user wants to do."""
+
+COMMANDS = {name: entry for entries in PURPOSES.values() for name, entry in entries.items()}
+
+
+def _purposes() -> str:
+    return "\n\n".join(
+        f"{purpose}:\n{table([(name, entry.meaning) for name, entry in entries.items()])}" for purpose, entries in PURPOSES.items()
+    )
+
 
 USAGE = f"""\
 Usage: lightning-3d COMMAND [ARGUMENTS]
 
 Tensor x pipeline x data x context x expert parallel training, driven by Hydra configs.
 
-Commands:
-{table([(name, entry.meaning) for name, entry in COMMANDS.items()])}
+{_purposes()}
 
 Options:
 {table([("--version", "print the version"), ("-h, --help", "show this help; lightning-3d COMMAND --help explains a command")])}

@@ -6,11 +6,13 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_3d.cli.exit_codes import guarded
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.ranks.environment import OutsideRank, print_once
+from lightning_3d.ranks.progress import shown as progress_shown
 
 OVERRIDES = "[OVERRIDES]"
 _HELP = ("-h", "--help")
@@ -30,6 +32,7 @@ class Command:
         takes: placeholders after the options in the usage line: OVERRIDES, or nothing if the command takes no run.
         examples: command lines, each after `lightning-3d NAME`.
         hints: advice for options that the command does not have.
+        progress: whether to show on stderr what the command is doing; False for one that shows its steps itself.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Command:
         takes: str = OVERRIDES,
         examples: Sequence[str] = (),
         hints: Mapping[str, str] | None = None,
+        progress: bool = True,
     ) -> None:
         self.name, self._summary, self._takes, self._examples, self._hints = name, summary, takes, examples, dict(hints or {})
+        self._progress = progress
         self._parser = _Parser(f"lightning-3d {name}")
         self._arguments: list[tuple[str, str]] = []
         self._options: list[tuple[str, str]] = []
@@ -112,7 +117,8 @@ class Command:
         if set(arguments) & {*_HELP}:
             print_once(self.help().rstrip(), outside)
             return 0
-        return guarded(lambda: action(*self.parse(arguments)), shown=shown, silent=outside is not None and outside.rank > 0)
+        with progress_shown() if self._progress else nullcontext():
+            return guarded(lambda: action(*self.parse(arguments)), shown=shown, silent=outside is not None and outside.rank > 0)
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Separate the options of this command from the overrides of the run.

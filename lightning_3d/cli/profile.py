@@ -17,6 +17,7 @@ from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.errors import ConfigError
 from lightning_3d.profiling.shapes import Shapes
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
+from lightning_3d.ranks.progress import task
 from lightning_3d.ranks.supervisor import can_fork, cores, launch
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
     quiet_imports()
     fork = accelerator == "cpu"
     if fork:
-        from lightning_3d.training.run import preload
+        with task("importing torch and Transformers"):
+            from lightning_3d.training.run import preload
 
-        preload({"model": {"config": shapes.config}, "parallelism": {"zero_stage": 0}})
+            preload({"model": {"config": shapes.config}, "parallelism": {"zero_stage": 0}})
         fork = can_fork()
     with tempfile.TemporaryDirectory() as logs:
         threads = int(os.environ["OMP_NUM_THREADS"]) if accelerator == "cpu" else None

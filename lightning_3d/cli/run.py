@@ -28,6 +28,7 @@ COMMAND = Command(
     "run",
     "Train from a complete configuration, such as the config.yaml that every run leaves in its folder. Hydra does not change it.",
     takes="",
+    progress=False,
     examples=["outputs/run/config.yaml --folder outputs/again", "outputs/run/config.yaml --resume"],
 )
 COMMAND.argument("CONFIG.yaml", "the configuration file; one that a sweep prepared runs in its own folder, and only once")

@@ -6,6 +6,7 @@ Takes the arguments of `lightning-3d train` and makes the same checks before tor
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
 
@@ -51,16 +53,18 @@ def _run(steps: int, overrides: list[str]) -> int:
         print(f"left out: {listed(left_out)}, because all axes together need more than 8 ranks")
     if dropped:
         print(f"left out: {listed(dropped)}, which plain PyTorch does not have")
+    sys.stdout.flush()
 
     quiet_imports()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would make forking unsafe
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import torch
-    from hydra.utils import get_class
+    with task("importing torch and Transformers"):
+        import torch
+        from hydra.utils import get_class
 
-    from lightning_3d.training.module import CausalLM
-    from lightning_3d.training.run import quiet
-    from lightning_3d.verification.compare import verify
+        from lightning_3d.training.module import CausalLM
+        from lightning_3d.training.run import quiet
+        from lightning_3d.verification.compare import verify
 
     quiet()
     optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None}

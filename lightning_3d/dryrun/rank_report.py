@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 
 from lightning_3d.dryrun.meter import ACTIVATIONS, OTHER, PARAMETERS, Meter, Usage
 from lightning_3d.parallel.pipeline.schedule import Action, Kind
+from lightning_3d.ranks.progress import Advance
 
 _MESSAGES = ("send", "recv")
 
@@ -50,11 +51,15 @@ class Measured:
         meter: meter under which the module and its steps run.
         report: report to fill.
         step: batch to measure, from 0.
+
+    Attributes:
+        advance: function that takes the number of actions of the schedule that were run.
     """
 
     def __init__(self, meter: Meter, report: RankReport, step: int) -> None:
         self.meter, self.report, self.step = meter, report, step
         self.by_micro_batch: dict[int, Counter[Any]] = {}
+        self.advance: Advance = lambda actions: None
         self.left_behind: Counter[tuple[int, int]] = Counter()
         self.peak_of_schedule: Counter[str] = Counter()
 
@@ -96,6 +101,7 @@ class Measured:
         usage, activations = self.meter.usage, self.meter.now[ACTIVATIONS]
         flops, collectives = usage.flops, usage.collectives.copy()
         yield
+        self.advance(1)
         self.settle(strategy, ACTIVATIONS)
         self.report.flops[action] = usage.flops - flops
         self.by_micro_batch.setdefault(action.micro_batch, Counter()).update(usage.collectives - collectives)

@@ -29,6 +29,7 @@ from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.parallel.pipeline.transport import AHEAD
+from lightning_3d.ranks.progress import task
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.strategy.step import MicroBatches
 from lightning_3d.strategy.step.splitter import BatchSplitter
@@ -267,7 +268,7 @@ def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
         _run_until_known(job, first, found, "shape")
     if rank != last and found.totals is None:
         _run_until_known(job, last, found, "totals")
-    return _run(job, rank, found)
+    return _run(job, rank, found, f"running rank {rank}")
 
 
 def _owner_of_last(job: Job) -> int:
@@ -289,11 +290,11 @@ def _run_until_known(job: Job, rank: int, found: Found, wanted: str) -> None:
 
     found.known = stop
     with suppress(_Known):
-        _run(job, rank, found)
+        _run(job, rank, found, f"finding what other ranks receive from rank {rank}")
     found.known = lambda what: None
 
 
-def _run(job: Job, rank: int, found: Found) -> RankReport:
+def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
     layout = job.layout
     report = RankReport(rank, layout.coordinates(rank))
     pipeline = layout.group_of(rank, "pp")
@@ -309,6 +310,7 @@ def _run(job: Job, rank: int, found: Found) -> RankReport:
         strategy.for_gpus = job.gpu
         strategy.micro_batches = (job.accepted()[0], report.micro_batches)
         batches = Batches([job.batch(job.micro_batches)] * STEPS)
+        actions = sum(len(job.order(count)[pipeline.index(rank)]) for count in strategy.micro_batches)
         trainer = silent_trainer(
             devices=layout.world_size,
             strategy=strategy,
@@ -319,7 +321,8 @@ def _run(job: Job, rank: int, found: Found) -> RankReport:
             callbacks=[measured.follow(strategy)],
             use_distributed_sampler=False,
         )
-        trainer.fit(job.module(), train_dataloaders=batches)
+        with task(what, actions, "actions") as measured.advance:
+            trainer.fit(job.module(), train_dataloaders=batches)
     if report.micro_batches < job.micro_batches:
         measured.add_micro_batches(job.micro_batches - report.micro_batches, bounded)
     return report

@@ -28,6 +28,7 @@ from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_
 from lightning_3d.planner.search import Candidate, Fixed, Found, search
 from lightning_3d.planner.stack import Stack
 from lightning_3d.planner.tables import memory_table
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.numbers import gigabytes
 
 _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, precision of matrix products)
@@ -268,7 +269,8 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         order=tuple(parallelism.order) if automatic and parallelism.order is not None else None,
     )
     reserve = run.plan.memory_reserve
-    found = search(job, machine, fixed=fixed, most=most, reserve=reserve)
+    with task(f"searching layouts for {plural(machine.gpus, 'GPU')}"):
+        found = search(job, machine, fixed=fixed, most=most, reserve=reserve)
     if not found.best:
         size = f"{job.model.parameters / 1e9:.1f} billion parameters"
         tight = search(job, machine, fixed=fixed, most=1).best if reserve else ()

@@ -96,9 +96,9 @@ def search(
     def push(seconds: float, item: Job | Candidate | tuple[Job, Memory]) -> None:
         heapq.heappush(queue, (seconds, next(number), item))
 
-    considered = too_large = 0
-    for shape in shapes(job, machine, fixed):
-        considered += 1
+    considered = list(shapes(job, machine, fixed))
+    too_large = 0
+    for shape in considered:
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
         leaner = (shape if level == shape.recompute else replace(shape, recompute=level) for level in levels)
         lean = next((one for one in leaner if least_memory(one) <= room), None)
@@ -137,7 +137,7 @@ def search(
         if len(best) < most:
             best.setdefault(_degrees(one.job), one)
     ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
-    return Found(ordered, tuple(simulated), (*simulated, *known), considered, expanded, too_large)
+    return Found(ordered, tuple(simulated), (*simulated, *known), len(considered), expanded, too_large)
 
 
 def _degrees(job: Job) -> tuple[int, ...]:

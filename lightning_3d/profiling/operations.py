@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
+from lightning_3d.ranks.progress import task
 from lightning_3d.tracing.memory import SavedTensors
 from lightning_3d.training.module import transformers_config
 
@@ -49,9 +50,19 @@ def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         meter = _Meter(device, shapes.repeats)
-        own = [*_products(shapes, meter), *_attention(shapes, meter), *_memory_bound(shapes, meter), *_optimizer(meter)]
-        own += _blocks(shapes, meter)
-        together = _collectives(shapes, meter)
+        parts = {
+            "matrix products": partial(_products, shapes, meter),
+            "attention": partial(_attention, shapes, meter),
+            "operations bound by memory": partial(_memory_bound, shapes, meter),
+            "the optimizer": partial(_optimizer, meter),
+            "blocks of the model": partial(_blocks, shapes, meter),
+        }
+        own: list[Entry] = []
+        for what, measure in parts.items():
+            with task(f"measuring {what}"):
+                own += measure()
+        with task("measuring collectives"):
+            together = _collectives(shapes, meter)
         content = _about(device, ranks) | {"precision": shapes.precision, "operations": _middle([*own, *together])}
     except torch.OutOfMemoryError as error:
         raise ConfigError(

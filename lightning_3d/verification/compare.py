@@ -19,8 +19,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import ConfigError, listed
+from lightning_3d.errors import ConfigError, listed, plural
 from lightning_3d.parallel.nested import rows_of, tensors_of
+from lightning_3d.ranks.progress import Advance, task
 from lightning_3d.ranks.supervisor import can_fork, launch
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.strategy.strategy import Lightning3DStrategy
@@ -189,6 +190,7 @@ class _Values(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.advance: Advance = lambda steps: None
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         if isinstance(trainer.strategy, Lightning3DStrategy):
@@ -197,6 +199,7 @@ class _Values(pl.Callback):
         self.norms.append(float(torch.stack(squares).sum().sqrt()))
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.advance(1)
         strategy = trainer.strategy
         if isinstance(strategy, Lightning3DStrategy):
             assert strategy.last_step is not None and strategy.last_step.grad_norm is not None
@@ -206,9 +209,11 @@ class _Values(pl.Callback):
             self.losses.append(float(outputs["loss"]))
 
 
-def _fit(run: _Run, module: pl.LightningModule, ranks: int, values: _Values, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
-    """Train on all batches, with the rows of one of `ranks` data-parallel ranks."""
-    with silence():
+def _fit(
+    run: _Run, module: pl.LightningModule, ranks: int, values: _Values, *callbacks: pl.Callback, what: str, **arguments: Any
+) -> pl.Trainer:
+    """Train on all batches, with the rows of one of `ranks` data-parallel ranks. `what` names the run for the user."""
+    with silence(), task(what, len(run.batches), "steps") as values.advance:
         trainer = silent_trainer(
             precision=run.precision,
             max_steps=len(run.batches),
@@ -225,7 +230,9 @@ def _on_rank(run: _Run, folder: str) -> None:
     values = _Values()
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
     assert strategy.layout is not None
-    trainer = _fit(run, run.module, strategy.layout.dp, values, strategy=strategy, devices=strategy.layout.world_size)
+    count = strategy.layout.world_size
+    what = f"training on {plural(count, 'rank')}"
+    trainer = _fit(run, run.module, strategy.layout.dp, values, what=what, strategy=strategy, devices=count)
     weights = {name: (parameter.detach().clone(), strategy.specs[name]) for name, parameter in run.module.named_parameters()}
     torch.save((values.losses, values.norms, weights), Path(folder) / f"rank_{trainer.global_rank}.pt")
 
@@ -249,7 +256,7 @@ class _Whole(pl.Callback):
 
 def _on_one(run: _Run, folder: str) -> None:
     """Train in this process, and compare with the results that the ranks saved."""
-    values, whole = _train_whole(run)
+    values, whole = _train_whole(run, "training in one process")
     worst, largest = "", -1.0
     for path in sorted(Path(folder).glob("rank_*.pt")):
         losses, norms, weights = torch.load(path, weights_only=False)
@@ -283,16 +290,16 @@ class _LastBits(pl.Callback):
             parameter.mul_(1 + torch.where(up, 1.0, -1.0) * torch.finfo(parameter.dtype).eps)
 
 
-def _train_whole(run: _Run, *callbacks: pl.Callback) -> tuple[_Values, dict[str, Tensor]]:
+def _train_whole(run: _Run, what: str, *callbacks: pl.Callback) -> tuple[_Values, dict[str, Tensor]]:
     """Train in this process, and return losses, norms and the final weights by name."""
     values, module = _Values(), copy.deepcopy(run.module)
-    _fit(run, module, 1, values, _Whole(run.seed), *callbacks, devices=1)
+    _fit(run, module, 1, values, _Whole(run.seed), *callbacks, what=what, devices=1)
     return values, {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 def _noise(run: _Run, values: _Values, whole: Mapping[str, Tensor]) -> tuple[float, float, float]:
     """Measure `Difference.noise`."""
-    again, weights = _train_whole(run, _LastBits(run.seed))
+    again, weights = _train_whole(run, "training again, with the last bit of each weight changed", _LastBits(run.seed))
     largest = max(((weights[name] - weight).abs().max().item() for name, weight in whole.items() if weight.numel()), default=0.0)
     return _relative(again.losses, values.losses), _relative(again.norms, values.norms), largest
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import yaml
 from command_line import REPOSITORY, Result, environment, run_commands
 from quick_runs import FAULTY, QUICK, losses
 from starts import in_fresh_process
+
+from lightning_3d.cli.main import COMMANDS
 
 DIVERGES = [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null"]
 LINES: dict[str, list[str]] = {
@@ -177,9 +180,13 @@ def test_failure_under_torchrun_is_told_once(tmp_path: Path) -> None:
 
 
 def test_usage_and_version() -> None:
-    usage, version = run_commands([["--help"], ["--version"]])
-    assert usage.code == version.code == 0
-    assert "train" in usage.output and version.output.strip()[0].isdigit()
+    usage, bare, version = run_commands([["--help"], [], ["--version"]])
+    assert usage.code == bare.code == version.code == 0 and bare.output == usage.output
+    assert version.output.strip()[0].isdigit()
+    shown = re.findall(r"^([A-Z][a-z ]+):$|^  ([a-z-]+)  ", usage.output, re.M)
+    purposes = [purpose for purpose, _ in shown if purpose]
+    assert purposes == ["Train", "Choose a layout", "Bring your own model", "Use checkpoints and results", "Options"]
+    assert [command for _, command in shown if command and command[0] != "-"] == list(COMMANDS)
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:

@@ -16,6 +16,7 @@ from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.state import MODEL, OPTIMIZER
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.ranks.progress import task
 from lightning_3d.storage.checkpoint_names import MANIFEST
 from lightning_3d.storage.remote_path import place
 
@@ -86,7 +87,8 @@ def convert(
     if target.exists():
         raise ConfigError(f"{target} already exists. Choose another --output.")
     try:
-        found = read_foreign(source, groups, optimizer=optimizer, plain_only=plain_only)
+        with task(f"reading {source.name}"):
+            found = read_foreign(source, groups, optimizer=optimizer, plain_only=plain_only)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise CheckpointError(f"{source} does not look like a Lightning or DeepSpeed checkpoint ({why}).") from error
