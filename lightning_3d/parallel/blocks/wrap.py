@@ -146,7 +146,7 @@ def _is_cache(value: Any) -> bool:
         return False
     if value.get_seq_length() > 0:
         raise ConfigError(
-            "The model was called with a key-value cache that is not empty (a prefix?). Recomputed or compiled blocks cannot train with"
-            " such a cache. Remove recompute, offload_activations and compile."
+            "The model was called with a key-value cache that is not empty (a trained prefix?). Recomputed or compiled blocks cannot train"
+            " with such a cache. Remove recompute, offload_activations and compile."
         )
     return True
