@@ -101,7 +101,7 @@ class Partition:
             raise ConfigError(
                 "The model was replaced after it was sharded for this layout. If configure_model built it again, which would discard its"
                 " trained weights, begin configure_model with `if self.model is not None: return`. To change the model after a fit"
-                " (merge_and_unload), save a checkpoint and change it on one process with load_full_state_dict."
+                " (for example with merge_and_unload), save a checkpoint, and load it on one process with load_full_state_dict."
             )
         found = Partition.of(root)
         if found is None:
@@ -110,8 +110,8 @@ class Partition:
             if _submodule(found.parts.module, name) is not layer:
                 raise ConfigError(
                     f"The layer '{name}' was replaced after it was sharded for {found.mesh.layout}; the new layer does not communicate with"
-                    " other ranks. To change a model after a fit (merge_and_unload), save a checkpoint and change it on one process with"
-                    " load_full_state_dict."
+                    " other ranks. To change a model after a fit (for example with merge_and_unload), save a checkpoint, and load it on one"
+                    " process with load_full_state_dict."
                 )
 
     def suits(self, layout: Layout, schedule: str) -> bool:
