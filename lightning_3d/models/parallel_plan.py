@@ -83,9 +83,9 @@ class ParallelPlan:
             return self
         if not self.ep:
             raise PlanError(
-                f"The layout has ep={ep}, but the model's plan has no experts: the model is dense, or does not keep the experts of a layer"
-                " in one module with one tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts': 'ep_dispatch_experts',"
-                " 'blocks.*.experts.up': 'grouped_gemm', ...}}."
+                f"The layout has ep={ep}, but the model's plan has no experts. Either the model is dense, or it does not keep the experts"
+                " of a layer in one module with one tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts':"
+                " 'ep_dispatch_experts', 'blocks.*.experts.up': 'grouped_gemm', ...}}."
             )
         return replace(self, tp=self.tp | self.ep)
 

@@ -61,7 +61,7 @@ def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict
     """
     path, name, config = model.get("pretrained"), model.get("name"), model.get("config")
     if path == REQUIRED and not dry:
-        raise ConfigError("The folder of the pretrained weights is missing. Set model.pretrained=PATH.")
+        raise ConfigError("No folder of pretrained weights is given. Set model.pretrained=PATH.")
     if path in (None, REQUIRED):
         if name == TAKEN:
             raise ConfigError("model=pretrained reads the architecture from a folder in Transformers' format. Set model.pretrained=PATH.")

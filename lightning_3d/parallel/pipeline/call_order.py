@@ -158,8 +158,8 @@ class CallOrder:
         """Refuse hidden states that became NaN between blocks."""
         if self.looks and self._clean and has_nan(hidden):
             raise PlanError(
-                f"{self._plan.model} adds a value of an earlier pipeline stage to the hidden states before {reader} reads them, outside the"
-                f" blocks. That value is not on this stage: only hidden states are sent. {_ADVICE}"
+                f"Outside its blocks, {self._plan.model} adds a value of an earlier pipeline stage to the hidden states before {reader}"
+                f" reads them. That value is not on this stage: only hidden states are sent. {_ADVICE}"
             )
 
     def leave_block(self, hidden: Any) -> None:

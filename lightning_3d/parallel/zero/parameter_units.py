@@ -252,8 +252,8 @@ class ParameterUnits:
             if "storage of size 0" not in str(error):
                 raise
             raise ConfigError(
-                "A block's parameters were used after zero_gather=micro_batch had freed them: outside the block's forward, or in a backward"
-                " that does not run the blocks in the reverse order of the forward. Use zero_gather=step."
+                "A block's parameters were used after zero_gather=micro_batch had freed them. They were read outside the block's forward,"
+                " or in a backward that does not run the blocks in the reverse order of the forward. Use zero_gather=step."
             ) from error
         finally:
             self._in_use = False
