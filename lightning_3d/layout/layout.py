@@ -227,7 +227,7 @@ def divisors(number: int) -> list[int]:
 def _check_axes(axes: Sequence[str] | dict[str, int]) -> None:
     for axis in axes:
         if axis not in AXES:
-            raise LayoutError(f'"{axis}" is not an axis with ranks of its own; these are {listed(AXES)}.')
+            raise LayoutError(f'"{axis}" is not an axis with ranks of its own. Such axes are {listed(AXES)}.')
 
 
 def _check_degree(axis: str, degree: object) -> None:

@@ -132,7 +132,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if size < 8 or length > min(size - 8, _LARGEST_HEADER):
             if _LFS.startswith(start) and start:
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` in {file.parent}.")
-            raise _damaged(file, f"according to its first 8 bytes its header has {length} bytes, but the whole file has {size}")
+            raise _damaged(file, f"its first 8 bytes announce a header of {length} bytes, but the whole file has {size}")
         text = stream.read(length)
     try:
         header = json.loads(text)
@@ -167,7 +167,7 @@ def _what_it_is(folder: Path) -> str:
         convert = CONVERT.format(folder)
         return f" {pickles[0]} is a pickle, which can run any code when loaded, so it is not loaded. If you trust it, convert it: {convert}"
     if pickles:
-        return f" {_some(pickles)} is not in Transformers' format; convert it with the script for its model there."
+        return f" {_some(pickles)} is not in Transformers' format; convert it with Transformers' script for its model."
     return f" It contains {_some(names)}." if names else " It is empty."
 
 

@@ -255,7 +255,7 @@ class PackedDataModule(LightningDataModule):
         different = [f"{key} was {state[key]} and is now {value}" for key, value in present.items() if state[key] != value]
         if different:
             raise DataError(
-                f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Restore these values,"
+                f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Use the checkpoint's values,"
                 " or start a new run from the checkpoint's weights."
             )
         self._restored = dict(state)
