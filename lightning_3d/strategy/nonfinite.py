@@ -188,6 +188,6 @@ def require_finite_weights(weights: Iterable[Tensor], device: torch.device, path
     if bad.item():
         raise NonFiniteError(
             f"The checkpoint {path} was not written: the weights are not finite after the last optimizer step. Resume an earlier"
-            " checkpoint, with a lower learning rate or a longer warm-up. To write it anyway, set trainer.nonfinite=ignore, in a"
-            ' script Lightning3DStrategy(nonfinite="ignore").'
+            " checkpoint, with a lower learning rate or a longer warm-up. To write it anyway, set trainer.nonfinite=ignore"
+            ' (in a script: Lightning3DStrategy(nonfinite="ignore")).'
         )
