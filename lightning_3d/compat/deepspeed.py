@@ -67,7 +67,7 @@ def import_deepspeed(device: torch.device) -> Any:
     accelerator = deepspeed.get_accelerator().device_name()
     if accelerator != device.type:
         raise ConfigError(
-            f"DeepSpeed was imported for {accelerator} before training on {device.type}. Set the environment variable"
+            f"DeepSpeed was already imported for {accelerator}, but training runs on {device.type}. Set the environment variable"
             f" DS_ACCELERATOR={device.type}."
         )
     return deepspeed

@@ -78,8 +78,8 @@ def _refuse_interactive(ranks: int) -> None:
     """
     if ranks > 1 and hasattr(sys, "ps1"):
         raise ConfigError(
-            f"This Trainer needs {ranks} ranks, and each rank runs a script from its beginning, but this is a notebook or an interactive"
-            " session. Write the code to a script and run it: in a notebook, begin the cell with %%writefile mine.py, then run"
+            f"This Trainer needs {ranks} ranks, and each rank runs the script from its beginning. A notebook or an interactive session has"
+            " no script. Write the code to a script and run it: in a notebook, begin the cell with %%writefile mine.py, then run"
             f" !{sys.executable} mine.py. With devices=1, the Trainer works here."
         )
 

@@ -105,7 +105,7 @@ def merging_layers(model: nn.Module) -> dict[str, nn.Module]:
     layers = {name: module for name, module in model.named_modules() if is_adapter(module) and hasattr(module, "merge")}
     nested = next((name for name in layers if any(name.startswith(f"{outer}.") for outer in layers)), None)
     if nested is not None:
-        raise CheckpointError(f"Adapters of parameters, such as {nested}, cannot be merged. Export them without --merge.")
+        raise CheckpointError(f"The adapter {nested} is inside another adapter, so it cannot be merged. Export without --merge.")
     return layers
 
 

@@ -48,7 +48,7 @@ def read_dcp_metadata(path: Place) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path} cannot be read, so it is damaged: {error!r}. Use another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged and cannot be read: {error!r}. Use another checkpoint.") from error
 
 
 def dcp_place(file: str, offset: int, length: int) -> Any:

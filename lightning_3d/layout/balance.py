@@ -44,7 +44,7 @@ def split_layers(
         LayoutError: fewer layers than stages.
     """
     if len(flops) != len(params):
-        raise ValueError(f"flops and params must have one entry per layer each; got {len(flops)} and {len(params)} entries.")
+        raise ValueError(f"flops and params must each have one entry per layer; got {len(flops)} and {len(params)} entries.")
     if stages < 1 or len(flops) < stages:
         raise LayoutError(
             f"{len(flops)} layers cannot be assigned to {stages} pipeline stages: each stage needs at least one layer."

@@ -227,7 +227,7 @@ def divisors(number: int) -> list[int]:
 def _check_axes(axes: Sequence[str] | dict[str, int]) -> None:
     for axis in axes:
         if axis not in AXES:
-            raise LayoutError(f'"{axis}" is not an axis with ranks of its own; these are {listed(AXES)}.')
+            raise LayoutError(f'"{axis}" is not an axis with ranks of its own. Such axes are {listed(AXES)}.')
 
 
 def _check_degree(axis: str, degree: object) -> None:
@@ -266,7 +266,7 @@ def _not_understood(name: str, part: str, axis: str | None) -> str:
     elif len(part) > 60:
         what = f"has a part of {len(part)} characters"
     else:
-        what = f'has the part "{part}", which is not an axis and a whole number'
+        what = f'has the part "{part}", which is not an axis followed by a whole number'
     guess = _guess(name)
     question = f' Did you mean "{guess}"?' if guess else ' Use for example "tp2_pp2_dp2".'
     shown = name if len(name) <= 60 else f"{name[:57]}..."

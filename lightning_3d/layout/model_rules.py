@@ -30,8 +30,8 @@ def check_cp_kind(kind: str) -> str:
 def _check_ulysses(layout: Layout, heads: int | None, cp_kind: str) -> None:
     if layout.cp > 1 and cp_kind == "ulysses" and heads is not None and heads % (layout.tp * layout.cp):
         raise LayoutError(
-            f"cp_kind=ulysses assigns whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but the"
-            f" model has {heads} heads. Use cp_kind=ring."
+            f"cp_kind=ulysses assigns whole attention heads to the tp * cp = {layout.tp * layout.cp} ranks that share a sequence, but"
+            f" {layout.tp * layout.cp} does not divide the model's {heads} heads. Use cp_kind=ring."
         )
 
 
@@ -43,13 +43,14 @@ def _check_sequence(layout: Layout, tokens: int, sequence_parallel: bool) -> Non
     near = listed([length for length in (tokens // unit * unit, (tokens // unit + 1) * unit) if length > 0], last="or")
     if tokens % chunks:
         raise LayoutError(
-            f"cp {cp} splits a sequence into 2 * cp = {chunks} equal chunks, but it has {tokens} tokens. Use a sequence length of {near}."
+            f"cp {cp} splits a sequence into 2 * cp = {chunks} equal chunks, but the sequence has {tokens} tokens. Use a sequence length"
+            f" of {near}."
         )
     if tokens % unit:
-        where = f"a context-parallel rank has {tokens // cp} of its {tokens} tokens (cp {cp})" if cp > 1 else f"it has {tokens} tokens"
+        part = f"{tokens // cp} of {tokens} tokens that each context-parallel rank has (cp {cp})" if cp > 1 else f"{tokens} tokens"
         raise LayoutError(
-            f"With sequence parallelism tp must divide the sequence, but {where} and tp is {tp}. Use a sequence length of {near}, or"
-            " parallelism.sequence_parallel=false."
+            f"With sequence parallelism tp must divide the sequence, but tp {tp} does not divide the {part}. Use a sequence length of"
+            f" {near}, or parallelism.sequence_parallel=false."
         )
 
 
@@ -65,7 +66,7 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         ranks = layout.tp * layout.cp * layout.dp
         fits = [ep for ep in divisors(experts) if ranks % ep == 0]
         raise LayoutError(
-            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, but every rank must get as many. Use"
+            f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, but every rank must get the same number. Use"
             f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."
         )
 
@@ -162,8 +163,8 @@ def _check_tensor_parallel(
         raise LayoutError(f"tp {tp} does not divide the width of the feed-forward layers, {intermediate}. {repair}")
     if vocab is not None and vocab < tp:
         raise LayoutError(
-            f"The vocabulary has {vocab} entries, fewer than the {tp} ranks (tp) that share it, so some would have"
-            f" none. {repair}"
+            f"The vocabulary has {vocab} entries, fewer than the {tp} ranks (tp) that share it, so some ranks would"
+            f" have none. {repair}"
         )
 
 

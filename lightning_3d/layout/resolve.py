@@ -89,7 +89,7 @@ def check_schedule(layout: Layout, schedule: str) -> ScheduleInfo:
         right = replace(layout, vp=info.default_vp)
         raise LayoutError(
             f"The schedule {info.name} runs {need} on each pipeline rank, but the layout {layout} has vp {layout.vp}."
-            f" Use {right} (vp {right.vp}), or for vp {layout.vp} the schedule {schedules_for(layout.vp)}."
+            f" Use {right} (vp {right.vp}), or keep vp {layout.vp} and use the schedule {schedules_for(layout.vp)}."
         )
     return info
 
@@ -106,8 +106,8 @@ def check_expert_groups(layout: Layout) -> None:
     relation = "is more than" if layout.ep > ranks else "does not divide"
     factors = " * ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1) or "no axis above 1"
     raise LayoutError(
-        f"Expert parallelism uses the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} ranks of {layout}"
-        f" ({factors}). Use {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
+        f"Expert parallelism uses the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} ranks of a stage of"
+        f" {layout} ({factors}). Use {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
     )
 
 

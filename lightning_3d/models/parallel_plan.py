@@ -83,9 +83,9 @@ class ParallelPlan:
             return self
         if not self.ep:
             raise PlanError(
-                f"The layout has ep={ep}, but the model's plan has no experts: it is dense, or its experts are not one module with one"
-                " tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts': 'ep_dispatch_experts', 'blocks.*.experts.up':"
-                " 'grouped_gemm', ...}}."
+                f"The layout has ep={ep}, but the model's plan has no experts. Either the model is dense, or it does not keep the experts"
+                " of a layer in one module with one tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts':"
+                " 'ep_dispatch_experts', 'blocks.*.experts.up': 'grouped_gemm', ...}}."
             )
         return replace(self, tp=self.tp | self.ep)
 
@@ -191,10 +191,10 @@ def _what_does_not_match(root: nn.Module, user_plan: Mapping[str, Any]) -> str:
         )
     known = _wildcards(names[nearest])
     wrong = [f"'{entry}' matches no module or parameter.{did_you_mean(entry, known)}" for entry in missing[nearest]]
-    where = f"'{nearest}'" if nearest else "the module itself"
+    where = f"'{nearest}'" if nearest else "The module itself"
     return (
-        f"No submodule of {type(root).__name__} has all the names in the plan. {len(entries) - len(wrong)} of {len(entries)} match {where}"
-        f" ({type(root.get_submodule(nearest)).__name__}), but {' '.join(wrong)}"
+        f"No submodule of {type(root).__name__} has all the names in the plan. {where}"
+        f" ({type(root.get_submodule(nearest)).__name__}) has {len(entries) - len(wrong)} of the {len(entries)}, but {' '.join(wrong)}"
     )
 
 
@@ -347,8 +347,8 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
     lists = _lists(module, order)
     if len(lists) != 1:
         raise PlanError(
-            f"A pipeline plan must name exactly one list of blocks for the stages: an nn.ModuleList, or without one an nn.Sequential. This"
-            f" plan names {', '.join(lists) or 'none'}. Put the blocks into one nn.ModuleList."
+            "A pipeline plan must name exactly one list of blocks for the stages: an nn.ModuleList, or an nn.Sequential if the plan names"
+            f" no nn.ModuleList. This plan names {', '.join(lists) or 'none'}. Put the blocks into one nn.ModuleList."
         )
     at = order.index(lists[0])
     return lists[0], tuple(order[:at]), tuple(order[at + 1 :])

@@ -61,7 +61,7 @@ def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict
     """
     path, name, config = model.get("pretrained"), model.get("name"), model.get("config")
     if path == REQUIRED and not dry:
-        raise ConfigError("The folder of the pretrained weights is missing. Set model.pretrained=PATH.")
+        raise ConfigError("No folder of pretrained weights is given. Set model.pretrained=PATH.")
     if path in (None, REQUIRED):
         if name == TAKEN:
             raise ConfigError("model=pretrained reads the architecture from a folder in Transformers' format. Set model.pretrained=PATH.")
@@ -95,18 +95,18 @@ def architecture(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"The weights in {folder} are quantized ({method}). Use the model's weights in bf16 or fp32.")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         raise CheckpointError(
-            f"{folder} contains a {config.get('model_type')}, whose text model is only a part of it (text_config). Save the text model"
-            " separately with Transformers, and use that folder."
+            f"{folder} contains a {config.get('model_type')}, which is more than a text model: text_config describes only one part. Save"
+            " the text model separately with Transformers, and use that folder."
         )
     return {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE}
 
 
 def differences(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """List fields in which two configurations of one model disagree, as `field 4, in the folder 8`. Fields that one lacks are omitted."""
+    """List fields in which two configurations of one model disagree, as `field is 4 (8 in the folder)`. Ignore fields that one lacks."""
     pairs = {key: (config[key], stored[key]) for key in _COMPUTED_WITH if config.get(key) is not None and stored.get(key) is not None}
     ropes = _rope(config), _rope(stored)
     pairs |= {f"rope {key}": (ropes[0][key], ropes[1].get(key)) for key in ropes[0] if all(ropes)}
-    return [f"{key} {ours}, in the folder {theirs}" for key, (ours, theirs) in pairs.items() if ours != theirs]
+    return [f"{key} is {ours} ({theirs} in the folder)" for key, (ours, theirs) in pairs.items() if ours != theirs]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +137,10 @@ def _require_same(config: Mapping[str, Any], spec: ModelSpec, stored: Mapping[st
         stored_spec = read_spec(stored)
         here, there = spec.shapes or {}, stored_spec.shapes or {}
         both = [key for key in here if key in there]
-        other = [f"{key} {list(here[key])}, in the folder {list(there[key])}" for key in both if here[key] != there[key]]
+        other = [f"{key} has shape {list(here[key])} ({list(there[key])} in the folder)" for key in both if here[key] != there[key]]
         if here and there:
-            other += [f"{key} only in the folder" for key in there if key not in here]
-            other += [f"{key} not in the folder" for key in here if key not in there]
+            other += [f"{key} is only in the folder" for key in there if key not in here]
+            other += [f"{key} is not in the folder" for key in here if key not in there]
         if other:
             raise ConfigError(
                 f"The weights in {folder} are not those of model={name}. {plural(len(other), 'parameter')} differ{'s' * (len(other) == 1)}:"

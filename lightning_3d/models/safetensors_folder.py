@@ -97,13 +97,14 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{len(absent)} of {len(files)} files that {INDEX} names are missing in {folder}: {_some(absent)}. Copy or download them again."
+            f"{folder} lacks {len(absent)} of the {plural(len(files), 'file')} that {INDEX} names: {_some(absent)}. Copy or download them"
+            " again."
         )
     headers = {name: read_header(folder / name) for name in files}
     lost = [f"'{name}' ({file})" for name, file in places.items() if name not in headers[file]]
     if lost:
         raise CheckpointError(
-            f"{folder / INDEX} lists {plural(len(lost), 'tensor')} not in the files it names: {_some(lost)}. Copy or download them again."
+            f"{folder / INDEX} lists {plural(len(lost), 'tensor')} that its files lack: {_some(lost)}. Copy or download them again."
         )
     return {name: headers[file][name] for name, file in places.items()}
 
@@ -131,7 +132,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if size < 8 or length > min(size - 8, _LARGEST_HEADER):
             if _LFS.startswith(start) and start:
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` in {file.parent}.")
-            raise _damaged(file, f"it has {size} bytes, but its first 8 announce a header of {length} bytes")
+            raise _damaged(file, f"its first 8 bytes announce a header of {length} bytes, but the whole file has {size}")
         text = stream.read(length)
     try:
         header = json.loads(text)
@@ -142,7 +143,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise _damaged(file, "its header is not that of a safetensors file") from None
     described = 8 + length + max((end for _, end in ranges.values()), default=0)
     if described != size:
-        raise _damaged(file, f"its header describes {described} bytes, but it has {size}")
+        raise _damaged(file, f"its header describes {described} bytes, but the file has {size}")
     for name, (begin, end) in ranges.items():
         stored = tensors[name]
         if stored.dtype in WIDTHS and end - begin != prod(stored.shape) * WIDTHS[stored.dtype]:
@@ -166,7 +167,7 @@ def _what_it_is(folder: Path) -> str:
         convert = CONVERT.format(folder)
         return f" {pickles[0]} is a pickle, which can run any code when loaded, so it is not loaded. If you trust it, convert it: {convert}"
     if pickles:
-        return f" {_some(pickles)} is not in Transformers' format; convert it with the script for its model there."
+        return f" {_some(pickles)} is not in Transformers' format; convert it with Transformers' script for its model."
     return f" It contains {_some(names)}." if names else " It is empty."
 
 

@@ -268,8 +268,9 @@ def _find_plan(
         return (*(find_transformers_model(root) if layout.cp > 1 else ("", root)), ParallelPlan({}))
     if layout.pp > 1 and not plan.layers:
         raise NoPlanError(
-            f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}}, which"
-            f" names the modules before, in and after its blocks, or use pp1, for example {Layout(tp=layout.tp, dp=layout.pp * layout.dp)}."
+            f"{type(module).__name__} declares no pipeline plan, but the layout has pp={layout.pp}. Pass plan={{'pp': ...}} with"
+            " its list of blocks and the modules before and after them, or use pp1, for example"
+            f" {Layout(tp=layout.tp, dp=layout.pp * layout.dp)}."
         )
     return name, module, plan
 

@@ -99,9 +99,9 @@ class Partition:
         """
         if PARTITION in vars(root) and Partition.of(root) is None:
             raise ConfigError(
-                "The model was replaced after it was sharded for this layout. If configure_model built it again, which would discard its"
-                " trained weights, begin configure_model with `if self.model is not None: return`. To change the model after a fit"
-                " (merge_and_unload), save a checkpoint and change it on one process with load_full_state_dict."
+                "The model was replaced after it was sharded for this layout. Did configure_model build it again? That would discard the"
+                " trained weights: begin configure_model with `if self.model is not None: return`. To change the model after a fit (for"
+                " example with merge_and_unload), save a checkpoint, load it on one process with load_full_state_dict, and change it there."
             )
         found = Partition.of(root)
         if found is None:
@@ -110,8 +110,8 @@ class Partition:
             if _submodule(found.parts.module, name) is not layer:
                 raise ConfigError(
                     f"The layer '{name}' was replaced after it was sharded for {found.mesh.layout}; the new layer does not communicate with"
-                    " other ranks. To change a model after a fit (merge_and_unload), save a checkpoint and change it on one process with"
-                    " load_full_state_dict."
+                    " other ranks. To change a model after a fit (for example with merge_and_unload), save a checkpoint, load it on one"
+                    " process with load_full_state_dict, and change it there."
                 )
 
     def suits(self, layout: Layout, schedule: str) -> bool:

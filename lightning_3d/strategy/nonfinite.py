@@ -132,7 +132,8 @@ def _advice(lr: float, precision: str, found: Found) -> str:
     wider = " Try a wider precision than bf16." if "bf16" in precision or precision == "fp8" else ""
     return (
         f"Resume a checkpoint from before the loss rose, with a lower learning rate (now {lr:g}) or a longer warm-up.{data}{wider}"
-        " trainer.nonfinite=skip skips such steps, trainer.nonfinite=ignore trains on; in a script Lightning3DStrategy(nonfinite=...)."
+        " To skip such steps, set trainer.nonfinite=skip. To train on with them, set trainer.nonfinite=ignore. In a script, set"
+        " Lightning3DStrategy(nonfinite=...)."
     )
 
 
@@ -187,6 +188,6 @@ def require_finite_weights(weights: Iterable[Tensor], device: torch.device, path
     if bad.item():
         raise NonFiniteError(
             f"The checkpoint {path} was not written: the weights are not finite after the last optimizer step. Resume an earlier"
-            " checkpoint, with a lower learning rate or a longer warm-up. trainer.nonfinite=ignore writes it anyway; in a script"
-            ' Lightning3DStrategy(nonfinite="ignore").'
+            " checkpoint, with a lower learning rate or a longer warm-up. To write it anyway, set trainer.nonfinite=ignore"
+            ' (in a script: Lightning3DStrategy(nonfinite="ignore")).'
         )

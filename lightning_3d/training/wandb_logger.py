@@ -101,7 +101,7 @@ class WandbLogger(loggers.WandbLogger):
             if self._id is None:
                 raise ConfigError(
                     f"Weights & Biases cannot start a run: {_reason(error)} Set logger.wandb.offline=true or WANDB_MODE=offline to write"
-                    " it to disk for `wandb sync`."
+                    " the run to disk, and upload it later with `wandb sync`."
                 ) from error
             rank_zero_warn(f"Weights & Biases cannot continue run {self._id}; it is written to disk instead: {_reason(error)}")
         return self._begin_offline()

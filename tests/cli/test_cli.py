@@ -224,5 +224,5 @@ def test_a_run_that_skips_steps_says_how_many(folder: Path) -> None:
     assert skips.code == 0, output
     assert "Step 2: the loss is nan" in output and "The optimizer skips this step (skipped so far: 1)." in output
     [row] = [line for line in output.splitlines() if line.startswith("skipped steps")]
-    assert row.split("  ")[-1].strip() == "1: loss or gradient norm was not finite"
+    assert row.split("  ")[-1].strip() == "1 (loss or gradient norm was not finite)"
     assert "training loss      nan" not in output

@@ -60,11 +60,11 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     ),
     "f13_sequence": (
         ["parallelism=tp4", "data.sequence_length=250"],
-        ["250 tokens", "tp is 4", "248 or 252", "sequence_parallel=false"],
+        ["tp 4 does not divide the 250 tokens", "248 or 252", "sequence_parallel=false"],
     ),
     "f13_sequence_of_a_context_rank": (
         ["parallelism=tp4_cp2", "data.sequence_length=252"],
-        ["126 of its 252 tokens (cp 2)", "tp is 4", "248 or 256", "sequence_parallel=false"],
+        ["tp 4 does not divide the 126 of 252 tokens", "(cp 2)", "248 or 256", "sequence_parallel=false"],
     ),
     "f14_positions": (["data.sequence_length=5000"], ["5000 tokens", "only 1024 positions"]),
     "f10_ep_experts": (

@@ -121,7 +121,7 @@ def test_canonical_name_leaves_out_ones():
         ("TP2_PP4", 'Did you mean "tp2_pp4"?'),
         ("tp2-pp2", 'Did you mean "tp2_pp2"?'),
         ("tp2__pp2", 'Did you mean "tp2_pp2"?'),
-        ("tp2.5", "not an axis and a whole number"),
+        ("tp2.5", "not an axis followed by a whole number"),
         ("tp2_pp", 'no degree for "pp"'),
         ("8", 'Use for example "tp2_pp2_dp2"'),
         ("tp2_dp2_tp4", 'gives tp twice, as 2 and as 4. Each axis may appear only once. Did you mean "tp4_dp2"?'),

@@ -172,7 +172,7 @@ def test_f10_expert_parallelism_that_does_not_divide_the_experts():
 )
 def test_expert_groups_fill_the_ranks_of_a_stage(name: str, relation: str, instead: str):
     message = refusal(resolve_available, name, None, None, None)
-    assert relation in message and message.endswith(f"Use {instead}.")
+    assert f"{relation} ranks of a stage of {name} (" in message and message.endswith(f"Use {instead}.")
 
 
 @pytest.mark.parametrize("name", ["tp2_dp2", "pp4", "dp4_ep4", "tp2_ep2", "tp2_pp2_dp4_ep8"])
@@ -182,7 +182,7 @@ def test_a_mixture_of_experts_trains_on_every_axis(name: str):
 
 def test_f13_sequence_that_tp_does_not_divide():
     message = refusal(check, parse("tp4"), sequence_length=1026, sequence_parallel=True)
-    assert "has 1026 tokens and tp is 4" in message
+    assert "tp 4 does not divide the 1026 tokens" in message
     assert message.endswith("Use a sequence length of 1024 or 1028, or parallelism.sequence_parallel=false.")
     check(parse("tp4"), sequence_length=1024, sequence_parallel=True)
     check(parse("tp4"), sequence_length=1026, sequence_parallel=False)
@@ -191,7 +191,7 @@ def test_f13_sequence_that_tp_does_not_divide():
 def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
     message = refusal(check, parse("cp4"), sequence_length=100)
     assert message == (
-        "cp 4 splits a sequence into 2 * cp = 8 equal chunks, but it has 100 tokens. Use a sequence length of 96 or 104."
+        "cp 4 splits a sequence into 2 * cp = 8 equal chunks, but the sequence has 100 tokens. Use a sequence length of 96 or 104."
     )
     assert refusal(check, parse("cp4"), sequence_length=5).endswith("Use a sequence length of 8.")
     check(parse("cp4"), sequence_length=104)
@@ -200,10 +200,10 @@ def test_f12_a_sequence_that_context_parallel_ranks_cannot_share():
 @pytest.mark.parametrize(
     ("name", "tokens", "says", "near"),
     [
-        ("tp4_cp2", 1028, "a context-parallel rank has 514 of its 1028 tokens (cp 2) and tp is 4", "1024 or 1032"),
-        ("tp3_cp4", 1000, "has 250 of its 1000 tokens (cp 4) and tp is 3", "984 or 1008"),
-        ("tp8_cp2", 4, "has 2 of its 4 tokens (cp 2) and tp is 8", "16"),
-        ("tp4_cp2", 1022, "2 * cp = 4 equal chunks, but it has 1022 tokens", "1016 or 1024"),
+        ("tp4_cp2", 1028, "tp 4 does not divide the 514 of 1028 tokens that each context-parallel rank has (cp 2)", "1024 or 1032"),
+        ("tp3_cp4", 1000, "tp 3 does not divide the 250 of 1000 tokens that", "984 or 1008"),
+        ("tp8_cp2", 4, "tp 8 does not divide the 2 of 4 tokens that", "16"),
+        ("tp4_cp2", 1022, "2 * cp = 4 equal chunks, but the sequence has 1022 tokens", "1016 or 1024"),
     ],
 )
 def test_f13_tensor_parallel_ranks_share_the_tokens_of_a_context_parallel_rank(name: str, tokens: int, says: str, near: str):
@@ -216,7 +216,7 @@ def test_f13_tensor_parallel_ranks_share_the_tokens_of_a_context_parallel_rank(n
 
 def test_ulysses_needs_heads():
     message = refusal(check, parse("tp2_cp4"), heads=12, cp_kind="ulysses")
-    assert "the tp * cp = 8 ranks" in message and message.endswith("the model has 12 heads. Use cp_kind=ring.")
+    assert "the tp * cp = 8 ranks" in message and message.endswith("8 does not divide the model's 12 heads. Use cp_kind=ring.")
     check(parse("tp2_cp4"), heads=12)
     check(parse("tp2_cp2"), heads=12, cp_kind="ulysses")
 
@@ -234,7 +234,7 @@ def test_f16_vocabulary_need_not_be_divisible_by_tp(vocab: int):
 
 
 def test_f16_vocabulary_smaller_than_tp():
-    assert refusal(check, Layout(tp=8), vocab=5).endswith("some would have none. Use a tp of at most 5.")
+    assert refusal(check, Layout(tp=8), vocab=5).endswith("some ranks would have none. Use a tp of at most 5.")
     assert refusal(check, Layout(tp=8), heads=8, vocab=5).endswith("Use tp 1, 2 or 4.")
 
 
@@ -289,8 +289,8 @@ def test_order_is_kept_or_set():
     [
         ("pp4_vp2", None, 4, "The layout pp4_vp2 has vp 2, but the option vp is 4. Set only one"),
         ("pp4_vp3", "ZBVZeroBubble", None, "exactly 2 stages on each pipeline rank, but the layout pp4_vp3 has vp 3."),
-        ("pp4", "DualPipeV", 1, "Use pp4_vp2 (vp 2), or for vp 1 the schedule GPipe, 1F1B, "),
-        ("pp4_vp2", "1F1B", None, "Use pp4 (vp 1), or for vp 2 the schedule Interleaved1F1B, "),
+        ("pp4", "DualPipeV", 1, "Use pp4_vp2 (vp 2), or keep vp 1 and use the schedule GPipe, 1F1B, "),
+        ("pp4_vp2", "1F1B", None, "Use pp4 (vp 1), or keep vp 2 and use the schedule Interleaved1F1B, "),
         ("pp4", "GPipe", 2, "runs one stage on each pipeline rank, but the layout pp4_vp2 has vp 2."),
         ("pp4", "GPipe", 0, "The degree of vp must be at least 1; got 0"),
     ],

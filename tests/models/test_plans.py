@@ -143,7 +143,7 @@ def test_a_plan_with_a_wrong_name_is_explained_by_the_module_that_has_the_others
     misspelt = {"pp": plan["pp"], "tp": {f"{name}x" if name == wrong else name: style for name, style in plan["tp"].items()}}
     with pytest.raises(PlanError) as refused:
         find_pipeline_module(user, user_plan=misspelt)
-    assert f"{len(names) - 1} of {len(names)} match 'model' (PlainModel), but '{wrong}x' matches no" in str(refused.value)
+    assert f"'model' (PlainModel) has {len(names) - 1} of the {len(names)}, but '{wrong}x' matches no" in str(refused.value)
     assert f'Did you mean "{wrong}"?' in str(refused.value)
     with pytest.raises(PlanError, match="has any of the names"):
         find_pipeline_module(user, user_plan={"tp": {"h.*.attn": "colwise"}})

@@ -251,7 +251,7 @@ def test_the_epochs_after_the_resumed_one_are_whole() -> None:
     "change", [{"seed": 2}, {"sequence_length": 4}, {"train_samples": 99}, {"global_batch_size": 4}]
 )
 def test_a_position_in_another_order_is_refused(change: dict[str, int]) -> None:
-    with pytest.raises(DataError, match=f"{next(iter(change))} {next(iter(change.values()))}, now"):
+    with pytest.raises(DataError, match=f"{next(iter(change))} was {next(iter(change.values()))} and is now"):
         resumed(1, 0, **change)
 
 
@@ -314,7 +314,7 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"bytes": -1}, "199 bytes, which is 99 tokens and 1 bytes of uint16, but corpus.json says 100 tokens"),
+        ({"bytes": -1}, "199 bytes, which is 99 tokens of uint16 and 1 byte, but corpus.json says 100 tokens"),
         ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.. It is truncated"),
         ({"tokens": 90}, "corpus.json says 90 tokens"),
         ({"dtype": "uint32"}, "Its size fits uint16: correct dtype"),

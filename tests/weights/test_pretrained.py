@@ -293,13 +293,13 @@ def misplace(folder: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Any, str]] = {
-    "truncated": (truncate, r"00001-of-\d+.safetensors is truncated or damaged: its header describes \d+ bytes, but it has \d+"),
+    "truncated": (truncate, r"00001-of-\d+.safetensors is truncated or damaged: its header describes \d+ bytes, but the file has \d+"),
     "scrambled": (scramble, "00001-of-.*is truncated or damaged"),
-    "file": (lose_a_file, r"1 of \d+ files that model.safetensors.index.json names are missing in .*00001-of"),
+    "file": (lose_a_file, r"lacks 1 of the \d+ files that model.safetensors.index.json names: .*00001-of"),
     "weights": (lose_the_weights, "has neither model.safetensors nor model.safetensors.index.json. It contains config.json"),
     "pickle": (keep_only_a_pickle, "pytorch_model.bin is a pickle.*so it is not loaded.*save_pretrained"),
     "lfs": (point, "Git LFS pointer.*git lfs pull"),
-    "tensor": (misplace, "lists 1 tensor not in the files it names: 'model.layers.9.gone'"),
+    "tensor": (misplace, "lists 1 tensor that its files lack: 'model.layers.9.gone'"),
 }
 
 
@@ -408,11 +408,11 @@ def test_the_architecture_is_the_folders(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"intermediate_size": 96}, r"12 parameters differ: model.layers.0.mlp.gate_proj.weight \[96, 32\], in the folder \[64, 32\]"),
-        ({"num_hidden_layers": 3}, "9 parameters differ: model.layers.3.self_attn.q_proj.weight only in the folder"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu, in the folder silu"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "rope rope_theta 500000.0, in the folder 10000.0"),
-        ({"model_type": "mistral"}, "model_type mistral, in the folder llama"),
+        ({"intermediate_size": 96}, r"12 parameters differ: .*gate_proj.weight has shape \[96, 32\] \(\[64, 32\] in the folder\)"),
+        ({"num_hidden_layers": 3}, "9 parameters differ: model.layers.3.self_attn.q_proj.weight is only in the folder"),
+        ({"hidden_act": "gelu"}, r"hidden_act is gelu \(silu in the folder\)"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, r"rope rope_theta is 500000.0 \(10000.0 in the folder\)"),
+        ({"model_type": "mistral"}, r"model_type is mistral \(llama in the folder\)"),
     ],
     ids=str,
 )
@@ -438,7 +438,7 @@ def test_rope_in_the_words_of_older_versions(llama: Path) -> None:
     mine = {"name": "mine", "config": config | {"rope_parameters": {"rope_theta": 500000, **rope}}, "pretrained": str(llama)}
     complete_model(mine)
     mine["config"]["rope_parameters"]["factor"] = 4.0
-    with pytest.raises(Lightning3DError, match="rope factor 4.0, in the folder 8.0"):
+    with pytest.raises(Lightning3DError, match=r"rope factor is 4.0 \(8.0 in the folder\)"):
         complete_model(mine)
 
 

@@ -29,9 +29,9 @@ class Compilation:
     def __init__(self, device: torch.device, schedule: str, blocks: int) -> None:
         names = (os.environ.get("CXX"), "g++", "clang++", "c++")
         if device.type == "cpu" and not any(shutil.which(name) for name in names if name):
-            raise ConfigError("compile=true needs a C++ compiler on the CPU. Install g++ or clang++, or use compile=false.")
+            raise ConfigError("On the CPU, compile=true needs a C++ compiler. Install g++ or clang++, or use compile=false.")
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-            raise ConfigError("compile=true needs Triton on CUDA, which is not installed. Run pip install triton, or use compile=false.")
+            raise ConfigError("On CUDA, compile=true needs Triton, which is not installed. Run pip install triton, or use compile=false.")
         if find_schedule(schedule).split_backward:
             allow_second_backward()
         allow_graphs(2 * blocks)  # each block may be of a different kind, and the last batch may have another shape

@@ -80,8 +80,8 @@ def _require_no_statistics(block: nn.Module) -> None:
     for name, module in block.named_modules():
         if getattr(module, "track_running_stats", False):
             raise ConfigError(
-                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward, and a recomputed block"
-                " runs its forward twice. Remove recompute, or use a norm without running statistics."
+                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward. A recomputed block runs"
+                " its forward twice, so it would update them twice. Remove recompute, or use a norm without running statistics."
             )
 
 
@@ -146,7 +146,7 @@ def _is_cache(value: Any) -> bool:
         return False
     if value.get_seq_length() > 0:
         raise ConfigError(
-            "The model was called with a key-value cache that is not empty (a prefix?). Recomputed or compiled blocks cannot train with"
-            " such a cache. Remove recompute, offload_activations and compile."
+            "The model was called with a key-value cache that is not empty (a trained prefix?). Recomputed or compiled blocks cannot train"
+            " with such a cache. Remove recompute, offload_activations and compile."
         )
     return True

@@ -75,8 +75,8 @@ class Mask:
     def __getattr__(self, name: str) -> Any:
         """Refuse access to attributes of a tensor, by an attention of a model's own (Doge's dynamic mask)."""
         raise NotATensor(
-            f"An attention of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank holds the"
-            " mask of a whole sequence. Use cp=1."
+            f"An attention module of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank"
+            " holds the mask of a whole sequence. Use cp=1."
         )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:

@@ -49,8 +49,8 @@ class SharedSequences:
             output = own(**arguments)
         if call.attentions == 0:
             raise PlanError(
-                f"No attention of {type(self).__name__} used Transformers' attention interface, so its tokens did not attend to those of"
-                " other context-parallel ranks. Use cp=1."
+                f"No attention module of {type(self).__name__} used Transformers' attention interface, so no token attended to the tokens"
+                " of other context-parallel ranks. Use cp=1."
             )
         return whole_outputs(output, (call.rows, call.positions.shape[1]), context)
 
@@ -148,9 +148,9 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
-        found = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
+        found = f"shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
         raise PlanError(
-            f"With context parallelism (cp), attention_mask must be a padding mask of shape {shape}; it is {found}. For packed documents,"
+            f"With context parallelism (cp), attention_mask must be a padding mask of shape {shape}; got {found}. For packed documents,"
             " pass position_ids that restart at 0 with each document."
         )
     host = attention_mask.detach().cpu().bool()

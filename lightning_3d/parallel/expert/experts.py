@@ -87,8 +87,9 @@ def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
         narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % _ROW_BYTES for size in matrix.shape[1:])]
         if narrow and narrow[0].dtype != torch.float64:
             rank_zero_warn(
-                f"Experts with weights {list(narrow[0].shape)} on a rank run one by one: grouped matrix products need rows of a"
-                f" multiple of {_ROW_BYTES} bytes. Use a smaller tp, or ep, for wider rows."
+                "The experts run one by one instead of in grouped matrix products. These need weights whose rows are a multiple of"
+                f" {_ROW_BYTES} bytes, but on a rank these experts have weights of shape {list(narrow[0].shape)}. For wider rows, use a"
+                " smaller tp, or ep instead of tp."
             )
         if narrow or any(matrix.dtype == torch.float64 for matrix in matrices):
             config._experts_implementation = "eager"  # type: ignore[union-attr]

@@ -118,8 +118,8 @@ class Routers:
         if self.aux_loss:
             rank_zero_warn(
                 f"output_router_logits=True: the load-balancing loss is computed in each layer and averaged over them (moe_aux_loss="
-                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers multiplies sums over all layers, which is a different"
-                " function. The loss that the model returns is only the cross-entropy."
+                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers first sums over all layers and then multiplies, which"
+                " is a different function. The loss that the model returns is only the cross-entropy."
             )
 
     def watch(self, module: nn.Module) -> None:

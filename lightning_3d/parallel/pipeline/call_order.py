@@ -68,7 +68,7 @@ class CallOrder:
         if index < self._next:
             what = f"{called} after '{plan.layers}.{self._next - 1}'"
         else:
-            what = f"{called} but skips '{plan.layers}.{self._next}' (layers that are dropped at random?)"
+            what = f"{called} but skips '{plan.layers}.{self._next}' (does it drop layers at random?)"
         raise PlanError(
             f"{what}. A pipeline runs every block of '{plan.layers}' once, in order. {_ADVICE}"
         )
@@ -112,8 +112,8 @@ class CallOrder:
         plan = self._plan
         if self._next < plan.blocks:
             raise PlanError(
-                f"{plan.model} returned without calling block '{plan.layers}.{self._next}' of {plan.blocks}. A pipeline runs every block"
-                f" once in every step. {_ADVICE}"
+                f"{plan.model} returned without calling block '{plan.layers}.{self._next}' (of {plan.blocks} blocks). A pipeline runs"
+                f" every block once in every step. {_ADVICE}"
             )
 
     def _refuse_within(self, name: str) -> None:
@@ -158,8 +158,8 @@ class CallOrder:
         """Refuse hidden states that became NaN between blocks."""
         if self.looks and self._clean and has_nan(hidden):
             raise PlanError(
-                f"{self._plan.model} adds a value of an earlier pipeline stage to the hidden states before {reader} reads them, outside the"
-                f" blocks. That value is not on this stage: only hidden states are sent. {_ADVICE}"
+                f"Outside its blocks, {self._plan.model} adds a value of an earlier pipeline stage to the hidden states before {reader}"
+                f" reads them. That value is not on this stage: only hidden states are sent. {_ADVICE}"
             )
 
     def leave_block(self, hidden: Any) -> None:

@@ -162,7 +162,7 @@ class CountedModel:
 def _nothing(state: PipelineState) -> Tensor:
     """NaN, so that nothing that is computed from an absent value can pass for a result."""
     state.require_chunk()
-    assert state.received is not None, "only the first stage has nothing received, and it owns its inputs"
+    assert state.received is not None, "only the first stage receives nothing, and it owns its inputs"
     shape = list(state.received.shape)
     if state.sequence.active:
         shape[1] = state.sequence.length

@@ -107,8 +107,8 @@ class Transport:
         if tuple(hidden.shape) != self._shape or hidden.dtype != self._dtype:
             raise PlanError(
                 f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}, but this step's first"
-                f" micro-batch had {self._shape} and {self._dtype}. If all batches have one shape, all hidden states must"
-                " have one shape too. Truncate sequences in the data loader, not in the step."
+                f" micro-batch had shape {self._shape} and type {self._dtype}. If all batches have the same shape, all hidden states must"
+                " have the same shape too. Truncate sequences in the data loader, not in the step."
             )
 
     def send(self, message: Message, tensor: Tensor) -> None:

@@ -50,10 +50,9 @@ def check_replicated_gradients(
     for (name, parameter), difference, largest in zip(replicated, spread, scale, strict=True):
         if difference > _TOLERANCE.get(parameter.dtype, _COARSE_TOLERANCE) * largest:
             raise PlanError(
-                f"The gradient of '{name}' differs between the tensor-parallel ranks (by {difference:.3g}; the"
-                f" largest value is {largest:.3g}). So each rank uses the parameter on its own part of a tensor. Name its module in the"
-                " plan's 'tp' part with the style"
-                " 'replicated_with_grad_allreduce', or with 'colwise' if it has one entry per head."
+                f"The gradient of '{name}' differs between the tensor-parallel ranks (by {difference:.3g}; the largest value is"
+                f" {largest:.3g}). This happens if each rank uses the parameter on its own part of a tensor. Name its module in the plan's"
+                " 'tp' part with the style 'replicated_with_grad_allreduce', or with 'colwise' if it has one entry per head."
             )
 
 

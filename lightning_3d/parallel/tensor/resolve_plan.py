@@ -202,12 +202,12 @@ def _check_adapter(name: str, child: nn.Module, style: str) -> None:
     """Refuse adapters of PEFT on a sharded layer, except for plain LoRA."""
     if not is_adapter(child) or style not in COLUMN_STYLES | ROW_STYLES | {"mla_kv_a_proj"}:
         return
-    what = "LoRA on a projection whose output is replicated in part" if style == "mla_kv_a_proj" else _unsupported_adapter(child)
+    what = "LoRA on a projection whose output is partly replicated" if style == "mla_kv_a_proj" else _unsupported_adapter(child)
     if what is None:
         return
     raise PlanError(
-        f"'{name}' is sharded over the tensor-parallel ranks ('{style}') and is {what}. Sharded layers support plain LoRA on nn.Linear:"
-        " use that, leave this layer out of target_modules and modules_to_save, or use tp=1 with pp and dp."
+        f"'{name}' is sharded over the tensor-parallel ranks ('{style}'), but its adapter cannot be sharded: {what}. Use plain LoRA on"
+        " nn.Linear, leave this layer out of target_modules and modules_to_save, or use tp=1, with pp or dp instead."
     )
 
 
@@ -268,7 +268,7 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear
     if not isinstance(child, wanted):
         raise PlanError(
-            f"The plan shards '{name}' by '{style}', which is for nn.{wanted.__name__}, but it is a"
+            f"The plan shards '{name}' with the style '{style}', which is for nn.{wanted.__name__}, but it is a"
             f" {type(child).__name__}. Name the nn.{wanted.__name__} layers inside it."
         )
     if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.sparse or child.scale_grad_by_freq):

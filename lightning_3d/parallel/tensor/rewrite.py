@@ -73,7 +73,7 @@ def shard_specs(
             same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
             if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
                 adapter = any(word in f"{name} {canonical}" for word in ("base_layer", "original_module"))
-                advice = " An adapter on only one keeps that one unsharded: adapt both, or use tp=1." if adapter else " Use one style."
+                advice = " If only one has an adapter, it stays unsharded: adapt both, or use tp=1." if adapter else " Use one style."
                 raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan shards them differently.{advice}")
             specs[name] = specs[canonical].renamed(name, tied_to=canonical)
     return specs
@@ -227,8 +227,8 @@ def _rotary_size(module: nn.Module, name: str) -> int:
         if isinstance(size := getattr(source, "qk_rope_head_dim", None), int):
             return size
     raise PlanError(
-        f"The plan shards '{name}' by 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim. Set it in the"
-        " model's configuration."
+        f"The plan shards '{name}' with the style 'mla_kv_a_proj', but neither its module nor the configuration has qk_rope_head_dim."
+        " Set it in the model's configuration."
     )
 
 

@@ -77,8 +77,9 @@ def _fitted(module: nn.Module, cuts: dict[str, Cut], tp_size: int) -> dict[str, 
             continue
         if styles is None:
             raise PlanError(
-                f"The plan shards the experts '{parent}' ({type(probe.module).__name__}) over tp, but on random tokens their shards do not"
-                " add up to the whole. So the styles of the plan do not fit the forward. Use tp=1, or ep if the plan has an 'ep' part."
+                f"The plan shards the experts '{parent}' ({type(probe.module).__name__}) over tp, but in a trial with random tokens, the"
+                " outputs of the shards do not add up to the whole output. So the styles of the plan do not fit the forward. Use tp=1, or"
+                " ep if the plan has an 'ep' part."
             )
         fitted |= {f"{parent}.{key}": replace(inside[key], style=style) for key, style in styles.items() if inside[key].style != style}
     return fitted

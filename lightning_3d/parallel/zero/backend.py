@@ -92,7 +92,7 @@ class DataParallelBackend:
     @property
     def _training(self) -> _Training:
         if self._prepared is None:
-            raise RuntimeError("The backend has no optimizer: prepare() comes first.")
+            raise RuntimeError("The backend has no optimizer yet: call prepare() first.")
         return self._prepared
 
     # Parameters

@@ -143,8 +143,9 @@ class Unit:
         for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
             if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
                 raise ConfigError(
-                    f"A parameter of shape {tuple(slot.parameter.shape)} was changed between two batches, and with zero_stage=3 the change"
-                    " would be lost: its values are not in memory then. Use zero_stage=2, or change it before the fit begins."
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was changed between two batches. With zero_stage=3 the change"
+                    " would be lost, because the whole parameter is in memory only during a batch. Use zero_stage=2, or change it before"
+                    " the fit begins."
                 )
 
     def restore(self) -> None:
@@ -251,8 +252,8 @@ class ParameterUnits:
             if "storage of size 0" not in str(error):
                 raise
             raise ConfigError(
-                "A block's parameters were used after zero_gather=micro_batch had freed them: outside the block's forward, or in a backward"
-                " that runs in another order than the forward. Use zero_gather=step."
+                "A block's parameters were used after zero_gather=micro_batch had freed them. They were read outside the block's forward,"
+                " or in a backward that does not run the blocks in the reverse order of the forward. Use zero_gather=step."
             ) from error
         finally:
             self._in_use = False
@@ -268,7 +269,7 @@ class ParameterUnits:
         if extremes[0] != -extremes[1]:
             raise DataError(
                 "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they"
-                " gather the parameters of each block together. Use zero_gather=step."
+                " gather the parameters of each block together, so they must call the same blocks in the same order. Use zero_gather=step."
             )
 
     def free(self) -> None:

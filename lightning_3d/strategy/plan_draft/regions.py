@@ -90,7 +90,7 @@ def _regions(flow: DataFlow, layers: str, whole: set[str]) -> Iterator[Region]:
         columns = sorted({feeder for row in members for feeder in sources[row].linears}, key=list(flow.calls).index)
         inside = sorted({parameter for row in members for parameter in sources[row].parameters})
         astray = [name for name in columns if name in leaving or readers[name] - set(members) or name not in sources]
-        problem = f"what '{astray[0]}' computes is also read outside of the pair" if astray else ""
+        problem = f"the output of '{astray[0]}' is also read outside of these layers" if astray else ""
         yield Region(tuple(columns), tuple(members), tuple(inside), problem=problem)
 
 
@@ -121,8 +121,8 @@ def _settled(model: nn.Module, flow: DataFlow, region: Region, inputs: Inputs, t
     if misfits:
         name = misfits[0] or type(model).__name__
         problem = (
-            f"the code of '{name}' between these layers does not compute a rank's part from a rank's shards, whichever of its attributes"
-            " is divided by tp (does it use a constant, the width of its input, or a tensor with an entry for each head?)"
+            f"the code of '{name}' between these layers does not compute a rank's part of the result from that rank's shards, whichever of"
+            " its attributes is divided by tp (does it use a constant, the width of its input, or a tensor with an entry for each head?)"
         )
         return Region(region.columns, region.rows, region.inside, problem=problem)
     return Region(region.columns, region.rows, region.inside, cuts)
@@ -182,7 +182,9 @@ def _packed_sizes(name: str, mask: Tensor, tp: int) -> tuple[int, ...]:
     lengths = [sum(1 for index in indices if start <= index < end) for start, end in zip(starts, [*starts[1:], len(mask)], strict=True)]
     sizes = tuple(length * tp for length in lengths)
     if starts != [sum(sizes[:place]) for place in range(len(sizes))] or sum(sizes) != len(mask):
-        raise _Indivisible(f"the features of '{name}' that the first of {tp} ranks needs are not the first part of each of a few matrices")
+        raise _Indivisible(
+            f"the first of {tp} ranks does not need the first 1/{tp} of the features of '{name}', or of each matrix that is packed in it"
+        )
     return sizes
 
 
@@ -206,10 +208,13 @@ def _why_indivisible(model: nn.Module, flow: DataFlow, region: Region, name: str
     if groups is not None and groups > 1:
         nearest = max(size for size in range(1, tp) if groups % size == 0)
         return (
-            f"'{region.rows[0]}' reads {plural(groups, 'group')} of features (heads), which tp={tp} does not divide; tp={nearest}"
-            f" {'works' if nearest > 1 else 'is left'}"
+            f"'{region.rows[0]}' reads {plural(groups, 'group')} of features (heads), which tp={tp} does not divide;"
+            f" {f'tp={nearest} works' if nearest > 1 else 'only tp=1 works'}"
         )
-    return f"several ranks need the same features of '{name}' (as for keys that all heads share in one layer with the queries, or a norm)"
+    return (
+        f"several ranks need the same features of '{name}' (does a norm read all of them, or does one layer make both the queries and a key"
+        " that all heads share?)"
+    )
 
 
 def _owner_if_all(model: nn.Module, name: str, inside: tuple[str, ...]) -> str:

@@ -157,9 +157,9 @@ class SelfCheck:
         subject = self._take()
         if subject is None:
             return
-        how = f"the step runs the layers of {subject.model} through model.forward(...) or one by one."
+        how = f"the step runs the layers of {subject.model} through model.forward(...) or one by one, not through model(...)."
         if subject.unnamed or self._must:
-            wanted = f" It is needed to find the sizes that '{subject.unnamed[0]}' has on each rank." if subject.unnamed else ""
+            wanted = f" The check must find the sizes that '{subject.unnamed[0]}' has on each rank." if subject.unnamed else ""
             raise PlanError(
                 f"The self-check of {subject.model} cannot run: {how}{wanted} Call the model itself, model(...), or use"
                 " self_check=never. Nothing was trained."
@@ -247,7 +247,7 @@ class _Comparison:
         if reason is not None:
             if must or (self._subject.unnamed and not too_large):
                 raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=never to train without it.")
-            _print(f"self-check of {self._subject.model} skipped: {reason} `lightning-3d verify` tries a layout with a small model.")
+            _print(f"self-check of {self._subject.model} skipped: {reason} To try a layout with a small model, run `lightning-3d verify`.")
             return None
         sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
         sizes = self._for_all_blocks(sizes)
@@ -296,7 +296,7 @@ class _Comparison:
             free = psutil.virtual_memory().available // max(1, self._layout.world_size)
         if need <= free // 2:
             return None
-        return f"a block of each kind takes about {gigabytes(need)}, and {gigabytes(free)} are free for this rank."
+        return f"a block of each kind takes about {gigabytes(need)}, more than half of the {gigabytes(free)} that are free for this rank."
 
     def _left_out(self, whole: nn.Module) -> tuple[str, ...]:
         layers = self._plan.layers

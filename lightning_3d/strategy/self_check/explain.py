@@ -80,8 +80,8 @@ class Explanation:
         if order.index(rows[0]) < order.index(columns[0]):
             return (
                 f"Likely cause: the styles are reversed. {_last(rows)} ('rowwise') {'run' if len(rows) > 1 else 'runs'} before"
-                f" {_last(columns)} ('colwise'). The layers that read the hidden states must be 'colwise', the one that writes them"
-                " 'rowwise'."
+                f" {_last(columns)} ('colwise'). The layers that read the hidden states must be 'colwise', and the layer that writes"
+                " them must be 'rowwise'."
             )
         between = [name for name in order[order.index(columns[0]) : order.index(rows[0])] if name not in cuts]
         if between:

@@ -227,8 +227,9 @@ class StepRunner:
         """
         if self.inside:
             raise ConfigError(
-                f"The step communicates with all ranks ({what}), but runs once per micro-batch and stage, not equally often on all ranks."
-                " Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
+                f"The step communicates with all ranks ({what}), but runs once per micro-batch and stage, so some ranks would run it"
+                " more often than others and wait forever. Log numbers with self.log, log metric objects, or communicate at the end of the"
+                " epoch."
             )
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:

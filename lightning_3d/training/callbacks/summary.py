@@ -87,7 +87,7 @@ class Summary(Callback):
         rows.append(("time in steps", f"{format_seconds(self._seconds)} ({self._seconds / self._steps:.3f} s/step)"))
         rows.append(("speed", f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"))
         if self._skipped:
-            rows.append(("skipped steps", f"{self._skipped:,}: loss or gradient norm was not finite"))
+            rows.append(("skipped steps", f"{self._skipped:,} (loss or gradient norm was not finite)"))
         if self._losses:
             mean = sum(self._losses) / len(self._losses)
             rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))

@@ -252,10 +252,10 @@ class PackedDataModule(LightningDataModule):
             "sequence_length": self.sequence_length,
             "train_samples": len(self.train_set),
         }
-        different = [f"{key} {state[key]}, now {value}" for key, value in present.items() if state[key] != value]
+        different = [f"{key} was {state[key]} and is now {value}" for key, value in present.items() if state[key] != value]
         if different:
             raise DataError(
-                f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Restore these values,"
+                f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Use the checkpoint's values,"
                 " or start a new run from the checkpoint's weights."
             )
         self._restored = dict(state)

@@ -195,8 +195,8 @@ def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
         before, after = _apply_template(turns[:index], tokenizer, answer=True), _apply_template(turns[: index + 1], tokenizer)
         if ids[: len(after)] != after or after[: len(before)] != before:
             raise DataError(
-                f"The tokenizer's chat template changes earlier turns of {where} when later ones follow, so the tokens of the answers are"
-                " unknown. Use rows with one answer, or another tokenizer."
+                f"The tokenizer's chat template changes earlier turns of {where} when later turns follow, so it is unknown which tokens"
+                " are answers. Use rows with one answer, or another tokenizer."
             )
         targets[len(before) : len(after)] = [True] * (len(after) - len(before))
     return ids, targets

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_3d.errors import DataError
+from lightning_3d.errors import DataError, listed, plural
 
 DTYPES = ("uint16", "uint32")
 
@@ -57,7 +57,7 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
     width = np.dtype(index.dtype).itemsize
     size = path.stat().st_size
     if size != index.tokens * width:
-        held = f"{size // width} tokens" + (f" and {size % width} bytes" if size % width else "")
+        held = f"{size // width} tokens of {index.dtype}" + (f" and {plural(size % width, 'byte')}" if size % width else "")
         other = next((name for name in DTYPES if size == index.tokens * np.dtype(name).itemsize), None)
         reason = (
             f"Its size fits {other}: correct dtype in the JSON"
@@ -65,7 +65,7 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
             else "It is truncated or belongs to another version: copy it again"
         )
         raise DataError(
-            f"{path} has {size} bytes, which is {held} of {index.dtype}, but {index_path(path).name} says"
+            f"{path} has {size} bytes, which is {held}, but {index_path(path).name} says"
             f" {index.tokens} tokens ({index.tokens * width} bytes). {reason}."
         )
     if index.tokens == 0:
@@ -100,7 +100,10 @@ def _check_entries(sidecar: Path, entries: Any) -> TokenIndex:
     required, known = {"dtype", "tokens", "vocab_size"}, set(TokenIndex.__dataclass_fields__)
     for wrong, names in (("lacks", required - entries.keys()), ("has the unknown entry", entries.keys() - known)):
         if names:
-            raise DataError(f"{sidecar} {wrong} {', '.join(sorted(names))}. Its entries must be {', '.join(sorted(known))}.")
+            raise DataError(
+                f"{sidecar} {wrong} {', '.join(sorted(names))}. It must have {listed(sorted(required))}, and may have"
+                f" {listed(sorted(known - required))}."
+            )
     if entries["dtype"] not in DTYPES:
         raise DataError(f"dtype in {sidecar} must be {' or '.join(DTYPES)}; got {entries['dtype']!r}.")
     for name, least in (("tokens", 0), ("vocab_size", 1), ("document_separator", 0)):

@@ -346,7 +346,7 @@ def train_short(length: int, **strategy: Any) -> Any:
 
 
 def test_ulysses_with_fewer_heads_than_ranks() -> None:
-    with pytest.raises(LayoutError, match="tp \\* cp = 8 ranks .* has 4 heads. Use cp_kind=ring"):
+    with pytest.raises(LayoutError, match="tp \\* cp = 8 ranks .* the model's 4 heads. Use cp_kind=ring"):
         run_ranks(parity.train_on_rank, 8, Recipe(steps=1), layout="tp2_cp4", cp_kind="ulysses")
 
 

@@ -100,7 +100,7 @@ def test_large_experts_are_tried_at_small_widths(monkeypatch: pytest.MonkeyPatch
 
 
 def test_experts_that_no_style_cuts_are_refused() -> None:
-    with pytest.raises(PlanError, match="do not add up to the whole"):
+    with pytest.raises(PlanError, match="do not add up to the whole output"):
         fit_styles(nn.ModuleDict({"experts": Normed()}), expert_plan("packed_colwise"), 2)
 
 
