@@ -1,6 +1,7 @@
-"""Errors that a user can fix. Each message says what is wrong, with the numbers, and the nearest value that works.
+"""Errors whose message is enough. It says what is wrong, with the numbers, and the nearest value that works.
 
-The command line prints only the message, without a traceback, and exits with `exit_code`.
+The command line prints only the message, without a traceback, and exits with `exit_code`: 2 for a mistake that the user can fix, 1 for a
+failure while running.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from difflib import get_close_matches
 
 
 class Lightning3DError(Exception):
-    """Base class of all errors that a user can fix.
+    """Base class of all errors whose message is enough.
 
     Attributes:
         exit_code: exit code of the process.

@@ -333,6 +333,7 @@ def messages_of_python(files: dict[str, str]) -> list[Message]:
 def messages_of_yaml(path: str, text: str) -> Iterator[Message]:
     """The comments of a configuration file, which the documentation shows, and its blocks of text, which `--help` prints."""
     open_comment: Message | None = None
+    column = 0
     block: tuple[int, Message] | None = None
     for number, line in enumerate(text.splitlines(), 1):
         if block is not None:
@@ -344,12 +345,14 @@ def messages_of_yaml(path: str, text: str) -> Iterator[Message]:
             block = None
         parts = _YAML_COMMENT.fullmatch(line)
         before, comment = parts.groups() if parts is not None else (line, None)
-        if open_comment is not None and comment is not None and not before.strip():
+        if comment is not None and comment.strip().startswith("@package"):  # an instruction for Hydra
+            continue
+        if open_comment is not None and comment is not None and not before.strip() and len(before) == column:
             open_comment = replace(open_comment, text=f"{open_comment.text} {comment.strip()}")
             continue
         if open_comment is not None:
             yield open_comment
-        open_comment = Message(path, number, "help", "comment", comment.strip()) if comment is not None else None
+        open_comment, column = (Message(path, number, "help", "comment", comment.strip()) if comment is not None else None), len(before)
         if re.search(r":\s*\|[-+]?$", before):
             block = (len(line) - len(line.lstrip()), Message(path, number + 1, "help", "yaml", ""))
     yield from [open_comment] if open_comment is not None else []

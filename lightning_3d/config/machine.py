@@ -50,8 +50,8 @@ def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | No
         near = listed((other.name for other in nearest_layouts(layout, there)), last="or")
         layouts = f" Layouts for {plural(there, 'GPU')}: {near}." if near else ""
         raise LayoutError(
-            f"{plural(needed, 'rank')} on this machine need{'s' * (needed == 1)} {plural(needed, 'GPU')}, but it has {there}.{layouts} To"
-            " run on the CPU, use cluster=local_cpu."
+            f"{plural(needed, 'rank')} on this machine need{'s' * (needed == 1)} {plural(needed, 'GPU')}, but this machine has"
+            f" {there}.{layouts} To run on the CPU, use cluster=local_cpu."
         )
     if cluster.accelerator == "auto" and 0 < there < needed:
         return "cpu", (f"This machine has {plural(there, 'GPU')} for {needed} ranks, so the run uses the CPU.",)

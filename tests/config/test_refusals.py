@@ -137,7 +137,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["recipe=llama3_70b_256xa100", "data.train_path=corpus.bin"],
         ["32 nodes", "torchrun --nnodes 32 --nproc-per-node 8"],
     ),
-    "no_gpus": (["cluster.accelerator=gpu"], ["8 ranks on this machine need 8 GPUs", "it has 0", "cluster=local_cpu"]),
+    "no_gpus": (["cluster.accelerator=gpu"], ["8 ranks on this machine need 8 GPUs", "this machine has 0", "cluster=local_cpu"]),
     "run_folder": (["hydra.run.dir=/proc/runs/1"], ["Cannot create the run folder /proc/runs/1"]),
     "command": ([], ['no command "trian"', 'Did you mean "train"']),
 }
