@@ -34,6 +34,7 @@ from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
+from lightning_3d.weights.blueprint import isolated_generators
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         PlanError, LayoutError, ConfigError, CheckpointError: see `assemble` and `Partition.hand_over`.
     """
     earlier = Partition.of(module)
-    parts = _assemble(module, mesh, device, options, around) if earlier is None else earlier.hand_over(mesh.layout, options.model)
+    with isolated_generators():  # the order of samples is drawn from the generators as they are on one process
+        parts = _assemble(module, mesh, device, options, around) if earlier is None else earlier.hand_over(mesh.layout, options.model)
     model, precision = options.model, precision_of(str(around.precision.precision))
     compilation = Compilation(device, model.schedule, len(parts.blocks)) if model.blocks.compile else None
     multiply_in_float8(parts.blocks, on=options.fp8)

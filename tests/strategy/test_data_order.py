@@ -8,12 +8,13 @@ import pytest
 import torch
 from parity import Module, Rows, micro_batch_rows, quiet_trainer
 from ranks import run_ranks
-from reference import Recipe, data
+from reference import Recipe, data, initial_model
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from lightning_3d.errors import DataError
 from lightning_3d.layout import Layout
+from lightning_3d.strategy import Lightning3DStrategy
 
 GLOBAL_BATCH, STEPS, EPOCHS = 8, 3, 2
 LAYOUTS = ["tp1", "dp2", "dp4", "pp2_dp2", "tp2_dp2"]
@@ -22,8 +23,8 @@ LAYOUTS = ["tp1", "dp2", "dp4", "pp2_dp2", "tp2_dp2"]
 class Numbered(Module):
     """Keeps the numbers of the rows that this rank was given in each step."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, model: nn.Module | None = None) -> None:
+        super().__init__(recipe, model)
         self.seen: list[list[int]] = []
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -68,6 +69,24 @@ def test_shuffled_batches_are_the_same_in_every_layout() -> None:
     assert sorted(sum(expected[:STEPS], [])) == list(range(STEPS * GLOBAL_BATCH))
     for layout in LAYOUTS[1:]:
         assert global_batches(layout, shuffle=True) == expected, layout
+
+
+def shuffled_rows(layout: str, family: str) -> list[list[int]]:
+    """What a model in memory reads: on one process in a plain Trainer, without a layout."""
+    strategy = {"strategy": Lightning3DStrategy(layout), "devices": Layout.parse(layout).world_size} if layout else {"devices": 1}
+    pl.seed_everything(7, verbose=False)
+    recipe = Recipe(family, layers=2, steps=2, global_batch=GLOBAL_BATCH)
+    module = Numbered(recipe, initial_model(recipe))
+    rows = Rows(data(recipe) | {"number": torch.arange(2 * GLOBAL_BATCH)})
+    quiet_trainer(max_epochs=1, **strategy).fit(module, DataLoader(rows, batch_size=GLOBAL_BATCH, shuffle=True))
+    return module.seen
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "tp2_pp2"), ("mixtral", "tp2"), ("mixtral", "tp2_ep2")])
+def test_how_layers_can_be_sharded_is_tried_without_a_draw_from_the_generator_of_the_order(family: str, layout: str) -> None:
+    alone = run_ranks(shuffled_rows, 1, "", family)[0]
+    assert sorted(sum(alone, [])) == list(range(2 * GLOBAL_BATCH)) != sum(alone, [])
+    assert run_ranks(shuffled_rows, Layout.parse(layout).world_size, layout, family) == [alone] * Layout.parse(layout).world_size
 
 
 # The order of one process: a script's module in a plain Trainer, and in this strategy.

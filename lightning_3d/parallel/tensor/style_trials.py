@@ -252,8 +252,9 @@ def _run_layers(parent: nn.Module, values: Values, inputs: tuple[Tensor, ...], r
     clone = _clone(parent)
     for key in {name.rpartition(".")[0] for name in values}:
         weight = values[f"{key}.weight"]
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=f"{key}.bias" in values)
-        layer.load_state_dict({name.rpartition(".")[2]: value for name, value in values.items() if name.startswith(f"{key}.")})
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=f"{key}.bias" in values, device="meta")
+        own = {name.rpartition(".")[2]: value for name, value in values.items() if name.startswith(f"{key}.")}
+        layer.load_state_dict(own, assign=True)
         clone._modules[key] = layer
     return _call(clone, inputs)
 
