@@ -3,9 +3,11 @@
 import models
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, find_pipeline_module, read_plan
 from lightning_3d.models.plan_pairs import require_pairs
@@ -328,3 +330,10 @@ def test_a_plan_without_a_tensor_parallel_part_is_refused_with_tp() -> None:
     assert shard_specs(model, plan, 1, 0)
     with pytest.raises(PlanError, match="declares no tensor-parallel plan"):
         shard_specs(model, plan, 2, 0)
+
+
+def test_a_plan_of_omegaconf_is_a_dictionary() -> None:
+    """As Hydra passes it without `_convert_: all`."""
+    given = OmegaConf.create({"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}})
+    plan = check_plan(given, "auto")
+    assert plan == {"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}} and type(plan["pp"]["h"][0]) is list

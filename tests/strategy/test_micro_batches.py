@@ -28,6 +28,8 @@ def test_a_micro_batch_larger_than_the_batch_is_refused() -> None:
     loader = DataLoader(TEN, batch_size=2)
     with pytest.raises(DataError, match="Use micro_batch_size=1 or 2, or a DataLoader with batch_size=4."):
         require_whole_micro_batches(torch.zeros(2, 3), loader, 4)
+    with pytest.raises(DataError, match="batch_size=4. If the data module divides by trainer.world_size: 4 ranks read the same rows"):
+        require_whole_micro_batches(torch.zeros(2, 3), loader, 4, 4)
 
 
 def test_only_the_last_batch_may_be_shorter() -> None:

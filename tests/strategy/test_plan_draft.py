@@ -158,7 +158,7 @@ def test_flow_that_shards_would_break_is_never_drafted(how: str) -> None:
             lambda: with_attention(foreign_gpts.FixedSlopes), "tp", ["h.0.attn'", "does not compute a rank's part"], marks=pytest.mark.full
         ),
         pytest.param(lambda: with_mlp(foreign_gpts.NormBetween), "tp", ["h.0.mlp.up'", "several ranks need"], marks=pytest.mark.full),
-        pytest.param(lambda: GPT(own_gpt.FixedHeads), "tp", ["'h.0.attn'", "does it use a constant"], marks=pytest.mark.full),
+        pytest.param(lambda: GPT(own_gpt.FixedHeads), "tp", ["'h.0.attn'", "Does it use a constant"], marks=pytest.mark.full),
         (foreign_gpts.with_conv1d, "tp", ["c_attn' (Conv1D)", "Replace them by nn.Linear"]),
         (foreign_gpts.RawPositions, "pp", ["'pos_emb' of RawPositions", "Move it into a module"]),
         pytest.param(foreign_gpts.LooseLayers, "pp", ["'token_emb.weight'", "outside of the forward"], marks=pytest.mark.full),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lightning_3d.errors import ConfigError, did_you_mean
 
 AUTO = "auto"
 
 
 def check_plan(plan: Any, self_check: str) -> Any:
-    """Return `plan` if it is a dictionary, "auto" or None.
+    """Return `plan` if it is a dictionary, "auto" or None; a configuration of OmegaConf becomes a dictionary.
 
     Raises:
         ConfigError: another value, or "auto" without the self-check that proves the drafted plan.
     """
+    if OmegaConf.is_config(plan):
+        plan = OmegaConf.to_container(plan, resolve=True)
     if isinstance(plan, str) and plan != AUTO:
         raise ConfigError(f'plan must be "auto" or a dictionary with the keys "tp" and "pp"; got "{plan}".{did_you_mean(plan, [AUTO])}')
     if plan is not None and not isinstance(plan, (str, dict)):

@@ -58,7 +58,8 @@ class Draft:
         if not found:
             return
         rest = Layout(**{axis: getattr(layout, axis) for axis in ("tp", "pp") if not self.problems.get(axis)})
-        advice = f"Write the plan yourself (docs/your_model.md), or use {Layout(tp=rest.tp, pp=rest.pp, dp=layout.dp)}."
+        fitting = Layout(tp=rest.tp, pp=rest.pp, dp=layout.dp)
+        advice = f"Change the model, write the plan yourself (docs/your_model.md), or use {fitting}."
         raise PlanError(f'plan="auto" cannot derive the whole plan of {self.model} for {layout}. {" ".join(found)} {advice}')
 
 

@@ -63,7 +63,9 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Input
     return PipelineOrder(tuple(dict.fromkeys(before)), tuple(dict.fromkeys(after)), tuple(loose), tuple(problems))
 
 
-_ADVICE = "Move it into a module of its own that the forward calls, such as nn.Embedding for positions and nn.Linear for an output head"
+_ADVICE = (
+    "Move it into a module of its own that the forward calls, such as nn.Linear for an output head (for positions, see docs/attention.md)"
+)
 
 
 def _is_around(name: str, child: nn.Module, layers: str) -> bool:

@@ -122,7 +122,9 @@ def _settled(model: nn.Module, flow: DataFlow, region: Region, inputs: Inputs, t
         name = misfits[0] or type(model).__name__
         problem = (
             f"the code of '{name}' between these layers does not compute a rank's part of the result from that rank's shards, whichever of"
-            " its attributes is divided by tp (does it use a constant, the width of its input, or a tensor with an entry for each head?)"
+            " its attributes is divided by tp. Does it use a constant, a tensor with an entry for each head, or the width C of its input,"
+            " as in q.view(B, T, self.heads, C // self.heads)? Write q.view(B, T, self.heads, -1), and y.reshape(B, T, -1) before the last"
+            " layer (docs/attention.md)"
         )
         return Region(region.columns, region.rows, region.inside, problem=problem)
     return Region(region.columns, region.rows, region.inside, cuts)

@@ -75,5 +75,6 @@ class SameBatch:
             raise DataError(
                 "Ranks of one model replica (same data-parallel index, other tp, cp or pp index) read different batches. Let Lightning"
                 " inject its DistributedSampler (use_distributed_sampler=True), or pass trainer.strategy.distributed_sampler_kwargs to your"
-                " sampler. Seed the order equally on all ranks (seed_everything)."
+                " sampler. Seed the order equally on all ranks (seed_everything). A data set must return the same sample for the same index"
+                " in every process: no random draw in __getitem__ without a seed from the index, and no order of a set of strings."
             )

@@ -115,11 +115,12 @@ def _equal_size(rows: int, wanted: int | None, schedule: ScheduleInfo | None, pp
     return next((size for size in sizes if schedule is None or schedule.accepts(pp, vp, rows // size)), 1)
 
 
-def require_whole_micro_batches(batch: Any, loader: object, micro_batch_size: int | None) -> None:
+def require_whole_micro_batches(batch: Any, loader: object, micro_batch_size: int | None, sharing: int = 1) -> None:
     """Refuse to train on a full batch that `micro_batch_size` does not divide. Only the last batch of an epoch may be shorter.
 
     Args:
         loader: the data loader that the batch came from. Nothing is checked if it does not tell how many rows a full batch has.
+        sharing: number of ranks that read the same rows (tp * cp * pp).
 
     Raises:
         DataError: with the sizes that work.
@@ -129,9 +130,10 @@ def require_whole_micro_batches(batch: Any, loader: object, micro_batch_size: in
         return
     fitting = [size for size in divisors(rows) if size <= micro_batch_size]
     more = -(-rows // micro_batch_size) * micro_batch_size
+    hint = f" If the data module divides by trainer.world_size: {sharing} ranks read the same rows, so divide by dp." if sharing > 1 else ""
     raise DataError(
         f"micro_batch_size={micro_batch_size} does not divide the {plural(rows, 'row')} of this rank's batch. Use micro_batch_size="
-        f"{listed(fitting, last='or')}, or a DataLoader with batch_size={more}."
+        f"{listed(fitting, last='or')}, or a DataLoader with batch_size={more}.{hint}"
     )
 
 

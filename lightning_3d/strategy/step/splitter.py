@@ -86,7 +86,7 @@ class BatchSplitter:
         layout = self.mesh.layout
         require_token_ids(batch)
         if training and self.split_batch is None:
-            require_whole_micro_batches(batch, loader, self.micro_batch_size)
+            require_whole_micro_batches(batch, loader, self.micro_batch_size, layout.tp * layout.cp * layout.pp)
         return split_into_micro_batches(
             batch,
             self.micro_batch_size,
