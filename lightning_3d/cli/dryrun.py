@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.cli.output_file import output_file
-from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError
@@ -97,7 +96,6 @@ def _run(options: Options) -> int:
         )
     print(plan.describe())
 
-    quiet_imports()
     from lightning_3d.dryrun.run import dry_run
     from lightning_3d.dryrun.shapes import Found
 
