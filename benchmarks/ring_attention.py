@@ -57,13 +57,13 @@ def main() -> None:
     options = parser.parse_args()
     print(json.dumps(machine(), indent=2))
     print(f"{options.kind}, float32, {options.heads} heads of {options.width}, {options.key_heads} key heads, window {options.window}")
-    columns = [f"cp{size} MB  seconds  of cp{options.sizes[0]}" for size in options.sizes]
+    columns = [f"cp{size} MiB  seconds  of cp{options.sizes[0]}" for size in options.sizes]
     print(f"{'tokens':>9}   {'   '.join(f'{column:>24}' for column in columns)}")
     for length in options.lengths:
         shape = (options.heads, options.key_heads, options.width, options.window, options.kind, options.tile)
         cells = [Cell(length, size, *shape) for size in options.sizes]
         measured = [measure(cell) for cell in cells]
-        texts = [f"{peak / 1e6:7.0f}  {seconds:7.1f}  {peak / measured[0][0]:6.2f}" for peak, seconds in measured]
+        texts = [f"{peak / 2**20:8.0f}  {seconds:7.1f}  {peak / measured[0][0]:6.2f}" for peak, seconds in measured]
         print(f"{length:>9}   {'   '.join(f'{text:>24}' for text in texts)}", flush=True)
 
 

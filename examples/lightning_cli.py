@@ -1,4 +1,4 @@
-"""Choose the layout on the command line of LightningCLI. Needs pip install -e .[cli].
+"""Choose the layout on the command line of LightningCLI. Needs pip install "lightning-3d[cli]".
 
     python examples/lightning_cli.py fit --trainer.strategy=lightning_3d --trainer.strategy.layout=tp2_pp2 --trainer.devices=4
 

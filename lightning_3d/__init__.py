@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.compat.log_lines import drop_lines
 from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_3d.verification.compare import verify
     from lightning_3d.weights.initialize import initialize
     from lightning_3d.weights.pretrained import load_pretrained
+
+drop_lines()  # here, before scripts and ranks import the libraries that print them
 
 __path__.append(f"{__path__[0]}/old_names")  # modules that were documented under other names
 

@@ -72,6 +72,11 @@ def listed(values: Iterable[object], *, last: str = "and") -> str:
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def install(extra: str) -> str:
+    """Return how to install the packages of an extra, as the end of a message: everywhere the same line."""
+    return f'Install it with pip install "lightning-3d[{extra}]"'
+
+
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: `1 node`, `2 nodes`."""
     return f"{count} {noun}{'s' * (count != 1)}"

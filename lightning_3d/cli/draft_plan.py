@@ -9,7 +9,6 @@ from argparse import Namespace
 from typing import Any
 
 from lightning_3d.cli.options import Command
-from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.errors import ConfigError, PlanError, did_you_mean, listed
 from lightning_3d.ranks.progress import task
 
@@ -39,7 +38,6 @@ def _draft(options: Namespace, words: list[str]) -> int:
     if not where or not name:
         raise ConfigError(f'Write the model as MODULE:NAME, for example my_project.model:MyModule; got "{vars(options)["module:name"]}".')
     settings = dict(_setting(word) for word in words)
-    quiet_imports()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would make forking unsafe
     with task(f"importing torch and {where}"):
         made = _found(where, name)

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.cli.output_file import output_file
-from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
-from lightning_3d.storage.numbers import show_bytes
+from lightning_3d.storage.numbers import show_bytes, show_memory
 
 if TYPE_CHECKING:
     from lightning_3d.dryrun.rank_report import RankReport
@@ -98,7 +97,6 @@ def _run(options: Options) -> int:
         )
     print(plan.describe(), flush=True)
 
-    quiet_imports()
     with task("importing torch and Transformers"):
         from lightning_3d.dryrun.run import dry_run
         from lightning_3d.dryrun.shapes import Found
@@ -199,14 +197,14 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     for report in reports:
         place = " ".join(f"{report.coordinates[axis]:>2}" for axis in ("tp", "cp", "pp", "dp"))
         stages = ",".join(map(str, report.stages))
-        start = f"{report.rank:>6} {place:>12} {stages:>8} {report.parameters:>14,} {show_bytes(report.usage.peak_bytes):>10}"
-        lines.append(start + "".join(f" {show_bytes(report.usage.peak[name]):>13}" for name in CATEGORIES))
+        start = f"{report.rank:>6} {place:>12} {stages:>8} {report.parameters:>14,} {show_memory(report.usage.peak_bytes):>10}"
+        lines.append(start + "".join(f" {show_memory(report.usage.peak[name]):>13}" for name in CATEGORIES))
     memory = config["cluster"].get("memory")
     most = max(reports, key=lambda report: report.usage.peak_bytes)
     if memory:
-        share, one = most.usage.peak_bytes / memory, show_bytes(int(memory))
+        share, one = most.usage.peak_bytes / memory, show_memory(int(memory))
         lines.append(
-            f"\nRank {most.rank} needs the most memory: {show_bytes(most.usage.peak_bytes)}, {share:.0%} of the {one} of a GPU."
+            f"\nRank {most.rank} needs the most memory: {show_memory(most.usage.peak_bytes)}, {share:.0%} of the {one} of a GPU."
             " Libraries and the allocator need some on top of that."
         )
     for report in reports:

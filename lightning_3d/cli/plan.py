@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,13 +47,14 @@ def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
 
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
     from lightning_3d.cli.plan_validation import require_here, validate
+    from lightning_3d.cli.plan_words import introduce, training_words
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.config.plan_run import check_keys
     from lightning_3d.config.run_config import complete_run
     from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
     from lightning_3d.planner.html_page import page
-    from lightning_3d.planner.tables import as_data, describe, found_table, margin, memory_table
+    from lightning_3d.planner.tables import as_data, found_table, margin, memory_table
     from lightning_3d.runs.report.page import ASSETS
 
     if not folder.is_dir():
@@ -77,7 +79,9 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step{_length_left_open(run, overrides)}\n")
     print(found_table(found, machine))
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
-    print(f"  {margin(first.memory, machine)}\n\n{describe(first.job)}")
+    print(f"  {margin(first.memory, machine)}")
+    words = training_words(overrides, first.job)
+    command = shlex.join(["lightning-3d", "train", *words])
     content = {
         "title": title,
         "gpus": gpus,
@@ -86,15 +90,16 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
         "shapes": found.shapes,
         "expanded": found.expanded,
         "memory_reserve": reserve,
+        "command": command,
         "best": [as_data(one, machine) for one in found.best],
         "simulated": len(found.simulated),
         "seen": [as_data(one, machine) for one in found.seen],
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (ASSETS / "style.css").read_text("utf-8")
-    (folder / "plan.html").write_text(page(found, machine, title, style, reserve), encoding="utf-8")
+    (folder / "plan.html").write_text(page(found, machine, title, style, reserve, command), encoding="utf-8")
     counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
     print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
-    if validated:
-        return validate(overrides, found.best[:validated], steps)
-    return 0
+    code = validate(overrides, found.best[:validated], steps) if validated else 0
+    print(f"\n{introduce(words, machine)}\n{command}")
+    return code

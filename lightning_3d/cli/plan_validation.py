@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lightning_3d.cli.plan_words import training_words
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.machine import visible_gpus
 from lightning_3d.errors import ConfigError
@@ -20,7 +21,7 @@ from lightning_3d.planner.search import Candidate
 from lightning_3d.planner.tables import describe, table
 from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.runs.metrics_file import column, read_rows
-from lightning_3d.storage.numbers import show_bytes
+from lightning_3d.storage.numbers import show_memory
 
 _LAST_WORDS = 400
 
@@ -83,8 +84,8 @@ def _compared(predicted: float, measured: float | None) -> list[str]:
 
 
 def _of_memory(predicted: float, measured: float | None) -> list[str]:
-    words = [show_bytes(predicted)]
-    return [*words, show_bytes(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
+    words = [show_memory(predicted)]
+    return [*words, show_memory(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
 
 
 def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:
@@ -96,8 +97,8 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int) -> Measured:
             *("trainer.limit_val_batches=0", "callbacks=none", "logger=none", f"hydra.run.dir={folder}/run", "force=true"),
             *("+callbacks.metrics._target_=lightning_3d.training.callbacks.MetricsCSV", f"+callbacks.metrics.path={folder}/metrics.csv"),
         ]
-        given = [word for word in overrides if word.partition("=")[0] not in ("parallelism", "callbacks", "logger")]
-        command = [sys.executable, "-m", "lightning_3d", "train", *given, *describe(one.job).split(), *own]
+        given = [word for word in overrides if word.partition("=")[0] not in ("callbacks", "logger")]
+        command = [sys.executable, "-m", "lightning_3d", "train", *training_words(given, one.job), *own]
         done = subprocess.run(
             command, env=_environment(), check=False, capture_output=True, text=True, preexec_fn=partial(belong_to, os.getpid())
         )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_3d.cli.options import Command
-from lightning_3d.compat.imports import quiet_imports
 from lightning_3d.errors import ConfigError
 from lightning_3d.profiling.shapes import Shapes
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
@@ -60,7 +59,6 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
         return 0
     if accelerator == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    quiet_imports()
     fork = accelerator == "cpu"
     if fork:
         with task("importing torch and Transformers"):
@@ -120,7 +118,6 @@ def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
 
 def _rank(shapes: Shapes, accelerator: str, path: str) -> None:
     """Measure in one rank. Rank 0 writes the file when all measurements are complete."""
-    quiet_imports()
     from lightning_3d.planner.profile_file import FORMAT
     from lightning_3d.profiling.operations import profile_rank
 

@@ -1,9 +1,8 @@
-"""Imports of libraries without the warnings that they print, and without work that no fit needs."""
+"""Imports of the libraries of a rank, without work that no fit needs."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,23 +13,13 @@ from types import ModuleType
 from typing import Any
 
 
-def quiet_imports() -> None:
-    """Silence torchao 0.18, which warns about extensions that do not load, itself and through torch.
-
-    Transformers imports torchao wherever it is installed.
-    """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Import the libraries of a rank, inside this context, quietly and in less CPU time.
+    """Import the libraries of a rank, inside this context, in less CPU time.
 
     The garbage collector is off until the end. The imports of a rank create about a million objects that live as long as the process;
     the collector visits all of them again and again, and finds next to nothing. `gc.freeze` then exempts them from later collections too.
     """
-    quiet_imports()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.compat.peft_layers import is_adapter, plain_name
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, install
 
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model.model."
@@ -46,7 +46,7 @@ def inject(model: nn.Module, described: Mapping[str, Mapping[str, Any]]) -> None
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise CheckpointError('The model has PEFT adapters, but PEFT is not installed: pip install "lightning-3d[peft]".') from None
+        raise CheckpointError(f"The model has PEFT adapters, which need the package peft. {install('peft')}.") from None
     for adapter, given in described.items():
         config = _config(given)
         if hasattr(config, "init_lora_weights"):

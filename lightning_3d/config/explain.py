@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.keys import explain_value
 from lightning_3d.config.options.precision import unknown_precision
-from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean, install, listed
 from lightning_3d.layout.layout import Layout
 
 _HYDRA = Path(hydra.__file__).parent
@@ -83,8 +83,7 @@ def _no_such_option(error: MissingConfigException) -> Lightning3DError:
         return unknown_precision(name)
     if (group, name) == ("hydra/sweeper", "optuna"):
         return ConfigError(
-            'hydra/sweeper=optuna and hparams_search need the package hydra-optuna-sweeper. Install it with pip install'
-            ' "lightning-3d[optuna]".'
+            f"hydra/sweeper=optuna and hparams_search need the package hydra-optuna-sweeper. {install('optuna')}."
         )
     near = did_you_mean(name, options)
     by_number = ""

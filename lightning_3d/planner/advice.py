@@ -29,7 +29,7 @@ from lightning_3d.planner.search import Candidate, Fixed, Found, search
 from lightning_3d.planner.stack import Stack
 from lightning_3d.planner.tables import memory_table
 from lightning_3d.ranks.progress import task
-from lightning_3d.storage.numbers import gigabytes
+from lightning_3d.storage.numbers import gibibytes, gpu_memory
 
 _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, precision of matrix products)
     "bf16": (2.0, 12.0, "bf16"),
@@ -183,6 +183,8 @@ class Advice:
             "recompute": best.recompute,
             "sequence_parallel": best.sequence_parallel if best.layout.tp > 1 else None,
             "micro_batch_size": best.micro_batch,
+            # Both are refused where nothing is recomputed.
+            **({"recompute_every": 1, "recompute_keep": None} if best.recompute == "none" else {}),
         }
 
     def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
@@ -228,8 +230,8 @@ class Advice:
         advice = _nearest(job, lambda one: needed(one) if needed(one) <= there else None) or "Use a smaller model or more machines"
         parts = {name: share * size for name, size in asdict(memory_of_all(job)).items()}
         raise LayoutError(
-            f"{layout.name} needs about {gigabytes(needed(job))} for its {plural(ranks, 'rank')} on this machine, but only"
-            f" {gigabytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8). Use force=true to"
+            f"{layout.name} needs about {gibibytes(needed(job))} for its {plural(ranks, 'rank')} on this machine, but only"
+            f" {gibibytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8). Use force=true to"
             " start anyway."
         )
 
@@ -275,7 +277,7 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         size = f"{job.model.parameters / 1e9:.1f} billion parameters"
         tight = search(job, machine, fixed=fixed, most=1).best if reserve else ()
         raise LayoutError(
-            f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gigabytes(machine.memory)} each. The"
+            f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
             f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
             f"{_without_reserve(tight, machine, reserve)} Use more GPUs, shorter sequences, or a global batch with more divisors."
         )
@@ -303,8 +305,8 @@ def _tight(job: Job, memory: Memory, machine: Machine, reserve: float) -> str:
     """Return the warning about a layout that fits but uses the reserve."""
     advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
     return (
-        f"{job.layout.name} is predicted to fill {memory.total / machine.memory:.0%} of {gigabytes(machine.memory)} on its fullest rank."
-        f" That leaves {gigabytes(machine.memory - memory.total)}, less than the reserve of {reserve:.0%} (plan.memory_reserve), so the run"
+        f"{job.layout.name} is predicted to fill {memory.total / machine.memory:.0%} of {gibibytes(machine.memory)} on its fullest rank."
+        f" That leaves {gibibytes(machine.memory - memory.total)}, less than the reserve of {reserve:.0%} (plan.memory_reserve), so the run"
         f" may run out of memory. {advice}."
     )
 
@@ -313,8 +315,9 @@ def _too_large(job: Job, memory: Memory, machine: Machine, reserve: float) -> st
     """Return the message about a layout that does not fit, with the nearest options that do."""
     advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
     return (
-        f"{job.layout.name} needs about {gigabytes(memory.total)} on its fullest rank, but {machine.gpu} has {gigabytes(machine.memory)}.\n"
-        f"{memory_table(memory)}\n{advice}, or use parallelism=auto to let the planner choose. Use force=true to start anyway."
+        f"{job.layout.name} needs about {gibibytes(memory.total)} on its fullest rank, but {machine.gpu} has"
+        f" {gpu_memory(machine.memory)}.\n{memory_table(memory)}\n{advice}, or use parallelism=auto to let the planner choose."
+        " Use force=true to start anyway."
     )
 
 
@@ -332,5 +335,5 @@ def _nearest(job: Job, fits: Callable[[Job], float | None]) -> str | None:
     for one in tries:
         if (total := fits(one)) is not None:
             words = [f"parallelism.{key}={getattr(one, name)}" for key, name in changes.items() if getattr(one, name) != getattr(job, name)]
-            return f"Use {' '.join(words)} ({gigabytes(total)})"
+            return f"Use {' '.join(words)} ({gibibytes(total)})"
     return None

@@ -10,8 +10,8 @@ from lightning_3d.errors import plural
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import step_of
-from lightning_3d.planner.tables import PARTS, describe, margin, reason, share_of_peak, tokens_per_second
-from lightning_3d.storage.numbers import gigabytes
+from lightning_3d.planner.tables import COMPARED, PARTS, compare, describe, margin, share_of_peak, tokens_per_second
+from lightning_3d.storage.numbers import gibibytes
 
 _STAGES = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#0c9bb5", "#b5524a")
 _PARTS = ("forward", "backward", "send", "receive", "reduce", "optimizer")
@@ -40,7 +40,7 @@ td.layout { white-space: normal; min-width: 210px; } td.layout b { display: bloc
 _PARETO_NOTE = "numbers refer to the rows above; a line joins the layouts that no other layout beats in both speed and memory"
 
 
-def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0) -> str:
+def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0, command: str = "") -> str:
     """Return the whole page.
 
     Args:
@@ -49,6 +49,7 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
         title: heading of the page.
         style: style sheet of the reports, so that all pages look alike.
         reserve: share of each GPU's memory that no layout may use, 0 to 1.
+        command: command line that trains with the first layout, for the head of the page; its keys of `parallelism` if empty.
     """
     first = found.best[0]
     cards = [
@@ -61,7 +62,7 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
         cards.append(_timeline(first, machine))
     counted = f"{found.shapes:,} layouts and micro-batch sizes divide the model and the batch; {found.expanded:,}"
     counted += f" could be among the fastest; {plural(len(found.simulated), 'schedule')} simulated"
-    body = f"<header><h1>{escape(title)}</h1><pre>{escape(describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
+    body = f"<header><h1>{escape(title)}</h1><pre>{escape(command or describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
     body += "\n".join(cards) + f"\n<footer>{counted}</footer>"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{style}{_STYLE}</style>'
@@ -78,7 +79,7 @@ def _tiles(first: Candidate, machine: Machine) -> str:
         ("Tokens/s", f"{tokens_per_second(first):,.0f}", f"MFU {share_of_peak(first, machine.gpus, machine.peak):.0%}"),
         ("Step", f"{step.seconds:.3g} s", f"{first.job.global_batch:,} sequences of {first.job.seq:,}"),
         ("Bubble", f"{step.bubble / step.seconds:.1%}", "of the step"),
-        ("Memory", gigabytes(first.memory.total), f"{margin(first.memory, machine)}, fullest rank"),
+        ("Memory", gibibytes(first.memory.total), f"{margin(first.memory, machine)}, fullest rank"),
         ("GPUs", f"{machine.gpus:,}", f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu}"),
     )
     cells = (
@@ -90,7 +91,7 @@ def _tiles(first: Candidate, machine: Machine) -> str:
 
 
 def _table(found: Found, machine: Machine) -> str:
-    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", "slower by")
+    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", COMPARED)
     number = ' class="number"'
     head = "".join(f"<th{number if 2 <= place <= 7 else ''}>{name}</th>" for place, name in enumerate(names))
     rows = []
@@ -100,13 +101,13 @@ def _table(found: Found, machine: Machine) -> str:
             f"{one.step.seconds:.3g}",
             f"{tokens_per_second(one):,.0f}",
             f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
-            gigabytes(one.memory.total),
+            gibibytes(one.memory.total),
             f"{one.memory.total / machine.memory:.0%}",
-            gigabytes(machine.memory - one.memory.total),
+            gibibytes(machine.memory - one.memory.total),
         )
         row = f'<td>{place}</td><td class="layout"><b>{escape(name)}</b><span class="muted">{escape(" ".join(keys))}</span></td>'
         row += "".join(f"<td{number}>{escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr>{row}<td class="layout">{escape(reason(one, found.best[0]))}</td></tr>')
+        rows.append(f'<tr>{row}<td class="layout">{escape(compare(one, found.best[0]))}</td></tr>')
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
@@ -129,9 +130,9 @@ def marks_between(low: float, high: float, count: int) -> list[float]:
 
 def _pareto(found: Found, machine: Machine, reserve: float) -> str:
     width, height, left, right, top, bottom = 1100, 340, 76, 24, 28, 44
-    sizes = [one.memory.total / 1e9 for one in found.seen]
+    sizes = [one.memory.total / 2**30 for one in found.seen]
     speeds = [tokens_per_second(one) for one in found.seen]
-    most = max(*sizes, machine.memory / 1e9)
+    most = max(*sizes, machine.memory / 2**30)
     least, slowest, fastest = min(sizes), min(speeds), max(speeds)
     x_low, x_high = least - 0.08 * (most - least or most), most + 0.04 * (most - least or most)
     y_low, y_high = slowest - 0.15 * (fastest - slowest or fastest), fastest + 0.15 * (fastest - slowest or fastest)
@@ -151,24 +152,24 @@ def _pareto(found: Found, machine: Machine, reserve: float) -> str:
         f'<text x="{across(size):.1f}" y="{height - bottom + 17}" text-anchor="middle">{size:g}</text>'
         for size in marks_between(x_low, x_high, 8)
     ]
-    full = across(machine.memory / 1e9)
+    full = across(machine.memory / 2**30)
     marks.append(f'<line x1="{full:.1f}" x2="{full:.1f}" y1="{top}" y2="{height - bottom}" stroke="var(--bad)" stroke-dasharray="5 4"/>')
-    marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a GPU: {gigabytes(machine.memory)}</text>')
+    marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a GPU: {gibibytes(machine.memory)}</text>')
     if reserve:
-        room = across((1 - reserve) * machine.memory / 1e9)
+        room = across((1 - reserve) * machine.memory / 2**30)
         ends = f'x1="{room:.1f}" x2="{room:.1f}" y1="{top}" y2="{height - bottom}"'
         marks.append(f'<line {ends} stroke="var(--muted)" stroke-dasharray="2 4"/>')
         marks.append(f'<text x="{room - 6:.1f}" y="{top + 8}" text-anchor="end">without the reserve of {reserve:.0%}</text>')
-    front = " ".join(f"{across(one.memory.total / 1e9):.1f},{up(tokens_per_second(one)):.1f}" for one in pareto(found.seen))
+    front = " ".join(f"{across(one.memory.total / 2**30):.1f},{up(tokens_per_second(one)):.1f}" for one in pareto(found.seen))
     marks.append(f'<polyline points="{front}" fill="none" stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="5 4"/>')
     places = {id(one): place for place, one in enumerate(found.best, 1)}
     for one in sorted(found.seen, key=lambda one: id(one) in places):
-        x, y, place = across(one.memory.total / 1e9), up(tokens_per_second(one)), places.get(id(one))
+        x, y, place = across(one.memory.total / 2**30), up(tokens_per_second(one)), places.get(id(one))
         look = 'r="9" fill="var(--accent)"' if place else 'r="5" fill="var(--card)" stroke="var(--muted)" stroke-width="2"'
-        label = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gigabytes(one.memory.total)}"
+        label = f"{describe(one.job)}: {tokens_per_second(one):,.0f} tokens/s, {gibibytes(one.memory.total)}"
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}><title>{escape(label)}</title></circle>')
         marks += [f'<text class="inside" x="{x:.1f}" y="{y + 4:.1f}">{place}</text>'] if place else []
-    marks.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">GB of the fullest rank</text>')
+    marks.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">GiB of the fullest rank</text>')
     marks.append('<text x="0" y="12">tokens/s</text>')
     return _svg(width, height, marks, least=760)
 

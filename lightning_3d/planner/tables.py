@@ -11,7 +11,7 @@ from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import Step
-from lightning_3d.storage.numbers import gigabytes
+from lightning_3d.storage.numbers import gibibytes
 
 PARTS = ("compute", "communication", "host", "bubble", "data", "optimizer")
 """Parts of a step's seconds, by their names in `Step`."""
@@ -26,16 +26,20 @@ _MEANING = {
 }
 
 
+COMPARED = "compared with the first"
+"""Heading of what `compare` returns."""
+
+
 def memory_table(memory: Memory) -> str:
     """List the bytes of a rank by their use, one line each."""
     rows = {**asdict(memory), "all": memory.total}
-    return "\n".join(f"  {name:<12} {gigabytes(size):>10}" for name, size in rows.items())
+    return "\n".join(f"  {name:<12} {gibibytes(size):>11}" for name, size in rows.items())
 
 
 def margin(memory: Memory, machine: Machine) -> str:
     """Describe the share of a GPU that a rank is predicted to fill, and what stays free."""
     free = machine.memory - memory.total
-    return f"{memory.total / machine.memory:.0%} of {gigabytes(machine.memory)}, {gigabytes(free)} free"
+    return f"{memory.total / machine.memory:.0%} of {gibibytes(machine.memory)}, {gibibytes(free)} free"
 
 
 def describe(job: Job) -> str:
@@ -64,16 +68,27 @@ def share_of_peak(candidate: Candidate, gpus: int, peak: float) -> float:
     return job.model.model_flops(job.seq) * tokens_per_second(candidate) / gpus / peak
 
 
-def reason(candidate: Candidate, first: Candidate) -> str:
-    """Say why a candidate is slower than the first: the part of its step that is longer by most, with the difference."""
+def compare(candidate: Candidate, first: Candidate) -> str:
+    """Compare a candidate with the first: time and memory, then the part of its step that takes longer by most.
+
+    All differences have a sign. Those of times are shares of the first's step, so that the part and the whole can be compared.
+    """
     if candidate is first:
         return "the fastest"
+    whole = first.step.seconds
+    time = candidate.step.seconds / whole - 1
+    memory = candidate.memory.total - first.memory.total
     longer = {part: _seconds(candidate.step, part) - _seconds(first.step, part) for part in PARTS}
     worst = max(longer, key=longer.__getitem__)
-    text = f"{_MEANING[worst]}: {longer[worst]:+.3g} s"
+    text = f"{_signed(100 * time)}% time, {_signed(memory / 2**30)} GiB; {_MEANING[worst]} {_signed(100 * longer[worst] / whole)}%"
     if candidate.job.recompute != first.job.recompute and worst == "compute":
         text += f" (needs recompute={candidate.job.recompute} to fit in memory)"
     return text
+
+
+def _signed(value: float) -> str:
+    """Show a difference with its sign and one decimal; a difference of nothing is `+0.0`."""
+    return f"{round(value, 1) + 0.0:+.1f}"
 
 
 def _seconds(step: Step, part: str) -> float:
@@ -82,7 +97,7 @@ def _seconds(step: Step, part: str) -> float:
 
 def found_table(found: Found, machine: Machine) -> str:
     """Return a table of the best candidates, one row each."""
-    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GB", "of GPU", "GB free", "slower by")
+    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GiB", "of GPU", "GiB free", COMPARED)
     rows = [head]
     for one in found.best:
         job = one.job
@@ -96,10 +111,10 @@ def found_table(found: Found, machine: Machine) -> str:
                 f"{one.step.seconds:.3g}",
                 f"{tokens_per_second(one):,.0f}",
                 f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
-                f"{one.memory.total / 1e9:.0f}",
+                f"{one.memory.total / 2**30:.0f}",
                 f"{one.memory.total / machine.memory:.0%}",
-                f"{(machine.memory - one.memory.total) / 1e9:.0f}",
-                reason(one, found.best[0]),
+                f"{(machine.memory - one.memory.total) / 2**30:.0f}",
+                compare(one, found.best[0]),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, install
 from lightning_3d.runs.wandb_access import require_access
 
 
@@ -48,8 +48,7 @@ def require_loggers(loggers: Mapping[str, Any] | None) -> None:
         package = _PACKAGES.get(str((entry or {}).get("_target_")).rpartition(".")[2])
         if package is not None and not any(map(_exists, package.modules)):
             raise ConfigError(
-                f'The logger {name} needs the package {package.name}. Install it with pip install "lightning-3d[{package.extra}]", or'
-                " use another logger."
+                f"The logger {name} needs the package {package.name}. {install(package.extra)}, or use another logger."
             )
     require_access(loggers)
 

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, install
 
 SWEEP_VARIABLE = "LIGHTNING_3D_SWEEP"
 """Environment variable with the name of the sweep, for its jobs."""
@@ -47,7 +47,7 @@ def check_access(offline: bool, otherwise: str) -> None:
         ConfigError: the package is not installed, or there is no API key for an online run.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError('logger=wandb needs the package wandb. Install it with pip install "lightning-3d[wandb]", or omit logger=wandb.')
+        raise ConfigError(f"logger=wandb needs the package wandb. {install('wandb')}, or omit logger=wandb.")
     if is_offline(offline):
         return
     settings, url = _settings(), _url()

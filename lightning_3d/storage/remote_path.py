@@ -241,7 +241,7 @@ def _missing(protocol: str, error: Exception) -> str:
     package = known["class"].partition(".")[0]
     if package == "fsspec":
         return f"{known.get('err', error)}."
-    return f"{package} is not installed. Install it: pip install {package}"
+    return f"{package} is not installed. Install it with pip install {package}"
 
 
 class Upload:

@@ -46,6 +46,7 @@ from lightning_3d.parallel.tensor import (
     shard_sequence,
 )
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
+from lightning_3d.strategy.model_size import ModelSize
 from lightning_3d.strategy.parameter_specs import Owners, all_specs, by_stage, create_groups, local_specs
 from lightning_3d.weights.blueprint import Blueprint
 from lightning_3d.weights.initialize import broadcast_eager, initialize
@@ -124,6 +125,7 @@ def assemble(
         LayoutError: heads, layers, ... do not fit the layout.
         CheckpointError: pretrained weights that cannot be read or are not the model's.
     """
+    size = ModelSize.of(root)
     name, module, plan = _find_plan(root, mesh.layout, user_plan, pipeline_module)
     # The cheap check first: fit_styles runs parts of the model, which sizes that do not divide would break with a worse message.
     _check(module, plan, mesh.layout, options)
@@ -138,7 +140,7 @@ def assemble(
     materialize(root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored)
     # After materialize, which replaces parameters on meta by new ones.
     parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))
-    parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, part.routers)
+    parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, size, part.routers)
     sharded = tuple((found, layer) for found, layer in module.named_modules() if COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, PARTITION, Partition(parts, mesh, options, sharded))
     return parts

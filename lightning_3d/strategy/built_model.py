@@ -19,6 +19,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.local_model import LocalModel, Partition
+from lightning_3d.strategy.model_size import share_of_rank
 from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_weights
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.splitter import Splitter
@@ -65,6 +66,11 @@ class BuiltModel:
         """Return whether `module` is the one that was built, and its partition is still there."""
         earlier = Partition.of(module)
         return earlier is not None and earlier.parts is self.parts
+
+    @property
+    def share(self) -> dict[str, int]:
+        """Elements that this rank keeps of each parameter of its part."""
+        return share_of_rank(self.module, self.backend)
 
     def begin_fit(self) -> None:
         """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 
 from lightning_3d.compat.lightning import throughputs_of
 from lightning_3d.errors import ConfigError
@@ -29,7 +29,7 @@ def defer_averaging(trainer: pl.Trainer) -> None:
 
 
 def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
-    """Set up deferred callbacks, correct how throughput is counted, and keep summaries from running a model that no rank has.
+    """Set up deferred callbacks, and correct how throughput is counted.
 
     Called when this rank has its part of the model.
     """
@@ -43,8 +43,6 @@ def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
             for throughput in throughputs_of(callback):
                 if "compute" not in vars(throughput):  # else an earlier fit or test has corrected it
                     throughput.compute = partial(_shared_rates, throughput.compute, layout.tp * layout.pp * layout.cp)
-        if isinstance(callback, ModelSummary) and layout.pp > 1 and "on_fit_start" not in vars(callback):
-            callback.on_fit_start = partial(_without_example, callback.on_fit_start)  # type: ignore[method-assign]
 
 
 def forget_deferred(trainer: pl.Trainer) -> None:
@@ -82,15 +80,6 @@ def _shared_rates(compute: Callable[[], dict[str, float]], ranks_of_a_batch: int
     """
     shared = ("_per_sec", "mfu")
     return {key: value / ranks_of_a_batch if key.endswith(shared) else value for key, value in compute().items()}
-
-
-def _without_example(on_fit_start: Callable[..., None], trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Summarize without the sizes of inputs and outputs, for which Lightning would call the whole model."""
-    example, module.example_input_array = module.example_input_array, None
-    try:
-        on_fit_start(trainer, module)
-    finally:
-        module.example_input_array = example
 
 
 # Checkpoints

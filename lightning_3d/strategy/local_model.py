@@ -18,6 +18,7 @@ from lightning_3d.parallel.expert import Routers
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.strategy.model_size import ModelSize
 
 
 @dataclass
@@ -32,6 +33,7 @@ class LocalModel:
         assignment: all stages of the pipeline.
         parameters: parameters of each of this rank's stages, by stage.
         state: what gates and engine share.
+        size: parameters of the whole model.
         routers: of a mixture of experts.
         lost: whether a fit failed while only other ranks had the values of some parameters.
     """
@@ -43,6 +45,7 @@ class LocalModel:
     assignment: StageAssignment
     parameters: dict[int, list[nn.Parameter]]
     state: PipelineState
+    size: ModelSize
     routers: Routers | None = None
     lost: bool = False
 

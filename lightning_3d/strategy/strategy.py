@@ -50,6 +50,7 @@ from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.float8 import require_fp8
 from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.strategy.local_model import LocalModel, Partition
+from lightning_3d.strategy.model_summary import show_whole_model
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.not_ready import ATTACHED, require
 from lightning_3d.strategy.refusals import (
@@ -216,6 +217,11 @@ class Lightning3DStrategy(CheckpointHooks):
         """Compilation of the blocks; None without `compile`, or before the model is built."""
         return self._built.compilation if self._built is not None else None
 
+    @property
+    def parameter_counts(self) -> tuple[int, int]:
+        """Parameters of the whole model, and those that this rank keeps. A tied parameter counts once."""
+        return self.built.parts.size.count(), sum(self.built.share.values())
+
     # Ranks and processes
 
     @override
@@ -268,6 +274,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.setup_precision_plugin()
         # Last: averaging callbacks copy the module as it is now.
         set_up_callbacks(trainer, self.mesh.layout)
+        show_whole_model(trainer)
 
     def _build(self) -> None:
         """Partition, rewrite and materialize the model, once per module."""

@@ -411,7 +411,7 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
     assert sorted(path.name for path in (tmp_path / "store" / "run" / "checkpoints").iterdir()) == [f"step_{step}.ckpt" for step in steps]
     for result, words in (
         (missing, f"There is no checkpoint {at}/step_9.ckpt to resume from"),
-        (uninstalled, "checkpoint.dirpath=dropbox://b/c: dropboxdrivefs is not installed. Install it: pip install dropboxdrivefs"),
+        (uninstalled, "checkpoint.dirpath=dropbox://b/c: dropboxdrivefs is not installed. Install it with pip install dropboxdrivefs"),
         (unknown, 'nothing://b/c: fsspec does not support "nothing://"'),
     ):
         assert result.code == 2 and words in result.output, result.output

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -13,6 +14,16 @@ LARGE = ["model=llama3_70b", "cluster=h100_32x8", "data.global_batch_size=1024",
 TIGHT = ["model=mixtral_8x7b", "cluster=h100_4x8", "data.global_batch_size=512", "data.sequence_length=4096"]
 TIGHT_BY_HAND = [*TIGHT, "trainer.dry=true", "parallelism=dp32_ep8", "parallelism.micro_batch_size=1", "parallelism.zero_stage=3"]
 SMALL = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096", "trainer.dry=true"]
+
+
+SHELL_WORDS = {
+    "command": "lightning-3d train model=llama3_70b cluster=h100_32x8",
+    "batch": "data.global_batch_size=1024 data.sequence_length=8192",
+    "layout": " parallelism=tp",
+    "micro-batch": " parallelism.micro_batch_size=",
+    "ZeRO": " parallelism.zero_stage=1",
+    "schedule": " parallelism.schedule=",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +69,12 @@ def test_a_plan_is_printed_and_written(answers: dict[str, Result], folder: Path)
     rows = [re.split(r" {2,}", line) for line in lines[3:8]]
     seconds = [float(row[5]) for row in rows]
     assert seconds == sorted(seconds) and rows[0][-1] == "the fastest"
-    assert all(re.search(r": [+-]?[0-9.e-]+ s", row[-1]) for row in rows[1:]), "each says what it loses by"
+    assert len({name for name, word in SHELL_WORDS.items() if word in lines[-1]}) == len(SHELL_WORDS)
+    for row in rows[1:]:
+        time, memory, part = re.fullmatch(r"\+([0-9.]+)% time, ([+-][0-9.]+) GiB; [a-z ]+ \+([0-9.]+)%.*", row[-1]).groups()
+        assert float(time) == pytest.approx(100 * (float(row[5]) / seconds[0] - 1), abs=0.3), "of the step of the first"
+        assert float(memory) == pytest.approx(int(row[8]) - int(rows[0][8]), abs=1)
+        assert float(part) > 0, "each says what it loses by"
     content = json.loads((folder / "plan.json").read_text())
     assert [one["layout"] for one in content["best"]] == [row[0] for row in rows]
     assert content["simulated"] <= 30
@@ -96,16 +112,16 @@ def test_proposals_leave_the_reserve_and_show_the_margin(answers: dict[str, Resu
     assert answer.code == 0, answer.output
     head, *rows = [re.split(r" {2,}", line) for line in answer.output.splitlines()[2:8]]
     shares = [int(row[head.index("of GPU")].rstrip("%")) for row in rows]
-    free = [int(row[head.index("GB free")]) for row in rows]
+    free = [int(row[head.index("GiB free")]) for row in rows]
     assert len(shares) == 5 and max(shares) <= 88
     content = json.loads((folder / "tight" / "plan.json").read_text())
     assert content["memory_reserve"] == 0.12
     assert all(one["bytes"] + one["bytes_free"] == pytest.approx(80e9) for one in content["seen"])
     assert all(one["memory_share"] <= 0.88 for one in content["seen"])
     assert [round(100 * one["memory_share"]) for one in content["best"]] == shares
-    assert [round(one["bytes_free"] / 1e9) for one in content["best"]] == free
+    assert [round(one["bytes_free"] / 2**30) for one in content["best"]] == free
     first = content["best"][0]
-    margin = f"{first['memory_share']:.0%} of 80.0 GB, {first['bytes_free'] / 1e9:.1f} GB free"
+    margin = f"{first['memory_share']:.0%} of 74.5 GiB, {first['bytes_free'] / 2**30:.1f} GiB free"
     page = (folder / "tight" / "plan.html").read_text()
     assert margin in answer.output and f"{margin}, fullest rank" in page and "without the reserve of 12%" in page
 
@@ -114,7 +130,7 @@ def test_a_layout_of_ones_own_inside_the_reserve_is_warned_of(answers: dict[str,
     answer = answers["tight by hand"]
     assert answer.code == 0 and "dp32_ep8: 32 ranks on GPUs" in answer.output
     [warning] = [line for line in answer.output.splitlines() if "plan.memory_reserve" in line]
-    assert warning.startswith("lightning_3d: dp32_ep8 is predicted to fill 97% of 80.0 GB on its fullest rank.")
+    assert warning.startswith("lightning_3d: dp32_ep8 is predicted to fill 97% of 74.5 GiB on its fullest rank.")
     advice = warning.partition(". Use ")[2].partition(" (")[0].split()
     (advised,) = run_commands([["train", *TIGHT_BY_HAND, *advice]])
     assert advice and advised.code == 0 and "plan.memory_reserve" not in advised.output, "what is advised leaves the reserve"
@@ -126,10 +142,11 @@ def test_a_plan_says_when_its_sequences_are_the_short_ones_of_the_data(answers: 
 
 
 def test_what_a_plan_prints_runs(answers: dict[str, Result]) -> None:
-    arguments = next(line for line in answers["large"].output.splitlines() if line.startswith("parallelism="))
-    (answer,) = run_commands([["train", *LARGE, "trainer.dry=true", *arguments.split()]])
+    arguments = next(line for line in answers["large"].output.splitlines() if line.startswith("lightning-3d train"))
+    assert arguments == answers["large"].output.splitlines()[-1], "the last line, so that it can be copied"
+    (answer,) = run_commands([[*shlex.split(arguments)[1:], "trainer.dry=true"]])
     assert answer.code == 0, answer.output
-    assert answer.output.startswith(arguments.split()[0].removeprefix("parallelism="))
+    assert f"parallelism={answer.output.partition(':')[0]} " in arguments
 
 
 def test_auto_chooses(answers: dict[str, Result]) -> None:
@@ -141,11 +158,12 @@ def test_auto_chooses(answers: dict[str, Result]) -> None:
 def test_what_does_not_fit_is_refused(answers: dict[str, Result]) -> None:
     refused = answers["too large"]
     assert refused.code == 2 and not refused.torch and refused.left == []
-    needed, there = map(float, re.findall(r"([0-9.]+) GB", refused.output)[:2])
-    assert needed > there == 80.0
-    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GB$", refused.output, flags=re.MULTILINE)}
+    needed, there = map(float, re.findall(r"([0-9.]+) GiB", refused.output)[:2])
+    assert needed > there == 74.5
+    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GiB$", refused.output, flags=re.MULTILINE)}
     assert table["all"] == needed == pytest.approx(sum(size for name, size in table.items() if name != "all"), abs=0.3)
-    assert table["weights"] == pytest.approx(2 * 8.03, abs=0.1) and table["optimizer"] == pytest.approx(12 * 8.03 / 8, abs=0.1)
+    assert table["weights"] == pytest.approx(2 * 8.03e9 / 2**30, abs=0.1)
+    assert table["optimizer"] == pytest.approx(12 * 8.03e9 / 8 / 2**30, abs=0.1)
     assert "force=true" in refused.output and "parallelism=auto" in refused.output
     assert answers["forced"].code == 0
     advice = refused.output.partition("\nUse ")[2].partition(" (")[0].split()
@@ -157,23 +175,23 @@ def test_what_does_not_fit_is_refused(answers: dict[str, Result]) -> None:
 def test_f20_what_this_machine_cannot_hold_is_refused(answers: dict[str, Result]) -> None:
     refused = answers["too large for this machine"]
     assert refused.code == 2 and not refused.torch and refused.left == [] and "Traceback" not in refused.output
-    needed, there = map(float, re.findall(r"([0-9.]+) GB", refused.output)[:2])
-    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GB$", refused.output, flags=re.MULTILINE)}
-    assert table["all"] == needed > there and table["weights"] == pytest.approx(4 * 70.55 * 2, rel=0.01), "of both data-parallel ranks"
+    needed, there = map(float, re.findall(r"([0-9.]+) GiB", refused.output)[:2])
+    table = {name: float(size) for name, size in re.findall(r"^  (\w+) +([0-9.]+) GiB$", refused.output, flags=re.MULTILINE)}
+    assert table["all"] == needed > there and table["weights"] == pytest.approx(4 * 70.55e9 * 2 / 2**30, rel=0.01), "of both ranks"
     assert "its 8 ranks on this machine" in refused.output and "force=true" in refused.output
 
 
 def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result]) -> None:
     answer = answers["too large for this machine, dry"]
     assert answer.code == 0 and not answer.torch and answer.output.startswith("tp2_pp2_dp2: 8 ranks on CPU")
-    assert re.search(r"^lightning_3d: tp2_pp2_dp2 needs about [0-9.]+ GB for its 8 ranks on this machine", answer.output, re.MULTILINE)
+    assert re.search(r"^lightning_3d: tp2_pp2_dp2 needs about [0-9.]+ GiB for its 8 ranks on this machine", answer.output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("auto on what is not known", "cannot plan for the cluster local, because its GPUs are unknown"),
-        ("nothing fits", "No layout of a model with 70.6 billion parameters fits on 8 GPUs with 80.0 GB each"),
+        ("nothing fits", "No layout of a model with 70.6 billion parameters fits on 8 GPUs with 74.5 GiB (80 GB) each"),
         ("all reserved", "85% of the memory must stay free (plan.memory_reserve=0.85), but dp8 would fill"),
         ("more than all reserved", "plan.memory_reserve must be a finite number between 0 and 0.9; got 1.0."),
         ("no such model", "llama9"),

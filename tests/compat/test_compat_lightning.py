@@ -16,6 +16,20 @@ from parity import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, throughputs_of
+from lightning_3d.compat.lightning_uses import reporting_uses
+
+
+def test_uses_are_reported_inside_the_context_only() -> None:
+    module, told = pl.LightningModule(), []
+    module.trainer = quiet_trainer()
+    for _ in range(2):  # the class is changed once
+        with reporting_uses(module, told.append):
+            assert module.logger is None and module.loggers == []
+            module.print()
+            pl.LightningModule().loggers  # noqa: B018 (another module)
+    assert module.logger is None and module.loggers == []
+    module.print()
+    assert told == 2 * ["logger", "logger", "print"]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch warns of it since 2.13")

@@ -43,7 +43,7 @@ def test_what_is_given_is_not_searched() -> None:
 
 def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
     small = {"layout": "dp8", "micro_batch_size": 4, "zero_stage": 1}
-    with pytest.raises(LayoutError, match=r"dp8 needs about [0-9.]+ GB on its fullest rank, but NVIDIA H100 SXM has 80.0 GB"):
+    with pytest.raises(LayoutError, match=r"dp8 needs about [0-9.]+ GiB on its fullest rank, but NVIDIA H100 SXM has 74.5 GiB \(80 GB\)"):
         planned(CONFIG, **LARGE, **small)
     assert planned(CONFIG, **LARGE, **small, force=True) == small
     assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
@@ -55,7 +55,7 @@ def test_a_reserve_is_left_free_and_a_named_layout_that_uses_it_is_warned_of() -
     full = planned(mixtral, **where, memory_reserve=0)
     assert full["layout"] != planned(mixtral, **where)["layout"]
     named = {"layout": full["layout"], "micro_batch_size": full["micro_batch_size"], "zero_stage": full["zero_stage"]}
-    with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 80.0 GB on its fullest rank. That leaves [0-9.]+ GB"):
+    with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 74.5 GiB on its fullest rank. That leaves [0-9.]+ GiB"):
         assert planned(mixtral, **where, **named) == named
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -69,9 +69,9 @@ def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pyte
     parameters = 8 * 8.03  # 10^9 of them, of all ranks
     needed = parameters * (4 + 4) + 8.03 * 8  # each has its weights and gradients, and an eighth of the moments
     monkeypatch.setattr("lightning_3d.planner.advice.available_memory", lambda: 0.98e9 * needed)
-    with pytest.raises(LayoutError, match=r"dp8 needs about \d+\.\d GB for its 8 ranks on this machine, but only") as caught:
+    with pytest.raises(LayoutError, match=r"dp8 needs about \d+\.\d GiB for its 8 ranks on this machine, but only") as caught:
         planned(CONFIG, **here, zero_stage=1)
-    assert float(re.findall(r"([0-9.]+) GB", str(caught.value))[0]) == pytest.approx(needed, rel=0.02)
+    assert float(re.findall(r"([0-9.]+) GiB", str(caught.value))[0]) == pytest.approx(needed * 1e9 / 2**30, rel=0.02)
     assert planned(CONFIG, **here, zero_stage=1, force=True)["layout"] == "dp8"
     advised = re.search(r"zero_stage=(\d)", str(caught.value))
     assert advised and planned(CONFIG, **here, zero_stage=int(advised[1]))["layout"] == "dp8", "what is advised is accepted"

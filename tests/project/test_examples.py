@@ -132,7 +132,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     output = capsys.readouterr().out
     differences = [float(number) for number in re.findall(r"difference (\S+)", output)]
     assert len(differences) == 12 and max(differences) < 1e-4
-    assert "tp2_pp2_dp2: 8 ranks on CPU" in output and re.search(r"bubble \d+\.\d%, fullest rank \d+\.\d MB", output)
+    assert "tp2_pp2_dp2: 8 ranks on CPU" in output and re.search(r"bubble \d+\.\d%, fullest rank \d+\.\d MiB", output)
     assert "steps ['13', '14']" in output, "resumed in another layout"
     assert output.count("skipped: parallelism=tp3") == 2 and re.search(r"best: job \d, (dp2|tp2), lr \d\.0?\d*", output)
     assert shown == ["outputs/notebook/three_d/report.html", "outputs/notebook/sweep/sweep.html"]

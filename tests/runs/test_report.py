@@ -293,11 +293,11 @@ def test_a_browser_shows_the_report_of_a_sweep(tmp_path: Path, width: int) -> No
     assert ["".join(link) for link in links] == ["0/report.html", "1/report.html"]
     body = seen.document.partition("<tbody>")[2].partition("</tbody>")[0]
     assert body.count("<tr") == 5 and "boom" in body, "a row for each job, and one for the reason of one with numbers"
-    assert "1.5K" in body and "25.0 %" in body and "2.00 MB" in body
+    assert "1.5K" in body and "25.0 %" in body and "1.91 MiB" in body
     points = re.findall(r"<circle[^>]*fill: var\(--(\w+)\)[^>]*data-tip=\"job (\d)", seen.document)
     assert sorted(points, key=lambda point: point[1]) == [("card", "0"), ("accent", "1"), ("card", "3")], "job 3 has failed"
     best = re.findall(r'<td class="number best">([^<]*)</td>', body)
-    assert best == ["25.0 %", "1.5K", "1.00 MB", "300 ms", "10 s"], "nothing of the job that has failed, though it was faster"
+    assert best == ["25.0 %", "1.5K", "977 KiB", "300 ms", "10 s"], "nothing of the job that has failed, though it was faster"
 
 
 def test_the_browser_would_tell(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import parity
@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from parity import Part, micro_batch_rows, quiet_trainer
 from plain_module import SEQUENCE, LanguageModel, TextData
 from ranks import run_ranks
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.strategy.model_size import ModelSize
 from lightning_3d.weights.initialize import initialize
 
 GLOBAL_BATCH, STEPS_PER_EPOCH = 16, 4
@@ -373,38 +375,76 @@ class WithExample(LanguageModel):
         return self.model(input_ids=tokens).logits
 
 
+class Counting(Callback):
+    """Keeps the numbers of parameters while parameters are sharded."""
+
+    counts = (0, 0)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.counts = cast(Any, trainer.strategy).parameter_counts
+
+
 class Shown(ModelSummary):
     """Keeps what it would print."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.totals: list[int] = []
+        self.columns: dict[str, list[str]] = {}
 
     def summarize(self, data: Any, total: int, trainable: int, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.totals.append(total)
+        self.columns = dict(data)
 
 
-def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list[int], int, str]:
-    """Parameters as shown and as this rank has them, and what is refused."""
+def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list[int], dict[str, list[str]], tuple[int, int], str]:
+    """Parameters as shown, the columns of the table, parameters of the model and of this rank, and what is refused."""
     shown = Shown(max_depth=2) if kind == "plain" else RichModelSummary(max_depth=2)
-    trainer, module, data = make(layout, [shown], max_epochs=1, limit_train_batches=1, limit_val_batches=0, **options)
+    counted = Counting()
+    trainer, module, data = make(layout, [shown, counted], max_epochs=1, limit_train_batches=1, limit_val_batches=0, **options)
     module = WithExample() if example else module
     try:
         trainer.fit(module, datamodule=data)
     except Exception as error:
-        return [], 0, f"{type(error).__name__}: {error}"
+        return [], {}, (0, 0), f"{type(error).__name__}: {error}"
     assert (module.example_input_array is not None) == example
-    return getattr(shown, "totals", []), sum(parameter.numel() for parameter in module.parameters()), ""
+    return getattr(shown, "totals", []), getattr(shown, "columns", {}), counted.counts, ""
 
 
 @pytest.mark.parametrize("example", by_default([False, True], 1), ids=["no example", "example"])
 @pytest.mark.parametrize(("layout", "options"), by_default([("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], 0), ids=str)
-def test_a_summary_shows_the_part_of_rank_0(layout: str, options: dict, example: bool) -> None:
+def test_a_summary_shows_the_whole_model_and_the_share_of_rank_0(layout: str, options: dict, example: bool) -> None:
     """With an example it calls the model, on all ranks; with a pipeline it does not."""
     [first, *others] = run_ranks(summary, world_size(layout), layout, "plain", example, **options)
-    assert first == ([first[1]], first[1], "") and first[1] > 0
-    assert all(totals == [] and message == "" for totals, _, message in others)
-    assert all(message == "" for _, _, message in run_ranks(summary, world_size(layout), layout, "rich", example, **options))
+    totals, columns, (whole, share), message = first
+    alone = LanguageModel()
+    with torch.device("meta"):
+        alone.configure_model()
+    assert message == "" and totals == [whole] == [sum(parameter.numel() for parameter in alone.parameters())]
+    assert 0.2 < share / whole < 0.8, "a half or a quarter, and what every rank has"
+    row = columns["Name"].index("model")
+    shown = [columns[name][row] for name in ("Type", "Params", "Params per Device")]
+    assert shown == [type(alone.model).__name__, get_human_readable_count(whole), get_human_readable_count(share)]
+    shares = [share, *(one[2][1] for one in others)]
+    assert sum(shares) >= whole and (sum(shares) < 1.1 * whole or layout != "pp2_dp2"), "ZeRO-3 keeps nothing twice but what is tied"
+    assert all(totals == [] and message == "" for totals, _, _, message in others)
+    assert all(message == "" for *_, message in run_ranks(summary, world_size(layout), layout, "rich", example, **options))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Embedding(10, 4), nn.Linear(4, 10)
+        self.leave.weight = self.enter.weight
+        self.leave.bias.requires_grad_(False)
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    with torch.device("meta"):
+        size = ModelSize.of(Tied())
+    assert (size.count(), size.count(trained=True)) == (50, 40)
+    assert (size.count("enter"), size.count("leave"), size.count("leave", trained=True)) == (40, 50, 40)
+    assert size.types["leave"] == "Linear" and size.modes == {True: 2}
 
 
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {

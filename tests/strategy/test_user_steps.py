@@ -1,5 +1,7 @@
 """Steps as people write them: other argument names, outputs beside the loss, metrics, a second Trainer, frozen parts."""
 
+import contextlib
+import io
 import warnings
 from typing import Any
 
@@ -127,6 +129,57 @@ def test_callbacks_of_every_rank_see_the_numbers_beside_the_loss() -> None:
     assert first[0]["largest"] == pytest.approx(expected, rel=1e-5), "one row a micro-batch, weighted as its loss"
     for other in others:
         assert all(step == pytest.approx(seen) for step, seen in zip(other, first, strict=True))
+
+
+class Prints(Steps):
+    """Prints before the call of the model or after it, as people do."""
+
+    def __init__(self, recipe: Recipe, early: bool) -> None:
+        super().__init__(recipe)
+        self.early = early
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        if self.early:
+            self.print("early")
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if not self.early:
+            self.print("late")
+            assert self.logger is None and self.loggers == []
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.print("end of a batch")
+
+
+def print_in_steps(layout: str, early: bool, **strategy: Any) -> tuple[list[str], list[str]]:
+    """Warnings, and printed lines."""
+    out = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
+        warnings.simplefilter("always")
+        strategy_trainer(layout, **strategy).fit(Prints(RECIPE, early), DataLoader(rows(), batch_size=BATCH))
+    return [str(one.message) for one in caught if str(one.message).startswith("self.")], out.getvalue().split()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the model", "after the model"])
+def test_prints_in_a_step_of_a_pipeline_are_warned_of_once(early: bool) -> None:
+    """Each case is warned of by the one rank that knows it: rank 0, or the last stage."""
+    (first, printed), (last, nothing) = run_ranks(print_in_steps, 2, "pp2", early)
+    assert (nothing, printed.count("end")) == ([], 4)
+    if early:
+        assert last == [] and len(first) == 1 and first[0].startswith("self.print is used before the step calls the model.")
+        assert printed.count("early") >= ROWS, "once for each micro-batch of one row"
+    else:
+        assert first == [] and "late" not in printed
+        assert [one.partition(" ")[0] for one in last] == ["self.print", "self.logger"]
+        assert all("does nothing" in one and "Use self.log" in one and "on_train_batch_end" in one for one in last)
+
+
+@pytest.mark.full
+def test_prints_in_a_step_are_not_warned_of_where_rank_0_has_the_loss() -> None:
+    """Without a pipeline, and in a schedule whose last stage is on rank 0."""
+    for layout, ranks, options in (("tp2", 2, {}), ("pp2", 2, {"schedule": "zbvzerobubble"})):
+        (said, printed), (others, _) = run_ranks(print_in_steps, ranks, layout, False, **options)
+        assert said == others == [] and printed.count("late") >= ROWS
 
 
 class Numbers(Module):

@@ -5,6 +5,7 @@ import io
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,6 +316,17 @@ def test_several_batches_of_a_step_are_one_row(tmp_path: Path) -> None:
     assert float(rows[0]["lr"]) == pytest.approx(OPTIMIZER["lr"] / 4) and rows[2]["val_loss"] and not rows[1]["val_loss"]
     assert [line.split(" |")[0] for line in out.getvalue().splitlines() if "tokens/s" in line] == ["step 1/3", "step 2/3", "step 3/3"]
     assert re.search(r"^steps +3$", table.getvalue(), re.MULTILINE) and re.search(r"^tokens +384$", table.getvalue(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("share", "more"), [(250, ", of which rank 0 keeps 250"), (1000, "")])
+def test_the_size_of_the_model_is_printed_when_a_fit_begins(share: int, more: str) -> None:
+    told = []
+    for rank in range(2):
+        out = io.StringIO()
+        strategy = SimpleNamespace(parameter_counts=(1000, share))
+        Summary("small", stream=out).on_fit_start(SimpleNamespace(strategy=strategy, is_global_zero=rank == 0), Tells())  # type: ignore[arg-type]
+        told.append(out.getvalue())
+    assert told == [f"small: 1,000 parameters{more}\n", ""]
 
 
 class Uneven(Callback):

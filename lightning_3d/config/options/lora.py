@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any
 
-from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, did_you_mean, install, listed
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,4 @@ class LoraOptions:
         if not names or not (isinstance(names, str) or all(isinstance(name, str) for name in names)):
             raise ConfigError(f"model.lora.target_modules must be names of layers, such as [q_proj,v_proj], or all-linear; got {names!r}.")
         if find_spec("peft") is None:
-            raise ConfigError('model.lora needs PEFT, which is not installed: pip install "lightning-3d[peft]".')
+            raise ConfigError(f"model.lora needs the package peft. {install('peft')}.")

@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 
-from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, did_you_mean, install, listed
 
 PRECISIONS = {"fp32": "32-true", "fp64": "64-true", "bf16": "bf16-true", "bf16_mixed": "bf16-mixed", "fp8": "bf16-true"}
 """`precision.name` and Lightning's name for it. For fp8 the strategy also gets `fp8=True`."""
@@ -68,7 +68,7 @@ def check_fp8_device(device: str, capability: tuple[int, int] | None) -> None:
 def check_fp8_library() -> None:
     """Refuse float8 if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise fp8_refused('needs torchao, which is not installed: pip install "lightning-3d[fp8]"')
+        raise ConfigError(f"precision=fp8 needs the package torchao. {install('fp8')}, or use precision=bf16.")
 
 
 def listed_capability() -> tuple[int, int] | None:

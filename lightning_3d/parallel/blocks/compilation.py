@@ -31,7 +31,7 @@ class Compilation:
         if device.type == "cpu" and not any(shutil.which(name) for name in names if name):
             raise ConfigError("On the CPU, compile=true needs a C++ compiler. Install g++ or clang++, or use compile=false.")
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-            raise ConfigError("On CUDA, compile=true needs Triton, which is not installed. Run pip install triton, or use compile=false.")
+            raise ConfigError("compile=true on CUDA needs the package triton. Install it with pip install triton, or use compile=false.")
         if find_schedule(schedule).split_backward:
             allow_second_backward()
         allow_graphs(2 * blocks)  # each block may be of a different kind, and the last batch may have another shape

@@ -116,6 +116,11 @@ class PipelineEngine:
         """Pipeline rank that owns the last stage."""
         return self._assignment.rank_of_stage[-1]
 
+    @property
+    def model_called(self) -> bool:
+        """True once the user's step, on the micro-batch and stage that run now, has called the model."""
+        return self._state.called
+
     def train(self, micro_batches: int, signature: Hashable, step: Step) -> None:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, unreduced.
 

@@ -111,6 +111,11 @@ class PipelineState:
             )
         return self.chunk
 
+    @property
+    def called(self) -> bool:
+        """True once the running step has called the model."""
+        return self._calls > 0
+
     def count_call(self) -> None:
         """Refuse a second call of the model in one step: its first call already ended the step on every earlier stage."""
         self._calls += 1

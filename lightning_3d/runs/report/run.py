@@ -19,7 +19,7 @@ from lightning_3d.runs.folder import read_wandb_file
 from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.runs.report.page import show_count, show_percent, show_seconds, write_page
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED, RUNNING, read_status
-from lightning_3d.storage.numbers import show_bytes
+from lightning_3d.storage.numbers import show_memory
 from lightning_3d.tracing.trace import (
     FORWARD,
     KINDS,
@@ -232,8 +232,8 @@ class _RunPage:
             more = f"ideal: {show_percent(predicted)}" if predicted is not None else f"step {trace.step}"
             tiles.append(("bubble", "Bubble", show_percent(trace.bubble), more))
             capacity = self.about.memory
-            more = f"{show_percent(trace.peak_memory / capacity)} of {show_bytes(capacity)}" if capacity else "peak of the fullest rank"
-            tiles.append(("memory", "Memory", show_bytes(trace.peak_memory), more))
+            more = f"{show_percent(trace.peak_memory / capacity)} of {show_memory(capacity)}" if capacity else "peak of the fullest rank"
+            tiles.append(("memory", "Memory", show_memory(trace.peak_memory), more))
         else:
             tiles += [("bubble", "Bubble", "–", "no step was traced"), ("memory", "Memory", "–", "no step was traced")]
         return [dict(zip(("id", "label", "value", "more"), tile, strict=True)) for tile in tiles]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, install
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.runs.slurm_request import SlurmRequest
@@ -83,7 +83,7 @@ class SlurmEngine:
         try:
             import submitit
         except ImportError as error:
-            raise ConfigError('hydra/launcher=slurm needs the package submitit. Install it: pip install "lightning-3d[slurm]".') from error
+            raise ConfigError(f"hydra/launcher=slurm needs the package submitit. {install('slurm')}.") from error
         absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
         if resources.executor == "slurm" and absent:
             raise ConfigError(

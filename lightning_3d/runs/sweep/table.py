@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_3d.runs.report.sweep import SWEEP_FILE
 from lightning_3d.runs.sweep.results import METRICS, Outcome
+from lightning_3d.storage.numbers import show_memory
 
 _FEWEST_CHARACTERS = 6
 _GAP = "  "
@@ -73,7 +74,7 @@ _SHOWN = (
     ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
     ("step_seconds", "s/step", lambda value: f"{value:.3f}"),
     ("bubble", "bubble", lambda value: f"{100 * value:.1f} %"),
-    ("memory", "MB", lambda value: f"{value / 1e6:,.0f}"),
+    ("memory", "memory", show_memory),
     ("seconds", "time", _duration),
 )
 

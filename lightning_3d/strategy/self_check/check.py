@@ -25,7 +25,7 @@ from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages
-from lightning_3d.storage.numbers import gigabytes
+from lightning_3d.storage.numbers import gibibytes
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
 from lightning_3d.strategy.self_check.explain import Explanation, first_line
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
@@ -296,7 +296,7 @@ class _Comparison:
             free = psutil.virtual_memory().available // max(1, self._layout.world_size)
         if need <= free // 2:
             return None
-        return f"a block of each kind takes about {gigabytes(need)}, more than half of the {gigabytes(free)} that are free for this rank."
+        return f"a block of each kind takes about {gibibytes(need)}, more than half of the {gibibytes(free)} that are free for this rank."
 
     def _left_out(self, whole: nn.Module) -> tuple[str, ...]:
         layers = self._plan.layers

@@ -25,6 +25,7 @@ from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
+from lightning_3d.strategy.step.rank_zero_uses import RankZeroUses
 from lightning_3d.strategy.step.totals import BatchTotals
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.trace import REDUCE, StepTrace
@@ -104,6 +105,7 @@ class StepRunner:
         self.after_first_backward = after_first_backward
         self._routers = routers
         self._log = StepLog(module, mesh, engine.last_rank, device)
+        self._uses = RankZeroUses(module, mesh, engine)
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
         self._accumulated = 0.0
@@ -196,7 +198,8 @@ class StepRunner:
             self._routers.expect(micro_batches.rows, filler=filler)
         self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
         try:
-            with self._context(hook), self._log.collecting(), unchanged_metrics(self._module) if filler else nullcontext():
+            unchanged = unchanged_metrics(self._module) if filler else nullcontext()
+            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged:
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
         except RuntimeError as error:
             self._explain_shape(error)

@@ -1,4 +1,4 @@
-"""Callback that prints a table when a fit has ended."""
+"""Callback that prints the size of the model when a fit begins, and a table when it has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 
 class Summary(Callback):
-    """Print a table when a fit has ended: model, layout, steps, speed, losses, entropies of the text, checkpoint.
+    """Print the size of the model when a fit begins. When it has ended, print a table: model, layout, steps, speed, losses, entropies of
+    the text, checkpoint.
 
     Args:
         model_name: model name for the first row; None uses the type of the configuration or the module's class.
@@ -32,6 +33,14 @@ class Summary(Callback):
         self._tokens = 0.0
         self._seconds = 0.0
         self._losses: deque[float] = deque(maxlen=20)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        counts = getattr(trainer.strategy, "parameter_counts", None)
+        if trainer.is_global_zero and counts is not None:
+            whole, share = counts
+            kept = f", of which rank 0 keeps {share:,}" if share < whole else ""
+            self._print(f"{self._name(pl_module)}: {whole:,} parameters{kept}")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,8 +78,10 @@ class Summary(Callback):
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and self._steps:
-            out = self._stream if self._stream is not None else sys.stdout
-            print("\n" + format_table(self.rows(trainer, pl_module)), file=out, flush=True)
+            self._print("\n" + format_table(self.rows(trainer, pl_module)))
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream if self._stream is not None else sys.stdout, flush=True)
 
     def rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
         """Rows of the table, as (label, value)."""
@@ -96,10 +107,12 @@ class Summary(Callback):
         return rows
 
     def _describe_model(self, pl_module: LightningModule) -> str:
-        config = getattr(pl_module, "config", None)
-        name = self._model_name or getattr(config, "model_type", None) or type(pl_module).__name__
-        count = getattr(pl_module, "parameter_count", 0)
+        name, count = self._name(pl_module), getattr(pl_module, "parameter_count", 0)
         return f"{name}, {count:,} parameters" if count else name
+
+    def _name(self, pl_module: LightningModule) -> str:
+        config = getattr(pl_module, "config", None)
+        return str(self._model_name or getattr(config, "model_type", None) or type(pl_module).__name__)
 
 
 def _describe_layout(trainer: Trainer) -> str:

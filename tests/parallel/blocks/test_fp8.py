@@ -254,7 +254,8 @@ def test_f17_devices_without_float8(device: str, capability: tuple[int, int] | N
 
 
 def test_f17_without_torchao() -> None:
-    with mock.patch.object(importlib.util, "find_spec", return_value=None), pytest.raises(ConfigError, match=r'"lightning-3d\[fp8\]". Use'):
+    said = r'"lightning-3d\[fp8\]", or use precision=bf16'
+    with mock.patch.object(importlib.util, "find_spec", return_value=None), pytest.raises(ConfigError, match=said):
         precision.check_fp8_library()
 
 

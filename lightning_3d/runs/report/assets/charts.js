@@ -6,9 +6,9 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignif
 const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 function bytes(value) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let place = 0;
-  while (value >= 999.5 && place + 1 < units.length) { value /= 1000; place += 1; }
+  while (value >= 999.5 && place + 1 < units.length) { value /= 1024; place += 1; }
   return `${place === 0 || value >= 100 ? whole.format(value) : value.toPrecision(3)} ${units[place]}`;
 }
 function seconds(value) {

@@ -1,0 +1,84 @@
+"""The command line that trains with a layout of the planner. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_3d.config.compose import compose
+from lightning_3d.config.run_config import GROUPS
+from lightning_3d.errors import listed
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.tables import describe
+
+_GROUPS = ("model", "cluster")
+_BATCH = ("global_batch_size", "sequence_length")
+
+
+def training_words(overrides: Sequence[str], job: Job) -> list[str]:
+    """Return overrides with which a run has the model, cluster and data of the plan, and exactly the layout of `job`.
+
+    Model, cluster and batch are always named, so that the command does not depend on defaults. Words about keys that the planner chose
+    are replaced.
+    """
+    wanted = _chosen(job)
+    replaced = {"parallelism", "trainer.dry", *(f"parallelism.{key}" for key in wanted)}
+    words = [word for word in overrides if _key(word) not in replaced]
+    choices = compose(words)["hydra"]["runtime"]["choices"]
+    if not choices.get("recipe"):  # a recipe names its model, cluster and batch
+        given = {_key(word) for word in words}
+        words = [f"{group}={choices[group]}" for group in _GROUPS if group not in given] + words
+        values = zip(_BATCH, (job.global_batch, job.seq), strict=True)
+        words += [f"data.{key}={value}" for key, value in values if f"data.{key}" not in given]
+    words += describe(job).split()
+    # What `describe` leaves out has its default, unless a recipe or a debug option sets it.
+    found = compose(words)["parallelism"]
+    return words + [f"parallelism.{key}={_text(value)}" for key, value in wanted.items() if not _same(found.get(key), value, key, job)]
+
+
+def introduce(words: Sequence[str], machine: Machine) -> str:
+    """Say what the command with these words does, how it is started on several nodes, and which keys it still needs."""
+    sentences = ["This command trains with the fastest layout"]
+    missing = sorted(OmegaConf.missing_keys(OmegaConf.masked_copy(compose(words), list(GROUPS))))
+    if missing:
+        sentences[0] += f", after you add {listed(f'{key}=...' for key in missing)}"
+    if machine.nodes > 1:
+        sentences.append("For several nodes, start it with srun, or replace train by launch slurm")
+    return ". ".join(sentences) + ":"
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _chosen(job: Job) -> dict[str, Any]:
+    """Keys of `parallelism` that the planner chooses, without the layout itself, and those that exclude a choice."""
+    nothing = {"recompute_every": 1, "recompute_keep": None} if job.recompute == "none" else {}
+    return {
+        **nothing,
+        "micro_batch_size": job.micro_batch,
+        "zero_stage": job.zero,
+        "schedule": job.schedule,
+        "vp": job.layout.vp,
+        "recompute": job.recompute,
+        "sequence_parallel": job.sequence_parallel,
+        "order": list(job.layout.order),
+    }
+
+
+def _same(found: Any, wanted: Any, key: str, job: Job) -> bool:
+    """Return whether a key has the wanted value, or has no effect in this layout, or is left open and follows from the layout's name."""
+    if (key == "schedule" and job.layout.pp == 1) or (key == "sequence_parallel" and job.layout.tp == 1):
+        return True
+    if found is None and wanted is not None:
+        return key in ("vp", "sequence_parallel")
+    return bool(found == wanted)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
