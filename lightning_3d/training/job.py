@@ -19,6 +19,7 @@ from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
+from lightning_3d.ranks.progress import shown, task
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.supervisor import can_fork, cores, launch
 from lightning_3d.runs.ending import CommandLine, last_lines
@@ -167,7 +168,8 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
         threads = int(os.environ["OMP_NUM_THREADS"])
     fork = _may_fork(frozen["trainer"]["start_method"], plan.accelerator)
     if fork:
-        _import_all(frozen)
+        with shown(), task("importing torch and Transformers"):
+            _import_all(frozen)
         fork = can_fork()
     outcome = launch(run_rank, (frozen,), count, logs=folder.path / LOGS, fork=fork, threads=threads)
     if outcome.message is not None:

@@ -213,8 +213,9 @@ class Sweep:
 
 
 def _numbers(outcome: Outcome) -> str:
+    missing = "no numbers: it wrote no metrics.csv (add the callback lightning_3d.training.callbacks.MetricsCSV)"
     names = {"loss": "loss {:.4f}", "val_loss": "validation loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "seconds": "{:.0f} s"}
-    return ", ".join(text.format(outcome.numbers[name]) for name, text in names.items() if name in outcome.numbers) or "no numbers"
+    return ", ".join(text.format(outcome.numbers[name]) for name, text in names.items() if name in outcome.numbers) or missing
 
 
 def _require_own_folders(entries: Sequence[Entry]) -> None:
