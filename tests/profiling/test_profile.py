@@ -143,7 +143,7 @@ def test_the_best_are_run_and_compared(answers: dict[str, Result]) -> None:
     for row in rows[1:]:
         assert float(row[1]) > 0 and float(row[2]) > 0
         assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), rel=0.05, abs=0.01)
-        assert re.fullmatch(r"[0-9.]+ [kMG]B", row[5])
+        assert re.fullmatch(r"[0-9.]+ [KMG]iB", row[5])
 
 
 def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Result]) -> None:

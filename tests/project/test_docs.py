@@ -111,7 +111,7 @@ def check_command(command: Command, folder: Path) -> None:
         check_subcommand(words[1], words[2:], folder)
     elif words[:3] == ["pip", "install", "-e"]:
         assert words[3:] == ["."]
-    elif words[:2] == ["pip", "install"] and words[2:] != ["copier"]:
+    elif words[:2] == ["pip", "install"]:
         extra = re.fullmatch(r"lightning-3d\[(\w+)\]", words[2])
         assert words[2:] == ["copier"] or (extra and extra[1] in PROJECT["optional-dependencies"])
     elif words[0] == "make":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from lightning_3d.errors import ConfigError, did_you_mean
 
@@ -17,8 +16,9 @@ def check_plan(plan: Any, self_check: str) -> Any:
     Raises:
         ConfigError: another value, or "auto" without the self-check that proves the drafted plan.
     """
-    if OmegaConf.is_config(plan):
-        plan = OmegaConf.to_container(plan, resolve=True)
+    omegaconf = sys.modules.get("omegaconf")  # only who imported it can have made a configuration; a script may lack it
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(plan):
+        plan = omegaconf.OmegaConf.to_container(plan, resolve=True)
     if isinstance(plan, str) and plan != AUTO:
         raise ConfigError(f'plan must be "auto" or a dictionary with the keys "tp" and "pp"; got "{plan}".{did_you_mean(plan, [AUTO])}')
     if plan is not None and not isinstance(plan, (str, dict)):

@@ -119,7 +119,8 @@ class Explanation:
 
 def _shared_keys(whole: nn.Module, cuts: Mapping[str, str]) -> str:
     """Advise how to share keys and values where some column-parallel layers have fewer rows than others; else ""."""
-    rows = {name: getattr(whole.get_submodule(name), "out_features", 0) for name, style in cuts.items() if style == "colwise"}
+    layers = dict(whole.named_modules())
+    rows = {name: getattr(layers.get(name), "out_features", 0) for name, style in cuts.items() if style == "colwise"}
     smaller = [name.rpartition(".")[2] for name, count in rows.items() if count < max(rows.values())]
     if not smaller:
         return ""
