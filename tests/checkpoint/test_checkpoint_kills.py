@@ -15,6 +15,7 @@ from parity import Cell
 from quick_runs import QUICK
 from saving import check_checkpoints
 from starts import in_fresh_process
+from sweeps import by_default
 
 SEED = int(os.environ.get("FAULTS_SEED", random.randrange(10**6)))
 SIX = tuple(phase for phase in KillInSave.PHASES if phase != "before the manifest")
@@ -35,7 +36,7 @@ LONG = [  # 14 kills each
 ]
 
 
-@pytest.mark.parametrize("chain", SHORT.values(), ids=SHORT)
+@pytest.mark.parametrize("chain", by_default([*SHORT.values()], 1), ids=SHORT)
 def test_f27_a_killed_run_goes_on_from_the_newest_complete_checkpoint(chain: Chain, tmp_path: Path) -> None:
     print(f"FAULTS_SEED={SEED}")
     assert in_fresh_process(run_chain, chain, SEED, tmp_path) == 6

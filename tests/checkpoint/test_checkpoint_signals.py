@@ -107,6 +107,7 @@ def goes_on(cell: Cell, run: Path, saved: int, expected: Values) -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.layout)
+@pytest.mark.full
 def test_f51_sigterm_saves_before_the_run_ends(cell: Cell, tmp_path: Path) -> None:
     in_fresh_process(told_to_end, tmp_path, cell, SIGTERM)
 

@@ -348,7 +348,8 @@ def hanging_disk(run: Path, asynchronous: bool) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step}.ckpt" for step in (2, 4, 6, 8)]
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_f33_a_save_that_hangs_ends_the_run_and_names_rank_and_file(asynchronous: bool, tmp_path: Path) -> None:
     in_fresh_process(hanging_disk, tmp_path, asynchronous)
 

@@ -31,7 +31,7 @@ def checked(words: list[str]) -> RunPlan:
     return plan_run(compose([*words, "trainer.dry=true", "cluster.accelerator=gpu"]), None, Advice())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name == "a recipe" else name for name in CASES])
 def test_the_command_trains_as_the_planner_chooses(name: str) -> None:
     """With `parallelism=auto`, a run has the layout that the command names."""
     overrides = CASES[name]

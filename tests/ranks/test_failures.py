@@ -225,6 +225,7 @@ def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() ->
     assert told.count("lightning_3d: rank") == 1
 
 
+@pytest.mark.full
 def test_watcher_inside_a_store_does_not_abort_a_process_that_ends() -> None:
     """A daemon thread that returns from C++ code after the interpreter has ended aborts the process with SIGABRT."""
     ended = run_script(

@@ -89,6 +89,7 @@ def test_other_commands_that_are_killed_take_their_ranks_along(command: list[str
             process.kill()
 
 
+@pytest.mark.full
 def test_rank_0_that_fails_before_the_ranks_meet_ends_them_all(tmp_path: Path) -> None:
     run = Run(SCRIPT, "failure", tmp_path)
     assert run.process.wait(120) == 1, run.log.read_text()

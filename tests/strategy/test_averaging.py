@@ -202,7 +202,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "options"), by_default(RUNS, 1, 4), ids=str)
+@pytest.mark.parametrize(("kind", "layout", "options"), by_default(RUNS, 1), ids=str)
 def test_an_average_equals_that_of_one_process(
     kind: str, layout: str, options: dict[str, Any], one_process: Any, tmp_path: Path
 ) -> None:

@@ -215,7 +215,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("tp2_pp2", {"zero_stage": 1}),
+        pytest.param("tp2_pp2", {"zero_stage": 1}, marks=full),
         pytest.param("pp2_dp2", {"zero_stage": 2, "schedule": "Interleaved1F1B"}, marks=full),
         ("dp2", {"zero_stage": 3}),
         *(

@@ -138,6 +138,7 @@ def test_the_position_in_the_data_is_part_of_the_checkpoint(trained: dict[str, A
     assert seen.losses == pytest.approx(trained["seen"].losses[10:], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_resumed_in_a_later_epoch_sees_the_same_samples(tmp_path: Path) -> None:
     """325 samples: 5 batches of 64 an epoch."""
     whole, rest = Seen(), Seen()

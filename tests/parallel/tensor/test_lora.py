@@ -74,7 +74,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(FAMILIES, 2, 5), ids=names)
+@pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(FAMILIES, 2), ids=names)
 def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model, steps=6)
 
@@ -181,6 +181,7 @@ def dropout_on_rank(recipe: Recipe, layout: str) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Finetuned(recipe), layout=layout, micro_batch_size=4, schedule="1F1B")
 
 
+@pytest.mark.full
 def test_dropout_of_adapters_is_the_same_on_all_ranks_that_hold_their_input() -> None:
     """Column-parallel layers with adapters see one mask, however many ranks share them; row-parallel ones a mask of their part."""
     columns = EVERYWHERE | {"target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"]}
