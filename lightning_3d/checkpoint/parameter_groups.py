@@ -135,7 +135,7 @@ def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str
     values = {repr({k: v for k, v in _groups(states[stage])[place].items() if k != _NAMES}) for stage, place in found}
     if len(values) > 1:
         raise CheckpointError(
-            f"Parameter group {index} has parameters that were in {len(found)} groups with different hyperparameters when the checkpoint"
+            f"Parameter group {index} has parameters that were in {len(values)} groups with different hyperparameters when the checkpoint"
             f" was saved, for example {names[0]}. To resume, return the same groups from configure_optimizers."
         )
     return found[0]

@@ -106,7 +106,7 @@ def _built(made: Any, settings: dict[str, Any], what: str) -> Any:
         return module
 
     if not isinstance(made, nn.Module) and not callable(made):
-        raise ConfigError(f"{what} must be an nn.Module, or a class or function that makes one; it is a {type(made).__name__}.")
+        raise ConfigError(f"{what} must be an nn.Module, or a class or function that returns one; got {type(made).__name__}.")
     if isinstance(made, nn.Module) and settings:
         raise ConfigError(f"{what} is a module already, so it takes no arguments; got {listed(settings)}.")
     try:
@@ -118,7 +118,7 @@ def _built(made: Any, settings: dict[str, Any], what: str) -> Any:
         except TypeError as error:
             raise ConfigError(f"{what} cannot be called: {error}. Pass its arguments as KEY=VALUE.") from None
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"{what} must make an nn.Module; it made a {type(module).__name__}.")
+        raise ConfigError(f"{what} must return an nn.Module; got {type(module).__name__}.")
     return module
 
 

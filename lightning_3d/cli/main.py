@@ -76,7 +76,7 @@ Tensor x pipeline x data x context x expert parallel training, driven by Hydra c
 Options:
 {table([("--version", "print the version"), ("-h, --help", "show this help; lightning-3d COMMAND --help explains a command")])}
 
-Shell completion for train, in bash, zsh or fish: eval "$(lightning-3d -sc install=bash)"
+Shell completion for train: eval "$(lightning-3d -sc install=bash)" in bash or zsh
 """
 
 _REFUSED = Lightning3DError.exit_code

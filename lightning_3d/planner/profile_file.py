@@ -151,7 +151,7 @@ def read_profile(path: Path) -> Profile:
         )
         lacking = [kind for kind in _ONCE if not profile.of(kind)]
         if lacking:
-            raise ValueError(f"nothing of kind {lacking[0]} was measured")
+            raise ValueError(f"it has no measurements of {lacking[0]}")
         for one in profile.operations:
             _positive(one["seconds"])
         stack_of_profile(profile, machine_of_profile(profile), Stack())

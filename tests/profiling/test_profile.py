@@ -160,7 +160,7 @@ def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Re
         ("no format", "other.json is not a profile"),
         ("cut off", "cut.json cannot be read: it is not JSON"),
         ("negative seconds", "negative.json is damaged: ValueError: -"),
-        ("few operations", "few.json is damaged: ValueError: nothing of kind copy was measured"),
+        ("few operations", "few.json is damaged: ValueError: it has no measurements of copy"),
         ("no GPUs", "has GPUs, so 2 ranks need 2 GPUs on this machine, which has 0"),
         ("no ranks", "--ranks must be a whole number of at least 1; got 0."),
         ("no folder", "there is no folder /nowhere/at"),

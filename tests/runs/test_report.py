@@ -141,7 +141,7 @@ def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
     page = Page(folder / "report.html")
     assert "This run failed after step 2, with exit code 1." in page.words
     assert "ValueError: <b>no</b> & nothing" in page.words, "text, not tags"
-    assert "not a finite number in 1 step, first in step 2" in page.words
+    assert "NaN or infinite in 1 step, first in step 2" in page.words
     assert page.data["curve"]["loss"] == [5.5, None]
     assert "<script>x" not in page.source and "</script><script>x" in page.words
 

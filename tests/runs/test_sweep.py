@@ -120,7 +120,7 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "s" / "go").touch()
     again, said = run(tmp_path / "s", entries)
     assert statuses(again) == ["finished", "finished"] and again.exit_code == 0
-    assert "job 0 finished before: number=0" in said and "job 1 did not finish last time and restarts" in said
+    assert "job 0 (number=0) had already finished" in said and "job 1 did not finish last time and restarts" in said
     assert (tmp_path / "s" / "0" / "count").read_text() == "x\n"
     assert (tmp_path / "s" / "1" / "count").read_text() == "x\n", "it began in an empty folder"
     assert (tmp_path / "s" / "earlier" / "1" / "count").read_text() == "x\n", "nothing is lost"

@@ -134,7 +134,7 @@ def test_other_apps_run_their_own_function_in_fresh_processes(tmp_path: Path) ->
     assert said == ["{'x': 1, 'y': 1, 'text': 'a b, c', 'number': 0} True", f"group {tmp_path.name}/s"]
     assert yaml.safe_load((Path(rows[1]["folder"]) / ".hydra" / "overrides.yaml").read_text()) == ["x=2", "text='a b, c'"]
     again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=120)
-    assert "job 0 finished before" in again.stdout and "[1/1] job 1" in again.stdout
+    assert "had already finished" in again.stdout and "[1/1] job 1" in again.stdout
 
 
 def test_basic_launcher_stays_the_default_of_other_apps(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_sweep_of_six_layouts_killed_half_way_and_started_again(tmp_path: Path) 
     finished = {job: (sweep / job / "status.json").stat().st_mtime_ns for job in "01"}
     again = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=2400)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count(" finished before: ") == 2 and "[4/4] job 5" in again.stdout
+    assert again.stdout.count(" had already finished: ") == 2 and "[4/4] job 5" in again.stdout
     assert "job 2 did not finish last time and restarts" in again.stdout
     assert {job: (sweep / job / "status.json").stat().st_mtime_ns for job in "01"} == finished
     with (sweep / "sweep.csv").open() as file:

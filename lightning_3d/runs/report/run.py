@@ -240,7 +240,7 @@ class _RunPage:
 
     def _not_finite(self) -> str:
         steps = [row["step"] for row in self.rows if row.get("loss") and not _finite(row["loss"])]
-        return f"not a finite number in {len(steps)} step{'s' * (len(steps) != 1)}, first in step {steps[0]}" if steps else ""
+        return f"NaN or infinite in {len(steps)} step{'s' * (len(steps) != 1)}, first in step {steps[0]}" if steps else ""
 
     def _timeline(self) -> dict[str, Any] | None:
         trace = self.trace

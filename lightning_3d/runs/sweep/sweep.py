@@ -154,7 +154,7 @@ class Sweep:
         batch = [self.outcomes[entry.number] for entry in entries]
         counts = {
             "to run": len(jobs),
-            "finished before": sum(outcome.before for outcome in batch),
+            "already finished": sum(outcome.before for outcome in batch),
             "checked only": sum(outcome.status == CHECKED for outcome in batch),
             "skipped": sum(outcome.status == SKIPPED for outcome in batch),
         }
@@ -166,7 +166,7 @@ class Sweep:
             if outcome.status in (SKIPPED, CHECKED):
                 self._say(f"      job {outcome.number} {outcome.status}: {what}: {outcome.reason}")
             elif outcome.before:
-                self._say(f"      job {outcome.number} finished before: {what}: {_numbers(outcome)}")
+                self._say(f"      job {outcome.number} ({what}) had already finished: {_numbers(outcome)}")
 
     def _describe(self, overrides: Sequence[str]) -> str:
         """Name a job by the keys in which it differs from the others."""
