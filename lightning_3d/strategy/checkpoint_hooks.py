@@ -113,7 +113,8 @@ class CheckpointHooks(RankHooks):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint. Where the storage fails during a fit, training warns and continues; see `on_train_end`."""
         if self._has_failed_alone():
-            warnings.warn("No checkpoint is written, because this rank has failed and the other ranks cannot take part in saving one.", stacklevel=2)
+            why = "because this rank has failed and the other ranks cannot take part in saving one"
+            warnings.warn(f"No checkpoint is written, {why}.", stacklevel=2)
             return
         if storage_options is not None:
             raise ConfigError(
