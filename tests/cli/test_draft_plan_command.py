@@ -59,7 +59,7 @@ def test_incomplete_plan_says_what_is_missing(answers: dict[str, Result]) -> Non
         ("no equals", ["KEY=VALUE", '"heads"']),
         ("no such argument", ["foreign_gpts:NanoGPT cannot be called", "'head'"]),
         ("does not run", ["NanoGPT does not run", "example_input_array"]),
-        ("a number", ["must be an nn.Module", "it is a int"]),
+        ("a number", ["must be an nn.Module", "returns one; got int"]),
         ("no such option", ["--no-check"]),
     ],
 )

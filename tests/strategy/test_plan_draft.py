@@ -20,6 +20,8 @@ from lightning_3d import Cut, Lightning3DStrategy
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy.plan_draft import Draft, draft_plan
+from lightning_3d.strategy.plan_draft.auto import where_it_works
+from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
 
 Make = Callable[[], nn.Module]
@@ -250,3 +252,11 @@ def test_model_without_a_plan_is_refused_with_a_draft_and_auto_with_reasons(tmp_
         assert message.endswith('Pass it as Lightning3DStrategy("tp2", plan=plan), or pass plan="auto".')
     for message in run_ranks(refusal, 2, "tp2", "auto", str(tmp_path), foreign_gpts.with_conv1d()):
         assert 'plan="auto" cannot derive the whole plan of NanoGPT for tp2' in message and "(Conv1D)" in message
+
+
+def test_an_incomplete_draft_names_the_layout_in_which_it_works() -> None:
+    pp = {"embed": (["inputs"], ["hidden"]), "h": (["hidden"], ["hidden"])}
+    layout = Layout.parse("tp2_pp2_dp2")
+    draft = Draft("", "GPT", {"pp": pp}, 2, {"tp": ("cannot be sharded",)}, (), Inputs())
+    assert 'Lightning3DStrategy("pp2_dp4", plan="auto")' in where_it_works(draft, layout)
+    assert where_it_works(draft, Layout.parse("tp2")) == ""

@@ -194,7 +194,8 @@ class Sweep:
             return
         outcomes = self._sorted()
         keys = swept_keys(outcomes, self._known)
-        width = shutil.get_terminal_size((120, 24)).columns
+        out = self._out or sys.stdout
+        width = shutil.get_terminal_size((120, 24)).columns if out.isatty() else sys.maxsize  # a file has no width
         self._say("\n" + format_table(outcomes, keys, width))
         for outcome in outcomes:
             if outcome.status in (SKIPPED, FAILED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -55,8 +56,17 @@ def with_draft(error: NoPlanError, root: nn.Module, mesh: Mesh, name: str | None
         return NoPlanError(f"{error} No draft of a plan can be made. {reasons}")
     complete = not any(draft.problems.get(axis) for axis in ("tp", "pp") if getattr(layout, axis) > 1)
     use = f'Pass it as Lightning3DStrategy("{layout}", plan=plan), or pass plan="auto".'
-    use = use if complete else "It is incomplete; its comments say why."
+    use = use if complete else f"It is incomplete; its comments say why. {where_it_works(draft, layout)}"
     return NoPlanError(f"{error} This is a draft for {draft.model}:\n\n{as_python(draft)}\n\n{use}")
+
+
+def where_it_works(draft: Draft, layout: Layout) -> str:
+    """Name the nearest layout for which an incomplete draft is complete; "" if none uses it."""
+    degrees = {axis: getattr(layout, axis) for axis in ("tp", "pp") if axis in draft.plan and not draft.problems.get(axis)}
+    if all(degree == 1 for degree in degrees.values()):
+        return ""
+    fitting = Layout(**degrees, dp=layout.tp * layout.pp * layout.dp // math.prod(degrees.values()))
+    return f'As it is, it works in {fitting}: use Lightning3DStrategy("{fitting}", plan="auto").'
 
 
 def _declares_all(root: nn.Module, layout: Layout, name: str | None) -> bool:
