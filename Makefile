@@ -1,6 +1,7 @@
 # make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
 # make test       lint, types and tests, in two workers; WORKERS=1 runs one test after the other
 # make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
+# make test-cuda  the CUDA paths on simulated GPUs, with torch's CUDA build in an environment of its own; see tools/cuda_sim/README.md
 # make docs       the documentation, into site/
 # make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
@@ -8,6 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 ARGS ?=
 SHARD ?=
 AGAIN ?=
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults lint types style imports docs browser clean-venv
+.PHONY: train test test-full test-faults test-cuda lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -31,6 +33,9 @@ test-full: $(VENV)/.installed-test
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m faults $(ARGS)
+
+test-cuda: $(CUDA_VENV)/.installed
+	$(CUDA_VENV)/bin/python -m pytest tests/cuda -m cuda -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-test
 	@$(MAKE) --no-print-directory --jobs=2 types style imports
@@ -52,7 +57,7 @@ browser:
 	@sh tools/install_chromium.sh
 
 clean-venv:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CUDA_VENV)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -69,4 +74,8 @@ $(VENV)/.installed: pyproject.toml setup.py $(VENV)/.torch
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install -e ".[test]"
+	touch $@
+
+$(CUDA_VENV)/.installed: $(VENV)/.installed-test $(wildcard tools/cuda_sim/*.py tools/cuda_sim/native/*)
+	$(BIN)/python tools/cuda_sim/make_environment.py $(CUDA_VENV) $(BIN)/python
 	touch $@

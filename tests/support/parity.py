@@ -5,6 +5,7 @@ and every final weight are compared with the plain loop of ``reference.py``.
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 TOLERANCES = {"float32": (1e-5, 5e-5), "float64": (1e-10, 1e-10)}
 NOISE_FACTOR = 3
 QUIET = Noise(0.0, 0.0, 0.0)
+ACCELERATOR = "LIGHTNING_3D_TEST_ACCELERATOR"
 PRECISIONS = {"float32": "32-true", "float64": "64-true", "bfloat16": "bf16-true"}
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -323,9 +325,9 @@ class StepValues(pl.Callback):
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:
-    """A Trainer on CPU that writes no files and draws no bars."""
+    """A Trainer that writes no files and draws no bars, on CPU unless the variable ACCELERATOR says otherwise (`tests/cuda`)."""
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": os.environ.get(ACCELERATOR, "cpu"),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -341,7 +343,7 @@ def train_on_rank(recipe: Recipe, *, eager: bool = False, **strategy: Any) -> Pa
 
 
 def fit_on_rank(
-    recipe: Recipe, rows: Dataset, module: "Module", *, batches: bool = False, accumulate: int = 1, **strategy: Any
+    recipe: Recipe, rows: Dataset, module: "Module", *, batches: bool = False, accumulate: int = 1, nodes: int = 1, **strategy: Any
 ) -> Part:
     """One pass over a data set, at most ``recipe.steps`` steps, with a Trainer like any user's.
 
@@ -349,6 +351,7 @@ def fit_on_rank(
         rows: the data set; Lightning deals its samples to the data-parallel ranks.
         batches: its samples are whole batches of one rank already.
         accumulate: into how many batches that of a step is divided.
+        nodes: hosts over which the ranks are spread.
         strategy: arguments of ``Lightning3DStrategy``.
     """
     from lightning_3d.strategy import Lightning3DStrategy
@@ -358,7 +361,8 @@ def fit_on_rank(
     values = StepValues()
     trainer = quiet_trainer(
         strategy=plan,
-        devices=plan.layout.world_size,
+        devices=plan.layout.world_size // nodes,
+        num_nodes=nodes,
         precision=PRECISIONS[recipe.dtype],
         max_steps=recipe.steps,
         max_epochs=1,
@@ -367,5 +371,5 @@ def fit_on_rank(
         callbacks=[values],
     )
     trainer.fit(module, datamodule=Data(rows, None if batches else recipe.global_batch // plan.layout.dp // accumulate))
-    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    weights = {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
     return Part(values.losses, values.grad_norms, weights, dict(plan.specs), values.routers)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 
 import parity  # noqa: F401
 import torch
@@ -25,7 +26,7 @@ WHAT_A_FIT_IMPORTS = (
 )
 
 with contextlib.suppress(ImportError):
-    import_deepspeed(torch.device("cpu"))
+    import_deepspeed(torch.device(os.environ.get("DS_ACCELERATOR", "cpu")))
 for name in WHAT_A_FIT_IMPORTS:
     with contextlib.suppress(ImportError):  # another version has another tree
         importlib.import_module(name)
