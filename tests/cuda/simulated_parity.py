@@ -11,6 +11,8 @@ import simulated_ranks
 from parity import Cell, Part
 from reference import Noise, Recipe, Run
 
+LATE = {"CUDASIM_DELAY": 1000}
+"""No stream does anything before somebody waits for it."""
 GLOO = 1e-5
 """Largest relative difference from gloo of a loss or a gradient norm, where one process does not compute the same."""
 
@@ -25,7 +27,7 @@ def one_process(recipe: Recipe) -> tuple[Run, Noise]:
 def train(cell: Cell, environment: dict[str, Any] | None = None, nodes: int = 1, accelerator: str = "gpu", **strategy: Any) -> list[Part]:
     """What each rank has after a run."""
     arguments = parity.strategy_arguments(cell) | strategy
-    place = {"environment": environment, "hosts": nodes, "accelerator": accelerator}
+    place = {"environment": LATE | (environment or {}), "hosts": nodes, "accelerator": accelerator}
     return simulated_ranks.run(parity.train_on_rank, cell.world_size, cell.recipe, nodes=nodes, **place, **arguments)
 
 

@@ -128,6 +128,7 @@ def _fork(rank: int, variables: Mapping[str, Any], folder: Path, work: Callable[
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # pytest has replaced them
+        faulthandler.enable(output)
         faulthandler.dump_traceback_later(max(1.0, timeout - 5), file=output)
         code = _work(rank, folder, work)
     finally:

@@ -101,6 +101,7 @@ class PipelineEngine:
         self.recorder = recorder or Recorder()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
         self._boundaries: dict[Hashable, Boundary] = {}
+        self._has_run: set[Hashable] = set()
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._local: dict[Message, Tensor] = {}
         self._early: _InFlight | None = None
@@ -137,7 +138,8 @@ class PipelineEngine:
             self._run(forward_order(self._schedule, self._mesh.size("pp"), self._vp, micro_batches), signature, step)
 
     def _run(self, order: Order, signature: Hashable, step: Step) -> None:
-        transport = self._connect(order, signature, step)
+        key = signature, torch.is_grad_enabled()
+        transport = self._connect(order, key, step)
         try:
             actions = order[self._mesh.index("pp")]
             self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
@@ -146,6 +148,7 @@ class PipelineEngine:
                     self._act(action, transport, step)
             if transport is not None:
                 transport.finish()
+            self._has_run.add(key)
         finally:
             self._in_flight.clear()
             self._local.clear()
@@ -162,14 +165,15 @@ class PipelineEngine:
         else:
             self._backward(chunk, action.micro_batch, transport, split=action.kind is Kind.BACKWARD_INPUT)
 
-    def _connect(self, order: Order, signature: Hashable, step: Step) -> Transport | None:
+    def _connect(self, order: Order, key: Hashable, step: Step) -> Transport | None:
         """Agree on the shape of the hidden states and prepare the messages of this run."""
         if self._assignment.stages == 1:
             return None
-        boundary = self._boundary((signature, torch.is_grad_enabled()), step)
+        boundary = self._boundary(key, step)
         self._state.sides, self._state.sequence.length = boundary.sides, boundary.length
         owners = list(self._assignment.rank_of_stage)
-        return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device)
+        new = self._device.type == "cuda" and key not in self._has_run
+        return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device, through_host=new)
 
     def _boundary(self, key: Hashable, step: Step) -> Boundary:
         """Look up the boundary's shape; for a new shape of micro-batch the first stage runs its first micro-batch early and broadcasts it.

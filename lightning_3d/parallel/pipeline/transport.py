@@ -5,6 +5,10 @@ all. On NCCL the operations of one communicator run one after another. Every pai
 `connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
 communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
 
+The first run of each shape on GPUs takes its messages through host memory. CUDA loads a kernel at its first launch, and that may
+wait for all that runs on the device, so also for a receive whose sender waits in the same way (torchcomms issue 2334). Once every stage
+has run, no kernel is new, and messages go from GPU to GPU.
+
 A tensor that is sent is kept until the send has completed. NCCL reports completion; with gloo a rank must wait to learn of it, which would
 stall the sender. But every rank knows the actions of all ranks. When a message from a neighbour arrives, the neighbour has already received
 everything that it needed to send this message. So waiting for the sends of those tensors takes no time.
@@ -62,16 +66,26 @@ class Transport:
         shape: shape of the hidden states, the same at every boundary.
         dtype: their type.
         device: device of the hidden states.
+        through_host: whether messages go through host memory.
     """
 
     def __init__(
-        self, mesh: Mesh, order: Order, rank_of_stage: list[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        mesh: Mesh,
+        order: Order,
+        rank_of_stage: list[int],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        through_host: bool = False,
     ) -> None:
         self._mesh = mesh
         self._me = mesh.index("pp")
         self._ranks = mesh.ranks("pp")
         self._rank_of_stage = rank_of_stage
         self._shape, self._dtype, self._device = shape, dtype, device
+        self._through_host = through_host
         self._sent: dict[Message, tuple[dist.Work, Tensor]] = {}
         self._inboxes = {peer: self._inbox(order[peer]) for peer in self._neighbours()}
 
@@ -100,6 +114,8 @@ class Transport:
         return 0 <= stage < len(self._rank_of_stage) and self._rank_of_stage[stage] == self._me
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        if self._through_host:
+            return self._mesh.control
         return self._mesh.pipeline_up if receiver > sender else self._mesh.pipeline_down
 
     def check(self, hidden: Tensor, stage: int) -> None:
@@ -115,6 +131,8 @@ class Transport:
         """Start sending; the tensor is kept alive until it is sent."""
         receiver = self._rank_of_stage[message.stage]
         tensor = tensor.detach().contiguous()
+        if self._through_host:
+            tensor = tensor.cpu()
         work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
         assert work is not None
         self._sent[message] = work, tensor
@@ -132,7 +150,7 @@ class Transport:
         work.wait()
         for arrived in inbox.confirms.pop(message):
             self._release(arrived)
-        return tensor
+        return tensor.to(self._device)
 
     def _release(self, message: Message) -> None:
         """Wait until a message is sent, if necessary, and free it."""
@@ -143,7 +161,7 @@ class Transport:
     def _post(self, inbox: _Inbox, sender: int) -> None:
         if not inbox.expected:
             return
-        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        buffer = torch.empty(self._shape, dtype=self._dtype, device="cpu" if self._through_host else self._device)
         work = dist.irecv(buffer, self._ranks[sender], group=self._group(sender, self._me))
         assert work is not None
         inbox.posted[inbox.expected.popleft()] = (buffer, work)
