@@ -114,8 +114,8 @@ def deepspeed_engine(
       pipeline ranks have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this too, but
       only in later versions.)
     - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning.
-    - `DeepSpeedEngine._broadcast_model` sends parameters through the accelerator's backend even to a single rank. NCCL does not accept
-      tensors in host memory.
+    - `DeepSpeedEngine._broadcast_model` sends parameters even to a single rank. NCCL would make a communicator for it, and does not
+      accept tensors in host memory.
     """
     import deepspeed
     import torch
@@ -126,7 +126,8 @@ def deepspeed_engine(
     if expert_group is not None:
         _announce_experts(module, optimizer, expert_group)
     try:
-        with _without_broadcast(deepspeed.DeepSpeedEngine) if on_host else nullcontext():
+        alone = on_host or groups.get_data_parallel_world_size() == 1
+        with _without_broadcast(deepspeed.DeepSpeedEngine) if alone else nullcontext():
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, mpu=groups, config=config)
     finally:
         if local_rank is None:

@@ -4,7 +4,8 @@ All groups are created when the mesh is built, by every rank, in the same order,
 not take it. Groups of one rank exist too, so code need not check whether an axis is in use before it uses the group.
 
 No two groups have the same ranks: each gloo group costs three threads, one of which wakes up a hundred times a second, in
-every process.
+every process. On NCCL a group costs nothing until it is used; then it makes a communicator, which holds some hundred MB of each GPU (NCCL
+issue 964), and another one for each pair that sends messages. So a group of one rank, and what is small and may wait, is gloo's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("cp", "pp", "dp"),  # loss and logged values: everything but tensor-parallel replicas
 )
 """Combinations of axes that have a process group."""
+
+IN_SCHEDULE: tuple[tuple[str, ...], ...] = (("tp",), ("cp",), ("tp", "cp"), ("dp", "cp"))
+"""Those whose collectives run between the actions of a pipeline schedule."""
 
 _HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
 """Backends whose collectives take tensors in host memory. Those of dry runs take any."""
@@ -73,7 +77,8 @@ class Mesh:
             self._create_missing(layout.expert_data_groups(), "expert data")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._apart: dict[str, dist.ProcessGroup] = {}
-        if dist.get_backend() not in _HOST_BACKENDS and layout.pp > 1:
+        self._on_host = dist.get_backend() in _HOST_BACKENDS
+        if not self._on_host and layout.pp > 1:
             self._apart = {
                 "up": self._new_over_pipelines("pipeline up"),
                 "down": self._new_over_pipelines("pipeline down"),
@@ -165,19 +170,27 @@ class Mesh:
             raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: call Mesh.create first.") from None
 
     def warm_up(self) -> None:
-        """Use every group and every pair of pipeline neighbours once, in the same order on all ranks.
+        """Use every group that a pipeline schedule uses, and every pair of pipeline neighbours, once, in the same order on all ranks.
 
         Communicators are made at their first use. When that happens in the middle of a pipeline schedule, different
-        ranks wait for different neighbours. One all-reduce of one number for each group, two messages for each pair.
+        ranks wait for different neighbours. One all-reduce of one number for each group, two messages for each pair. On gloo, where
+        a group that is not used later costs no memory, every group is used.
         May be called again after `create`.
         """
-        for group in (_world(), *self._created):
+        for group in (_world(), *self._created) if self._on_host else self._in_schedule():
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(torch.ones(1, device=_device(group)), group=group)
         pipeline = self.ranks("pp") if self.size("pp") > 1 else ()
         for lower, upper in _neighbours(pipeline):
             self._message(lower, upper, self.pipeline_up)
             self._message(upper, lower, self.pipeline_down)
+
+    def _in_schedule(self) -> list[dist.ProcessGroup]:
+        """Groups of this rank whose collectives run inside a schedule, each once, in the same order on all ranks."""
+        ranks = [self.ranks(*axes) for axes in IN_SCHEDULE]
+        if self.layout.ep > 1:
+            ranks += [self._experts, self._expert_data]
+        return [self.group_for(members) for members in dict.fromkeys(map(_sorted, ranks)) if len(members) > 1]
 
     def destroy(self) -> None:
         """Destroy the groups of this mesh, the latest first. The default process group stays."""
@@ -208,8 +221,9 @@ class Mesh:
         return group
 
     def _alone(self) -> dist.ProcessGroup:
-        """A group of this rank only, made when it is asked for: no other rank takes part."""
-        group = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone")
+        """A group of this rank only, made when it is asked for: no other rank takes part. On NCCL it would cost a communicator."""
+        backend = None if self._on_host else "gloo"
+        group = dist.new_group([self.rank], timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc="alone")
         self._created.append(group)
         return group
 
