@@ -11,8 +11,8 @@ import simulated_ranks
 from parity import Cell, Part
 from reference import Noise, Recipe, Run
 
-LATE = {"CUDASIM_DELAY": 1000}
-"""No stream does anything before somebody waits for it."""
+LATE = {"CUDASIM_DELAY": 0.05, "CUDASIM_HOST_DELAY": 1000}
+"""A stream that nobody waits for is far behind, and the host sees no copy that it has not waited for."""
 GLOO = 1e-5
 """Largest relative difference from gloo of a loss or a gradient norm, where one process does not compute the same."""
 

@@ -27,8 +27,8 @@ import torch
 from parity import ACCELERATOR
 
 TAIL_LINES = 25
-GRACE_SECONDS = 15.0
-"""After the first rank has failed, how long the others may take to end by themselves."""
+GRACE_SECONDS = 25.0
+"""After the first rank has failed, how long the others may take to end by themselves: those that wait in NCCL are ended after 15."""
 NOISE = re.compile(r"\[cudasim[^]]*\] (not simulated: cudnnGetVersion|communicator )")
 """Lines of the simulation that are no fault: torch asks for cuDNN's version, and lists what it finds."""
 

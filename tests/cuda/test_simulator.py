@@ -86,7 +86,7 @@ def late_copy(wait: bool) -> list[float]:
 
 
 def test_a_copy_to_the_host_is_seen_after_waiting_for_it_only() -> None:
-    late = {"CUDASIM_DELAY": 1000}
+    late = {"CUDASIM_HOST_DELAY": 1000}
     assert simulated_ranks.run(late_copy, 1, wait=True, environment=late) == [[2.0, 2.0, 2.0]]
     [seen] = simulated_ranks.run(late_copy, 1, wait=False, environment=late)
     assert seen != [2.0, 2.0, 2.0]

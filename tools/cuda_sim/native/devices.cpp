@@ -17,6 +17,7 @@ static Settings read_settings() {
       atoi(text("CUDASIM_DEVICES", "8")),
       strtoull(text("CUDASIM_MEMORY", "8589934592"), nullptr, 10),
       atof(text("CUDASIM_DELAY", "0.005")),
+      atof(text("CUDASIM_HOST_DELAY", text("CUDASIM_DELAY", "0.005"))),
       atof(text("CUDASIM_HANG", "30")),
       atoi(text("CUDASIM_NCCL_MOST", "0")),
       std::string(text("CUDASIM_RACES", "1")) != "0",

@@ -23,6 +23,7 @@ struct Settings {
   int devices;           // CUDASIM_DEVICES: how many GPUs the machine has
   size_t memory;         // CUDASIM_MEMORY: bytes of each
   double delay;          // CUDASIM_DELAY: seconds for which an operation of a stream that nobody waits for is left undone
+  double host_delay;     // CUDASIM_HOST_DELAY: seconds after which the host sees a copy that it has not waited for; CUDASIM_DELAY if not set
   double patience;       // CUDASIM_HANG: seconds without any progress after which a wait is a hang
   int resident;          // CUDASIM_NCCL_MOST: how many NCCL kernels fit on a device together; 0 is no limit
   bool races;            // CUDASIM_RACES: whether an access that is ordered behind no earlier one is an error

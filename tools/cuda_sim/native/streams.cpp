@@ -110,10 +110,10 @@ void show_host(HostWrites& writes) {
 }
 
 static void run_overdue(Stream* s) {
-  double before = now() - settings().delay;
+  double before = now() - settings().delay, copied_before = now() - settings().host_delay;
   while (!s->queue.empty() && !s->running && s->queue.front().born < before && run_first(s)) {
   }
-  auto late = std::stable_partition(s->unseen.begin(), s->unseen.end(), [before](auto& w) { return w->born >= before; });
+  auto late = std::stable_partition(s->unseen.begin(), s->unseen.end(), [=](auto& w) { return w->born >= copied_before; });
   HostWrites due(late, s->unseen.end());
   s->unseen.erase(late, s->unseen.end());
   show_host(due);

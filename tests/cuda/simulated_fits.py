@@ -1,0 +1,94 @@
+"""Fits of a user's module with what a real run has: validation, averages, checkpoints in the background, predictions, traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import checkpoint_fits
+import lightning.pytorch as pl
+import parity
+import torch
+import traced
+from checkpoint_fits import TiedModel, make_trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from models import Batch
+from parity import Module, Rows, StepValues, quiet_trainer
+from reference import Recipe, cut, data
+from torch.utils.data import DataLoader
+
+
+def straight(layout: str, epochs: int = 2, **more: Any) -> list[float]:
+    """Losses of all steps, and of a validation at the end."""
+    return checkpoint_fits.fit(layout, epochs, **more)
+
+
+def resumed(layout: str, other: str, folder: str, **more: Any) -> list[float]:
+    """One epoch that saves in the background, then another that goes on from there, maybe in another layout."""
+    saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    values = StepValues()
+    trainer, rows = make_trainer(layout, 1, [values, saved], **more)
+    trainer.fit(TiedModel(), datamodule=rows)
+    last = max(Path(folder).glob("step=*"), key=lambda path: int(path.stem.partition("=")[2]))
+    return values.losses + checkpoint_fits.fit(other, 2, resume=str(last), **more)
+
+
+def averaged(layout: str, **more: Any) -> list[float]:
+    """With Lightning's exponential average of the weights, which a validation sees."""
+    values = StepValues()
+    trainer, rows = make_trainer(layout, 2, [values, EMAWeightAveraging(decay=0.8)], **more)
+    trainer.fit(TiedModel(), datamodule=rows)
+    return [*values.losses, float(trainer.callback_metrics["val_loss"])]
+
+
+class Predicts(Module):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        assert self.model is not None
+        self.log("val_loss", self.model(**batch).loss)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        assert self.model is not None
+        return self.model(input_ids=batch["input_ids"]).logits.float().mean((1, 2))
+
+
+def predicted(layout: str, **more: Any) -> list[float]:
+    """A validation and predictions before any training."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    plan = Lightning3DStrategy(layout, **more)
+    assert plan.layout is not None
+    trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size)
+    module, loader = Predicts(Recipe()), DataLoader(Rows(cut(data(Recipe()), 0, 13)), batch_size=4)
+    [metrics] = trainer.validate(module, loader, verbose=False)
+    return [metrics["val_loss"], *torch.cat(trainer.predict(module, loader)).tolist()]  # type: ignore[arg-type]
+
+
+def traces(layout: str, **more: Any) -> tuple[str, int, bool]:
+    """Of the traced step: the kind of device, the number of ranks, and whether each rank worked for some time."""
+    with tempfile.TemporaryDirectory() as folder:
+        found, _, _ = traced.fit(folder, layout, 2, **more)
+    trace = next(trace for trace in found if trace is not None)
+    worked = all(work.last > work.first and work.busy > 0 for rank in trace.ranks for work in rank.work)
+    return trace.device, len(trace.ranks), worked and all(rank.work for rank in trace.ranks)
+
+
+def interrupted(layout: str, folder: str, kind: str) -> str:
+    """One rank raises, or all are told to end, while they train."""
+
+    class Interrupt(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2 and kind == "raises" and trainer.global_rank == 1:
+                raise ValueError("rank 1 fails on purpose")
+            if trainer.global_step == 2 and kind == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer, rows = make_trainer(layout, 2, [Interrupt(), ModelCheckpoint(folder, every_n_train_steps=1)])
+    trainer.fit(TiedModel(), datamodule=rows)
+    return json.dumps({"step": trainer.global_step})
+
+
+__all__ = ["averaged", "interrupted", "parity", "predicted", "resumed", "straight", "traces"]
