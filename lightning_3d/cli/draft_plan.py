@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from lightning_3d.cli.options import Command
+from lightning_3d.config.machine import hide_gpus
 from lightning_3d.errors import ConfigError, PlanError, did_you_mean, listed
 from lightning_3d.ranks.progress import task
 
@@ -38,6 +39,7 @@ def _draft(options: Namespace, words: list[str]) -> int:
     if not where or not name:
         raise ConfigError(f'Write the model as MODULE:NAME, for example my_project.model:MyModule; got "{vars(options)["module:name"]}".')
     settings = dict(_setting(word) for word in words)
+    hide_gpus()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would make forking unsafe
     with task(f"importing torch and {where}"):
         made = _found(where, name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_3d.cli.options import Command
+from lightning_3d.config.machine import hide_gpus
 from lightning_3d.errors import ConfigError
 from lightning_3d.profiling.shapes import Shapes
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
@@ -58,6 +59,7 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
         _rank(shapes, accelerator, str(path))
         return 0
     if accelerator == "cpu":
+        hide_gpus()
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     fork = accelerator == "cpu"
     if fork:

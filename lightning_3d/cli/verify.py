@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_3d.cli.options import Command
+from lightning_3d.config.machine import hide_gpus
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import listed
@@ -54,6 +55,7 @@ def _run(steps: int, overrides: list[str]) -> int:
         print(f"left out: {listed(dropped)}, which plain PyTorch does not have")
     sys.stdout.flush()
 
+    hide_gpus()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would make forking unsafe
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with task("importing torch and Transformers"):

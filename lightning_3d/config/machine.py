@@ -82,6 +82,15 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     return min(there, named)
 
 
+def hide_gpus() -> None:
+    """Make this process and its children leave the GPUs of this machine alone, for a run on CPU. To be called before torch is imported.
+
+    Some libraries initialize CUDA when they are imported (torchao, which Transformers imports). After that a process cannot
+    fork, and each rank would hold some hundred MB of a GPU.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _listed_gpus() -> int:
     """Count the GPUs that nvidia-smi lists, for machines that have other names for them in /dev."""
     tool = shutil.which("nvidia-smi")

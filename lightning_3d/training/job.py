@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.compat.imports import light_imports
+from lightning_3d.config.machine import hide_gpus
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
@@ -163,6 +164,7 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
     threads = None
     if plan.accelerator == "cpu":
         # Before torch is imported, here or in the ranks: it reads these variables once.
+        hide_gpus()
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         threads = int(os.environ["OMP_NUM_THREADS"])
@@ -190,6 +192,8 @@ def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureRepo
 
 def run_rank(frozen: dict[str, Any]) -> None:
     """Train, as one of the ranks."""
+    if frozen["cluster"]["accelerator"] == "cpu":
+        hide_gpus()
     _import_all(frozen)  # a forked rank has everything already; a rank of torchrun or SLURM has nothing
     from lightning_3d.training.run import train
 

@@ -127,7 +127,8 @@ def _fork(rank: int, variables: Mapping[str, Any], folder: Path, work: Callable[
         output = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # pytest has replaced them
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  pytest has replaced it
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         faulthandler.enable(output)
         faulthandler.dump_traceback_later(max(1.0, timeout - 5), file=output)
         code = _work(rank, folder, work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import simulated_ranks
 from parity import SCHEDULES, Cell
 from simulated_parity import check
 

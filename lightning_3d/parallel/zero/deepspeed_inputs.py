@@ -91,6 +91,7 @@ def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = F
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
+        "gradient_clipping": 0.0,  # gradients are clipped already; the default is 1.0
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,

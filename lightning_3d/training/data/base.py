@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -215,7 +214,7 @@ class PackedDataModule(LightningDataModule):
             "batch_size": batch_size,
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
+            "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         }
 
     # For reports and checkpoints
