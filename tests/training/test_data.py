@@ -42,7 +42,7 @@ def trainer_of(replicas: int, rank: int) -> Any:
     """What a data module asks a trainer for."""
     return SimpleNamespace(
         distributed_sampler_kwargs={"num_replicas": replicas, "rank": rank},
-        strategy=SimpleNamespace(data_parallel_size=replicas),
+        strategy=SimpleNamespace(data_parallel_size=replicas, root_device=torch.device("cpu")),
         global_step=0,
         ckpt_path=None,
     )
