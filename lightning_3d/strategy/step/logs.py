@@ -84,7 +84,11 @@ class StepLog:
         kwargs.update(zip(names, args, strict=False))
         metric = self._metric_name(name, value) if isinstance(value, Metric) else None
         number = forward_value(value) if isinstance(value, Metric) else value
-        tensor = torch.as_tensor(0.0 if number is None else number, dtype=torch.float64, device=self._device).detach()
+        number = 0.0 if number is None else number
+        if isinstance(number, int | float):  # filled on the device: as_tensor would copy from the host and wait
+            tensor = torch.full((), float(number), dtype=torch.float64, device=self._device)
+        else:
+            tensor = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
         if tensor.numel() != 1:
             raise ConfigError(f"self.log('{name}', ...) needs a single number; got a tensor of shape {tuple(tensor.shape)}.")
         kept = tuple(sorted((k, v) for k, v in kwargs.items() if k not in _NOT_REPLAYED))
@@ -104,9 +108,9 @@ class StepLog:
         """Set the weight of what the last micro-batch logged: the weight of its loss, or the `batch_size` that the user passed."""
         for key, value, batch_size in self._pending:
             entry = self._collected.setdefault(key, _Collected())
-            named = batch_size is not None and bool(weight > 0)
             entry.values.append(value)
-            entry.weights.append(torch.full_like(weight, float(batch_size or 0)) if named else weight)
+            named = weight if batch_size is None else torch.where(weight > 0, torch.full_like(weight, float(batch_size)), weight)
+            entry.weights.append(named)
         self._pending = []
 
     def checksum(self) -> float:

@@ -37,7 +37,7 @@ class LossWeights:
         """Weight of the micro-batch: a float64 tensor of shape ()."""
         if self._tokens is not None:
             return self._tokens.to(torch.float64)
-        return torch.tensor(float(rows), dtype=torch.float64, device=device)
+        return torch.full((), float(rows), dtype=torch.float64, device=device)  # torch.tensor would synchronize
 
 
 class TokenMeanLoss:
