@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import isqrt
 
 import torch
@@ -159,7 +160,19 @@ def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
     """True if flash attention can compute a part."""
     fits = value.shape[-1] <= query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     whole = cover in (Cover.EVERYTHING, Cover.CAUSAL)
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None
+    possible = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None
+    return possible and flash_trains_on(_capability(query.device), query.shape[-1])
+
+
+def flash_trains_on(capability: tuple[int, int], width: int) -> bool:
+    """Return whether flash attention without dropout has a forward and a backward on a GPU (as in torch's `sdp_utils.cpp`)."""
+    less_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    return (8, 0) <= capability <= (12, 1) and not (less_shared_memory and 192 < width <= 224)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _as_wide(x: Tensor, query: Tensor) -> Tensor:
