@@ -135,7 +135,7 @@ def deepspeed_engine(
         else:
             os.environ["LOCAL_RANK"] = local_rank
     engine.attributes_before = attributes
-    engine.optimizer.scaled_global_norm = lambda norm_type=2: torch.zeros((), device=device)
+    engine.optimizer.scaled_global_norm = lambda norm_type=2: 0.0  # a number of the host, which it need not wait for
     if hasattr(torch.distributed, "all_gather_single"):
         deepspeed.comm.comm.cdb.all_gather_function = lambda **given: torch.distributed.all_gather_single(**given)
     if engine.optimizer.cpu_offload:

@@ -80,10 +80,12 @@ class Mesh:
         self._on_host = dist.get_backend() in _HOST_BACKENDS
         if not self._on_host and layout.pp > 1:
             self._apart = {
-                "up": self._new_over_pipelines("pipeline up"),
-                "down": self._new_over_pipelines("pipeline down"),
-                "control": self._new_over_pipelines("pipeline control", "gloo"),
+                "up": self._second(("pp",), "pipeline up"),
+                "down": self._second(("pp",), "pipeline down"),
+                "control": self._second(("pp",), "pipeline control", "gloo"),
             }
+        if not self._on_host and layout.dp * layout.cp > 1:
+            self._apart["data control"] = self._second(("dp", "cp"), "data control", "gloo")
 
     @property
     def pipeline_up(self) -> dist.ProcessGroup:
@@ -102,6 +104,11 @@ class Mesh:
     def control(self) -> dist.ProcessGroup:
         """Group over the ranks of the pipeline, for small Python objects in host memory (gloo)."""
         return self._apart.get("control") or self.group("pp")
+
+    @property
+    def data_control(self) -> dist.ProcessGroup:
+        """Group over the ranks of ("dp", "cp"), for small tensors in host memory (gloo), so that the host need not wait for the device."""
+        return self._apart.get("data control") or self.group("dp", "cp")
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
@@ -227,9 +234,9 @@ class Mesh:
         self._created.append(group)
         return group
 
-    def _new_over_pipelines(self, description: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Create a second group over the ranks of this pipeline. All ranks create all of them."""
-        own = [self._new(ranks, description, backend) for ranks in self.layout.groups("pp")]
+    def _second(self, axes: tuple[str, ...], description: str, backend: str | None = None) -> dist.ProcessGroup:
+        """Create a second group over this rank's ranks along these axes. All ranks create all of them."""
+        own = [self._new(ranks, description, backend) for ranks in self.layout.groups(*axes)]
         return next(group for group in own if group is not None)
 
     def _message(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ import checkpoint_fits
 import lightning.pytorch as pl
 import parity
 import torch
+import torch.distributed as dist
 import traced
 from checkpoint_fits import TiedModel, make_trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -43,6 +44,30 @@ def averaged(layout: str, **more: Any) -> list[float]:
     trainer, rows = make_trainer(layout, 2, [values, EMAWeightAveraging(decay=0.8)], **more)
     trainer.fit(TiedModel(), datamodule=rows)
     return [*values.losses, float(trainer.callback_metrics["val_loss"])]
+
+
+def offloading(recipe: Recipe, **strategy: Any) -> parity.Part:
+    """With small activations in host memory too, which a real run keeps on the device."""
+    from lightning_3d.parallel.blocks import offload
+
+    offload.MINIMUM_BYTES = 256
+    return parity.train_on_rank(recipe, offload_activations=True, **strategy)
+
+
+def gathered_in_vain() -> None:
+    """Parameters whose gather was started and is not needed: their memory goes to something else."""
+    from lightning_3d.parallel.zero.parameter_units import Unit
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    parameter = torch.nn.Parameter(torch.ones(1 << 20, device=device))
+    unit = Unit([parameter], dist.group.WORLD, device)
+    for _ in range(3):
+        unit.start_gathering()
+        unit.free()
+        torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
 
 
 class Predicts(Module):
@@ -89,6 +114,3 @@ def interrupted(layout: str, folder: str, kind: str) -> str:
     trainer, rows = make_trainer(layout, 2, [Interrupt(), ModelCheckpoint(folder, every_n_train_steps=1)])
     trainer.fit(TiedModel(), datamodule=rows)
     return json.dumps({"step": trainer.global_step})
-
-
-__all__ = ["averaged", "interrupted", "parity", "predicted", "resumed", "straight", "traces"]

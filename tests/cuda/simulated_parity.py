@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import parity
@@ -24,11 +25,18 @@ def one_process(recipe: Recipe) -> tuple[Run, Noise]:
     return found
 
 
-def train(cell: Cell, environment: dict[str, Any] | None = None, nodes: int = 1, accelerator: str = "gpu", **strategy: Any) -> list[Part]:
+def train(
+    cell: Cell,
+    environment: dict[str, Any] | None = None,
+    nodes: int = 1,
+    accelerator: str = "gpu",
+    fit: Callable[..., Part] = parity.train_on_rank,
+    **strategy: Any,
+) -> list[Part]:
     """What each rank has after a run."""
     arguments = parity.strategy_arguments(cell) | strategy
     place = {"environment": LATE | (environment or {}), "hosts": nodes, "accelerator": accelerator}
-    return simulated_ranks.run(parity.train_on_rank, cell.world_size, cell.recipe, nodes=nodes, **place, **arguments)
+    return simulated_ranks.run(fit, cell.world_size, cell.recipe, nodes=nodes, **place, **arguments)
 
 
 def check(cell: Cell, environment: dict[str, Any] | None = None, nodes: int = 1, **strategy: Any) -> None:

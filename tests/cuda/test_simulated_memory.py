@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import traceback
+from collections import Counter
+from typing import Any
 
+import lightning.pytorch as pl
 import parity
 import pytest
 import simulated_ranks
 from parity import Cell
+from reference import Recipe
 from simulated_parity import LATE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 COMMUNICATORS = {
     Cell(tp=2, pp=2, dp=2): 7,  # world, tp, dp, tp+pp, pp+dp, and one for the messages of each direction
@@ -31,3 +38,64 @@ def test_communicators(cell: Cell) -> None:
         made = re.findall(r"\] communicator \S+ \(ranks ([^)]*)\)", rank.output)
         assert len(made) <= COMMUNICATORS[cell], made
         assert all(" " in members for members in made), made
+
+
+LAYERS, STEPS = 4, 5
+LOGGING = {"strategy/step/totals.py": 1, "parallel/zero/gradient_norm.py": 1, "parallel/expert/routers.py": 1}
+"""Reads of a step that are logged, and decide whether it counts: the loss, the norm of the gradient, the loads of experts."""
+MODELS_OWN = "masking_utils.py"
+"""Transformers' models look at each mask, on one GPU too."""
+
+
+def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
+    """How often the host waits for the device in the last step, by the file that makes it wait."""
+    import simulated_cuda
+
+    found: Counter[str] = Counter()
+
+    class Watch(TorchDispatchMode):
+        on = False
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before = simulated_cuda.synchronizations()
+            result = op(*args, **(kwargs or {}))
+            if self.on and simulated_cuda.synchronizations() != before:
+                frames = [frame.filename for frame in traceback.extract_stack()]
+                places = [name for name in frames if "/lightning_3d/" in name or "/transformers/" in name]
+                found[places[-1].rpartition("/lightning_3d/")[2].rpartition("/transformers/")[2]] += 1
+            return result
+
+    class LastStep(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            watch.on = trainer.global_step == STEPS - 1
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            watch.on = False
+
+    made = parity.quiet_trainer
+    parity.quiet_trainer = lambda **arguments: made(**arguments | {"callbacks": [*arguments["callbacks"], LastStep()]})
+    with Watch() as watch:
+        parity.train_on_rank(recipe, **strategy)
+    return found
+
+
+WAITING = [
+    Cell(tp=2, pp=2),
+    Cell(pp=2, dp=2, schedule="ZBVZeroBubble"),
+    Cell("qwen2", tp=2, dp=2, zero=2),
+    Cell("qwen2", dp=2, zero=3),
+    Cell("qwen2", pp=2, dp=2, zero=1, dtype="bfloat16"),
+    Cell(cp=2),
+    Cell("mixtral", ep=2, dp=2),
+]
+
+
+@pytest.mark.parametrize("cell", WAITING, ids=lambda cell: cell.name)
+def test_the_host_waits_for_the_device_only_to_log(cell: Cell) -> None:
+    """Later than the first steps, in which batches are compared. Dispatching waits once for each mixture layer and micro-batch."""
+    recipe = dataclasses.replace(cell.recipe, steps=STEPS)
+    for found in simulated_ranks.run(waits, cell.world_size, recipe, environment=LATE, **parity.strategy_arguments(cell)):
+        own = Counter({name: count for name, count in found.items() if not name.endswith(MODELS_OWN)})
+        micro_batches = recipe.global_batch // cell.dp // cell.micro_batch
+        allowed = Counter(LOGGING | {"parallel/expert/dispatch.py": LAYERS * micro_batches if cell.ep > 1 else 0})
+        assert own <= allowed, own - allowed

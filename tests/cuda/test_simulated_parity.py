@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
+import simulated_fits
 from parity import SCHEDULES, Cell
 from simulated_parity import check, check_like_gloo
 from zero_modes import MODES
@@ -54,7 +55,8 @@ def test_offload(stage: int, kind: str) -> None:
 BLOCKS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
     "recompute attention": {"recompute": "selective"},
-    "offloaded activations": {"offload_activations": True, "recompute": "full"},
+    "offloaded activations": {"fit": simulated_fits.offloading, "recompute": "full"},
+    "all activations offloaded": {"fit": simulated_fits.offloading},
     "without sequence parallelism": {"sequence_parallel": False},
 }
 

@@ -186,6 +186,7 @@ class Composition:
             of_stages,
             shares,
             trained.group,
+            trained.mesh.data_control,
             bucket_bytes=self.bucket_bytes,
             alone=trained.reduced_alone(),
             to_owners=self._scatters(trained),

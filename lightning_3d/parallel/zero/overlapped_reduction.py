@@ -61,6 +61,7 @@ class EagerReduction:
             uses them.
         shares: parts of the flat buffer that each rank keeps; those of this rank in the order of its partitions.
         group: the data-parallel ranks.
+        control: a group of the same ranks for tensors in host memory.
         bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
         alone: parameters that each need a bucket of their own (see `FlatGradients`).
         to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
@@ -75,13 +76,14 @@ class EagerReduction:
         stages: Sequence[Sequence[Slot]],
         shares: Sequence[Share],
         group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
         *,
         bucket_bytes: int,
         alone: Iterable[nn.Parameter] = (),
         to_owners: bool = False,
         at_once: bool = True,
     ) -> None:
-        self._group = group
+        self._group, self._control = group, control
         self._own = [share for share in shares if share.rank == dist.get_rank(group)]
         self._to_owners = to_owners
         self._parameters = [slot.parameter for slots in stages for slot in slots]
@@ -210,8 +212,8 @@ class EagerReduction:
             self._receive()
         rest = {id(p): gradient for p in self._parameters if (gradient := rest_of(p)) is not None}
         known = [float(id(p) in self._seen) for p in self._parameters] + [float(id(p) in rest) for p in self._parameters]
-        counts = torch.tensor(known, device=self._device)
-        dist.all_reduce(counts, group=self._group)
+        counts = torch.tensor(known)
+        dist.all_reduce(counts, group=self._control)
         seen, late = counts.view(2, -1).tolist()
         for parameter, count in zip(self._parameters, late, strict=True):
             if count > 0:

@@ -17,6 +17,9 @@ from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.zero.gradient_buffers import Slot, end_to_end
 
+_SIGNS_OF_FREED = ("storage of size 0", "illegal memory access")
+"""What CPU and CUDA say when freed parameters are used."""
+
 
 class Uploads:
     """Copies from host memory and the collectives that wait for them, overlapping the computation on the device.
@@ -170,6 +173,8 @@ class ParameterUnits:
     Args:
         module: the user's module; its parameters are sharded here.
         blocks: modules in the order in which they are called.
+        group: the data-parallel ranks.
+        control: a group of the same ranks for tensors in host memory.
         is_active: whether a call of a block will run it (it does not while another pipeline stage is running).
         finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
         on_host: the parts are kept in host memory.
@@ -181,6 +186,7 @@ class ParameterUnits:
         module: nn.Module,
         blocks: Sequence[nn.Module],
         group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
         device: torch.device,
         *,
         whole: bool,
@@ -190,7 +196,7 @@ class ParameterUnits:
         apart: Mapping[int, dist.ProcessGroup] | None = None,
     ) -> None:
         self._whole = whole
-        self._group, self._device = group, device
+        self._group, self._control = group, control
         self._is_active = is_active
         self._finished = finished
         self._in_use = self._trains = False
@@ -249,7 +255,7 @@ class ParameterUnits:
         try:
             yield
         except RuntimeError as error:
-            if "storage of size 0" not in str(error):
+            if not any(sign in str(error) for sign in _SIGNS_OF_FREED):
                 raise
             raise ConfigError(
                 "A block's parameters were used after zero_gather=micro_batch had freed them. They were read outside the block's forward,"
@@ -264,8 +270,8 @@ class ParameterUnits:
         """Refuse ranks that gathered different blocks: each would have computed with another's parameters."""
         if self._whole or dist.get_world_size(self._group) == 1:
             return
-        extremes = torch.tensor([self._order, -self._order], dtype=torch.int64, device=self._device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        extremes = torch.tensor([self._order, -self._order], dtype=torch.int64)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._control)
         if extremes[0] != -extremes[1]:
             raise DataError(
                 "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they"

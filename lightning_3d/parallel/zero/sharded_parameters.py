@@ -53,6 +53,7 @@ class ShardedParameters(ParameterStore):
             module,
             blocks,
             self._mesh.group(*DATA_AXES),
+            self._mesh.data_control,
             device,
             whole=self._zero.gather == STEP,
             is_active=is_active,

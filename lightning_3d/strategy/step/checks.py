@@ -38,10 +38,10 @@ def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> Non
         )
 
 
-def most_micro_batches(own: int, mesh: Mesh, device: torch.device) -> int:
+def most_micro_batches(own: int, mesh: Mesh) -> int:
     """Find the largest number of micro-batches of any data-parallel rank: one all-reduce of a number over ("cp", "dp")."""
-    most = torch.tensor(own, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("cp", "dp"))
+    most = torch.tensor(own)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.data_control)
     return int(most)
 
 

@@ -156,7 +156,7 @@ class StepRunner:
         outputs = self._merged(micro_batches) or {}
         if totals.extras:
             outputs = self._broadcast(outputs, whole=False)
-        outputs["loss"] = torch.tensor(totals.mean_loss, device=self._device, dtype=torch.get_default_dtype())
+        outputs["loss"] = torch.full((), totals.mean_loss, device=self._device, dtype=torch.get_default_dtype())
         return StepResult(totals.mean_loss, totals.weight, routers=routers), outputs
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:

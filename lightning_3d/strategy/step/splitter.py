@@ -91,7 +91,7 @@ class BatchSplitter:
             batch,
             self.micro_batch_size,
             repeated=partial(repeated_rows, loader, index),
-            agree=partial(most_micro_batches, mesh=self.mesh, device=self.device) if self._runs_equally_many(training) else None,
+            agree=partial(most_micro_batches, mesh=self.mesh) if self._runs_equally_many(training) else None,
             schedule=find_schedule(self.schedule) if training else None,
             pp=layout.pp,
             vp=layout.vp,

@@ -46,7 +46,8 @@ class BatchTotals:
         packed = BatchTotals.nothing(device)
         if sums:
             packed[:2] = torch.stack(list(sums)).sum(0)
-        packed[2:] = torch.tensor([log_keys, log_keys**2, 1.0, float(extras)], dtype=torch.float64)
+        for place, number in enumerate((log_keys, log_keys**2, 1.0, float(extras)), 2):
+            packed[place].fill_(number)  # a copy from the host would wait
         return packed
 
     @classmethod

@@ -222,8 +222,7 @@ SIMULATED cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t handle) {
     r->unseen = s->unseen;
     return Outcome::Done;
   };
-  if (s->queue.empty()) record();
-  else enqueue(s, "record an event", record);
+  enqueue(s, "record an event", record);  // not at once, even if nothing is before it: who asks for it must wait for it
   return cudaSuccess;
 }
 SIMULATED cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t handle, unsigned) { return cudaEventRecord(e, handle); }

@@ -15,10 +15,16 @@ Accesses = list[tuple[int, int, bool]]
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as a tensor of the CPU."""
+    """The same elements as a tensor of the CPU.
+
+    Raises:
+        RuntimeError: the memory of the tensor was freed.
+    """
     storage = tensor.untyped_storage()
     size = storage.nbytes()
-    if size == 0 or tensor.numel() == 0:
+    if size == 0 and tensor.numel():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered (simulated: the storage of a tensor was freed)")
+    if tensor.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     raw = (ctypes.c_char * size).from_address(runtime.host_view(storage.data_ptr()))
     flat = torch.frombuffer(raw, dtype=torch.uint8, count=size)

@@ -1,0 +1,53 @@
+"""Short fits that notice a missing synchronization, by the files in which it may be missing (`tools/cuda_sim/mutations.py`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import simulated_fits
+import simulated_ranks
+from parity import Cell
+from simulated_parity import LATE, assert_close, check
+
+
+def _cell(model: str, options: dict[str, Any], strategy: dict[str, Any] | None = None, **degrees: Any) -> Callable[[], None]:
+    cell = Cell(model, options=tuple(sorted(options.items())), **degrees)
+    return lambda: check(cell, {"CUDASIM_HANG": 10}, **strategy or {})
+
+
+def _checkpoint() -> None:
+    """A save in the background, whose copies to the host come as late as they may; a run that goes on from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        [whole, *_] = simulated_ranks.run(simulated_fits.straight, 2, "pp2", environment=LATE)
+        [found, *_] = simulated_ranks.run(simulated_fits.resumed, 2, "pp2", "pp2", folder, environment=LATE)
+    assert_close(found, whole)
+
+
+def _trace() -> None:
+    results = simulated_ranks.run(simulated_fits.traces, 2, "pp2", environment=LATE)
+    assert all(worked for _, _, worked in results), "work in the trace took no time"
+
+
+EAGER = {"zero_reduce": "micro_batch", "zero_gather": "micro_batch"}
+FITS: list[tuple[str, Callable[[], None]]] = [
+    ("blocks/offload", _cell("llama", {}, {"fit": simulated_fits.offloading, "recompute": "full"}, dp=2)),
+    ("blocks/offload", _cell("llama", {}, {"fit": simulated_fits.offloading}, pp=2)),
+    ("context", _cell("llama", {"cp_kind": "ring"}, cp=2)),
+    ("context", _cell("llama", {"cp_kind": "ulysses"}, cp=2)),
+    ("pipeline", _cell("llama", {}, pp=2)),
+    ("pipeline", _cell("llama", {}, pp=4, schedule="ZBVZeroBubble")),
+    ("tensor", _cell("llama", {}, tp=2)),
+    ("tensor", _cell("llama", {}, {"sequence_parallel": False}, tp=2)),
+    ("tensor", _cell("olmo2", {}, tp=2)),
+    ("zero", _cell("qwen2", {}, dp=2)),
+    ("zero", _cell("qwen2", {"zero_reduce": "micro_batch"}, dp=2, zero=2)),
+    ("zero", _cell("qwen2", {"zero_reduce": "step", "zero_reduce_scatter": True}, dp=2, pp=2, zero=2)),
+    ("zero", _cell("qwen2", EAGER, dp=2, zero=3)),
+    ("zero", _cell("qwen2", {"zero_gather": "step"}, dp=2, pp=2, zero=3)),
+    ("zero", _cell("qwen2", {"zero_offload": "parameters"}, dp=2, zero=3)),
+    ("zero", lambda: simulated_ranks.run(simulated_fits.gathered_in_vain, 2, environment=LATE) and None),
+    ("checkpoint", _checkpoint),
+    ("tracing", _trace),
+]
