@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
-import torch
 from torch import Tensor
+
+from lightning_3d.compat.host_memory import host_memory
 
 _ALIGNMENT = 64
 """Alignment of every tensor, in bytes."""
@@ -16,27 +16,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def like(parts: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Allocate contiguous host tensors of the same shapes and dtypes; pinned for GPU tensors, so that a stream can copy them."""
-    starts, nbytes = {}, 0
-    for key, part in parts.items():
-        if not part.is_cuda:
-            starts[key] = nbytes
-            nbytes += part.nbytes + -part.nbytes % _ALIGNMENT
-    memory = _huge_pages(nbytes)
-    made = {}
-    for key, part in parts.items():
-        if part.is_cuda:
-            made[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-        else:
-            made[key] = memory[starts[key] : starts[key] + part.nbytes].view(part.dtype).view(part.shape)
-    return made
+    """Allocate contiguous host tensors of the same shapes and dtypes: one piece of memory for those of the host, and one, page-locked so
+    that a stream can copy them, for those of GPUs.
+    """
+    made: dict[Key, Tensor] = {}
+    for on_gpu in (False, True):
+        chosen = {key: part for key, part in parts.items() if part.is_cuda == on_gpu}
+        memory = host_memory(sum(_aligned(part) for part in chosen.values()), page_locked=on_gpu)
+        start = 0
+        for key, part in chosen.items():
+            made[key] = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            start += _aligned(part)
+    return {key: made[key] for key in parts}
 
 
-def _huge_pages(nbytes: int) -> Tensor:
-    """Allocate bytes in pages of 2 MB where Linux has them: the first write then takes a quarter of the time."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def _aligned(part: Tensor) -> int:
+    return part.nbytes + -part.nbytes % _ALIGNMENT

@@ -60,12 +60,12 @@ def test_saves_in_the_background_of_other_tensors_than_before(tmp_path: Path) ->
 
 
 def test_f33_training_goes_on_where_there_is_no_memory_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(nbytes: int) -> Tensor:
+    def refuse(nbytes: int, *, page_locked: bool) -> Tensor:
         raise OSError(12, "Cannot allocate memory")
 
     store, state = CheckpointStore(), {"a": torch.ones(1000)}
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_huge_pages", refuse)
+        patch.setattr(staging, "host_memory", refuse)
         assert save(tmp_path / "1", 1, state, store)
         with pytest.warns(UserWarning, match="not enough host memory to copy the tensors .*: OSError.*Cannot allocate memory"):
             store.wait()

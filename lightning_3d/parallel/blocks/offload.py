@@ -1,13 +1,21 @@
-"""Offload of the tensors that a block's backward needs to host memory."""
+"""Offload of the tensors that a block's backward needs to host memory.
+
+On a GPU, copies run on two streams of their own, one for each direction. The backward of a block starts the copies of the block
+that was computed before it, so that they are there when they are needed.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_3d.compat.host_memory import host_memory
 from lightning_3d.compat.torch import storage_key
 
 MINIMUM_BYTES = 64 * 2**10
@@ -15,49 +23,139 @@ MINIMUM_BYTES = 64 * 2**10
 
 
 class SavedOnHost(saved_tensors_hooks):
-    """Context in which autograd saves tensors as copies in host memory, pinned on CUDA; the backward copies them back.
+    """Context in which autograd saves tensors as copies in host memory; the backward copies them back.
 
-    Copies to the host overlap with computation, on a stream of their own; the device memory is free for others once the copy is
-    done. Parameters and views of them stay: they are there anyway.
+    On a GPU the memory of a tensor is free for others once its copy is done. Parameters and views of them stay: they are there anyway.
 
     Args:
-        module: whose parameters these are.
+        module: the block that is computed, whose parameters these are.
     """
 
     def __init__(self, module: nn.Module) -> None:
         kept = {storage_key(parameter) for parameter in module.parameters()}
-        super().__init__(lambda tensor: _pack(tensor, kept), _unpack)
+        block = _Block(module)
+        super().__init__(lambda tensor: _pack(tensor, kept, block), _unpack)
 
 
-def _pack(tensor: Tensor, kept: set[int]) -> Any:
+class _Block:
+    """What one forward of a block has saved on the host, and the block before it in the same forward of the model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = id(module)
+        self._tensors: list[weakref.ref[_OnHost]] = []
+        self._used = False
+        self._before: _Block | None = _forwards.latest() if _forwards.latest is not None else None
+        modules = self._before._modules if self._before is not None else frozenset()
+        if self._module in modules:  # another forward of the model has begun
+            self._before, modules = None, frozenset()
+        self._modules: frozenset[int] = modules | {self._module}
+        _forwards.latest = weakref.ref(self)
+
+    def add(self, saved: _OnHost) -> None:
+        self._tensors.append(weakref.ref(saved))
+
+    def used(self) -> None:
+        """The backward of this block has begun: start to bring back what that of the block before needs."""
+        before, self._before = None if self._used else self._before, None
+        self._used = True
+        for tensor in before._tensors if before is not None else ():
+            if (saved := tensor()) is not None:
+                saved.bring_back()
+
+
+class _Forwards(threading.local):
+    """The block that this thread computed last."""
+
+    latest: Any = None
+
+
+_forwards = _Forwards()
+
+
+def _pack(tensor: Tensor, kept: set[int], block: _Block) -> Any:
     bytes_ = tensor.numel() * tensor.element_size()
     if bytes_ < MINIMUM_BYTES or isinstance(tensor, nn.Parameter) or storage_key(tensor) in kept:
         return tensor
     if tensor.device.type != "cuda":
-        return tensor.device, tensor.to("cpu", copy=True), None
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # with the same strides, which compiled backwards rely on
-    stream = _side_stream(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        host.copy_(tensor, non_blocking=True)
-        done = stream.record_event()
-    tensor.record_stream(stream)
-    return tensor.device, host, done
+        return tensor.to("cpu", copy=True)
+    saved = _OnHost(tensor, block)
+    block.add(saved)
+    return saved
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    device, host, done = packed
-    if done is not None:
-        torch.cuda.current_stream(device).wait_event(done)
-    return host.to(device, non_blocking=done is not None) if device.type == "cuda" else host
+    return packed.on_device() if isinstance(packed, _OnHost) else packed
 
 
-_STREAMS: dict[torch.device, Any] = {}
+class _OnHost:
+    """A tensor of a GPU, in host memory from its making on, and on the GPU again from `bring_back` to the first `on_device`."""
+
+    def __init__(self, tensor: Tensor, block: _Block) -> None:
+        self._block = block
+        self._like = torch.empty_like(tensor, device="meta")  # with the same strides, which compiled backwards rely on
+        self._device = tensor.device
+        self._copies = _copies(tensor.device)
+        self._buffer, free = self._copies.take(self._like.untyped_storage().nbytes())
+        self._host = torch.empty(0, dtype=tensor.dtype).set_(
+            self._buffer.untyped_storage(), 0, self._like.shape, self._like.stride()
+        )
+        self._brought: tuple[Tensor, Any] | None = None
+        stream = self._copies.to_host
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        if free is not None:
+            stream.wait_event(free)
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+            self._last_use = stream.record_event()
+        tensor.record_stream(stream)
+
+    def bring_back(self) -> None:
+        """Start the copy to the GPU."""
+        if self._brought is not None:
+            return
+        stream = self._copies.to_device
+        tensor = torch.empty_like(self._like, device=self._device)  # memory of the computation's stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_event(self._last_use)
+        with torch.cuda.stream(stream):
+            tensor.copy_(self._host, non_blocking=True)
+            self._last_use = stream.record_event()
+        tensor.record_stream(stream)
+        self._brought = tensor, self._last_use
+
+    def on_device(self) -> Tensor:
+        """The tensor on the GPU. What is computed next waits for it."""
+        self._block.used()
+        self.bring_back()
+        assert self._brought is not None
+        (tensor, done), self._brought = self._brought, None
+        torch.cuda.current_stream(self._device).wait_event(done)
+        return tensor
+
+    def __del__(self) -> None:
+        if hasattr(self, "_last_use"):
+            self._copies.give(self._buffer, self._last_use)
 
 
-def _side_stream(device: torch.device) -> Any:
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    return _STREAMS[device]
+class _Copies:
+    """Streams of the copies of one GPU, and host memory for them, which is used again for tensors of the same size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free: defaultdict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> tuple[Tensor, Any]:
+        """Page-locked memory, and the event after which it may be written; None for at once."""
+        return self._free[nbytes].pop() if self._free[nbytes] else (host_memory(nbytes, page_locked=True), None)
+
+    def give(self, memory: Tensor, last_use: Any) -> None:
+        self._free[memory.numel()].append((memory, last_use))
+
+
+_COPIES: dict[torch.device, _Copies] = {}
+
+
+def _copies(device: torch.device) -> _Copies:
+    if device not in _COPIES:
+        _COPIES[device] = _Copies(device)
+    return _COPIES[device]

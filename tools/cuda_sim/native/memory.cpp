@@ -67,7 +67,7 @@ static bool pageable(const void* p) { return !is_device(p) && !is_pinned(p); }
 
 // What an earlier copy on the same stream has put into [p, p + n) of pinned memory is there for the device, if not yet for the host.
 static void show_device(Stream* s, const void* p, size_t n) {
-  for (auto& write : s->unseen)
+  for (auto& [_, write] : s->unseen)
     if (!write->seen && (const char*)write->to < (const char*)p + n && (const char*)p < (const char*)write->to + write->bytes.size()) {
       memcpy(write->to, write->bytes.data(), write->bytes.size());
       write->seen = true;
@@ -80,11 +80,12 @@ static size_t extent(size_t pitch, const Copy& c) { return c.rows ? (c.rows - 1)
 
 static void copy_now(Stream* s, const Copy& c) {
   if (is_pinned(c.from)) show_device(s, c.from, extent(c.from_pitch, c));
+  static uint64_t number = 0;
   bool late = is_pinned(c.to) && is_device(c.from);
   for (size_t row = 0; row < c.rows; row++) {
     char* to = (char*)c.to + row * c.to_pitch;
     const char* from = (const char*)host_view(c.from) + row * c.from_pitch;
-    if (late) s->unseen.push_back(std::make_shared<HostWrite>(HostWrite{to, std::string(from, c.width)}));
+    if (late) s->unseen.emplace(number++, std::make_shared<HostWrite>(HostWrite{to, std::string(from, c.width)}));
     else memmove(host_view(to), from, c.width);
   }
 }

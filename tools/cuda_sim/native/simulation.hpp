@@ -45,7 +45,7 @@ enum class Outcome { Done, Blocked };
 struct Operation { std::string name; std::function<Outcome()> run; double born = now(); };
 // What a copy from a device to pinned memory has read, and the host does not see before it waits for the copy.
 struct HostWrite { void* to; std::string bytes; double born = now(); bool seen = false; };
-using HostWrites = std::vector<std::shared_ptr<HostWrite>>;
+using HostWrites = std::map<uint64_t, std::shared_ptr<HostWrite>>;  // by their number, in the order in which they were made
 struct Stream {
   int device = 0, id = 0, priority = 0;
   std::deque<Operation> queue;
@@ -66,6 +66,7 @@ void drain(Stream* s, const char* why);  // until it is empty; other streams run
 void drain_device(int device, const char* why);  // a negative one: all
 void wait_for(const std::function<bool()>& over, const char* why);
 void show_host(HostWrites& writes);      // the host has waited for them
+void inherit(HostWrites& into, const HostWrites& from);  // those that the host has not seen yet
 [[noreturn]] void hang(const char* why);
 bool has_run(int device);                // whether its default stream was ever used
 void start_clockwork();                  // the thread that runs what has waited for longer than the delay

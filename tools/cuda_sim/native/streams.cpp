@@ -99,8 +99,13 @@ void drain_device(int device, const char* why) {
   wait_for(empty, why);
 }
 
+void inherit(HostWrites& into, const HostWrites& from) {
+  for (auto& [number, write] : from)
+    if (!write->seen) into.emplace(number, write);
+}
+
 void show_host(HostWrites& writes) {
-  for (auto& write : writes)
+  for (auto& [_, write] : writes)
     if (!write->seen) {
       memcpy(write->to, write->bytes.data(), write->bytes.size());
       write->seen = true;
@@ -113,9 +118,14 @@ static void run_overdue(Stream* s) {
   double before = now() - settings().delay, copied_before = now() - settings().host_delay;
   while (!s->queue.empty() && !s->running && s->queue.front().born < before && run_first(s)) {
   }
-  auto late = std::stable_partition(s->unseen.begin(), s->unseen.end(), [=](auto& w) { return w->born >= copied_before; });
-  HostWrites due(late, s->unseen.end());
-  s->unseen.erase(late, s->unseen.end());
+  HostWrites due;
+  for (auto it = s->unseen.begin(); it != s->unseen.end();)
+    if (it->second->seen || it->second->born < copied_before) {
+      due.insert(*it);
+      it = s->unseen.erase(it);
+    } else {
+      ++it;
+    }
   show_host(due);
 }
 
@@ -219,7 +229,7 @@ SIMULATED cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t handle) {
   auto record = [r, s] {
     r->done = true;
     r->time = now();
-    r->unseen = s->unseen;
+    inherit(r->unseen, s->unseen);
     return Outcome::Done;
   };
   enqueue(s, "record an event", record);  // not at once, even if nothing is before it: who asks for it must wait for it
@@ -232,13 +242,12 @@ SIMULATED cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t e, un
   Stream *on = ((Event*)e)->stream, *s = stream_of(handle);
   if (!r || s == on) return cudaSuccess;
   join(s->clock, r->clock);
-  auto inherit = [r, s] { s->unseen.insert(s->unseen.end(), r->unseen.begin(), r->unseen.end()); };
-  if (r->done) return inherit(), cudaSuccess;
+  if (r->done) return inherit(s->unseen, r->unseen), cudaSuccess;
   enqueue(s, "wait for an event of stream " + std::to_string(on->id), [=] {
     while (!r->done && advance(on)) {  // what it waits for runs now, as late as it may
     }
     if (!r->done) return Outcome::Blocked;
-    inherit();
+    inherit(s->unseen, r->unseen);
     return Outcome::Done;
   });
   return cudaSuccess;
