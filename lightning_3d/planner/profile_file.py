@@ -39,7 +39,7 @@ FORMAT = "lightning_3d profile 1"
 _NEEDED = ("format", "date", "device", "name", "memory", "ranks", "ranks_per_node", "precision", "operations")
 _ONCE = ("copy", "elementwise", "matmul", "attention", "optimizer", "model", "host")
 """Kinds of operations that every profile has. Collectives need at least two ranks."""
-_MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
+MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
     "all_gather": lambda n: (n - 1, (n - 1) / n),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
     "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
@@ -115,7 +115,7 @@ class Profile:
             return None
 
         def counted(one: Mapping[str, Any]) -> tuple[float, float]:
-            messages, share = _MESSAGES[one["name"]](one["ranks"])
+            messages, share = MESSAGES[one["name"]](one["ranks"])
             return messages, share * one["bytes"]
 
         latency, slope = _fit(found, counted)
