@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_3d.doctor import links_rate
+from lightning_3d.doctor import links_rate, nvidia_smi
 from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import Finding
 
@@ -46,7 +46,7 @@ class _Case:
 def measure(room: Room) -> Facts:
     """Measure each case with a small and a large message, then neighbors of each group, one pair after the other."""
     mesh, device = room.mesh, room.device()
-    large = _LARGE["simulated" if room.setup.accelerator == "gpu" and _simulated() else device.type]
+    large = _LARGE["simulated" if device.type == "cuda" and nvidia_smi.are_simulated() else device.type]
     entries, pairs = [], []
     seen: set[tuple[int, ...]] = set()
     for case in _cases(mesh, device):
@@ -57,12 +57,6 @@ def measure(room: Room) -> Facts:
             seen.add(case.ranks)
             pairs += _pairs(room, case, device, large)
     return {"collectives": entries, "pairs": pairs}
-
-
-def _simulated() -> bool:
-    from lightning_3d.doctor import nvidia_smi
-
-    return any("simulated" in (row["name"] or "").lower() for row in nvidia_smi.gpus(("name",)) or ())
 
 
 def _cases(mesh: Any, device: Any) -> Iterator[_Case]:

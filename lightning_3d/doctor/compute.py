@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_3d.doctor import nvidia_smi
@@ -29,7 +31,7 @@ def measure(room: Room) -> Facts:
     import torch
 
     device = room.device()
-    small = _is_simulated(device)
+    small = device.type == "cuda" and nvidia_smi.are_simulated()
     size = 64 if small else _SIZES[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size, device=device, dtype=dtype)
@@ -46,27 +48,17 @@ def measure(room: Room) -> Facts:
     count = 3 if small else max(3, int(_SECONDS[device.type] / 5 / max(seconds(3), 1e-6)))
     times = [seconds(count) for _ in range(5)]
     facts: Facts = {"size": size, "rate": 2 * size**3 / statistics.median(times), "seconds": statistics.median(times)}
-    return facts if device.type == "cpu" else facts | {"row": _busy_row(room, left, right, result, times[0])}
+    return facts if device.type == "cpu" else facts | {"row": _busy_row(room, partial(torch.mm, left, right, out=result), 1 if small else int(2.0 / max(times[0], 1e-4)))}
 
 
-def _busy_row(room: Room, left: Any, right: Any, result: Any, seconds: float) -> nvidia_smi.Row | None:
+def _busy_row(room: Room, work: Callable[[], Any], count: int) -> nvidia_smi.Row | None:
     """Ask nvidia-smi about the GPU while it has work for about two seconds, which is longer than the answer takes."""
-    import torch
-
-    for _ in range(min(20000, max(1, int(2.0 / max(seconds, 1e-6)))) if not _is_simulated(left.device) else 1):
-        torch.mm(left, right, out=result)
+    for _ in range(max(1, count)):
+        work()
     rows = nvidia_smi.gpus(("index", "uuid", "name", "clock", "max_clock", "reasons", "temperature"))
     row = nvidia_smi.own_row(rows, room.local_rank, uuid_of(room.local_rank), os.environ) if rows else None
     room.wait()
     return row
-
-
-def _is_simulated(device: Any) -> bool:
-    """Check whether a GPU is simulated, on which a large product would take minutes."""
-    if device.type == "cpu":
-        return False
-    rows = nvidia_smi.gpus(("name",))
-    return any("simulated" in (row["name"] or "").lower() for row in rows or ())
 
 
 def judge(gathered: Gathered) -> list[Finding]:

@@ -18,8 +18,9 @@ _SEEN_SECONDS = 10.0
 _RENAMES, _RENAME_BYTES = 50, 1 << 16
 _SPEED_BYTES = {"cpu": 1 << 24, "gpu": 1 << 28}
 _SLOW_BYTES = 50e6
-"""Bytes a second and host below which checkpoints take minutes: an 8B model with its optimizer state has 112 GB."""
-_FREE_BYTES = 100e9
+"""Bytes a second and host below which a checkpoint takes more than half an hour."""
+_FREE_BYTES = {"cpu": 10e9, "gpu": 150e9}
+"""Space for a checkpoint: an 8B model with its optimizer state has 112 GB."""
 _LATE_SECONDS = 2.0
 
 
@@ -153,7 +154,7 @@ def _seen(gathered: Gathered) -> Finding:
         advice = "Put runs on a shared file system, mounted at the same path on all hosts (--folder)."
         return Finding("shared folder", WRONG, words, blind, advice)
     latest = max((facts["seconds"] for facts in others.values()), default=0.0)
-    words = f"{folder}: all ranks see a new file within {latest:.2g} s" if others else f"{folder} can be written"
+    words = f"{folder}: all ranks see a new file within {max(latest, 0.001):.2g} s" if others else f"{folder} can be written"
     if latest > _LATE_SECONDS:
         late = tuple(rank for rank, facts in others.items() if facts["seconds"] > _LATE_SECONDS)
         advice = "Mount it with short caches for folders (NFS: acdirmax, lookupcache=positive)."
@@ -209,8 +210,8 @@ def _free(gathered: Gathered) -> Finding:
     if not free:
         return Finding("free space", UNKNOWN, "no host can tell")
     least = min(free.values())
-    enough = least >= _FREE_BYTES
-    advice = "" if enough else "A checkpoint of an 8B model with its optimizer state has 112 GB."
+    enough = least >= _FREE_BYTES[gathered.setup.accelerator]
+    advice = "" if enough else "Remove old runs: a checkpoint of an 8B model with its optimizer state has 112 GB."
     return Finding("free space", OK if enough else WARNING, show_bytes(least), (), advice)
 
 

@@ -1,4 +1,4 @@
-"""Check: the GPUs are alike, free, cool and without memory errors, before any work. The check of compute looks at their clocks under load."""
+"""Check: the GPUs are alike, free, cool and without memory errors, before any work. The check of compute looks at clocks under load."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def judge(gathered: Gathered) -> list[Finding]:
 def is_simulated(gathered: Gathered) -> bool:
     """Check whether a GPU calls itself simulated."""
     facts = gathered.earlier.get("GPUs") or gathered.facts
-    return any("simulated" in str((one.get("row") or {}).get("name")).lower() for one in facts.values())
+    return any(nvidia_smi.names_simulated([one["row"]]) for one in facts.values() if one.get("row"))
 
 
 def number(text: str | None, base: int = 10) -> int | None:

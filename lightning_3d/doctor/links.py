@@ -70,9 +70,9 @@ def _gpu_links(gathered: Gathered) -> list[Finding]:
         return []
     places, findings = gathered.places, []
     kinds = {}
-    for rank, facts in gathered.of_hosts().items():
-        used = {_link(gathered, first, second) for first in places.hosts[places.host(rank)] for second in places.hosts[places.host(rank)]}
-        kinds[rank] = used - {"X", None}
+    for rank in gathered.of_hosts():
+        ranks_here = places.hosts[places.host(rank)]
+        kinds[rank] = {_link(gathered, first, second) for first in ranks_here for second in ranks_here} - {"X", None}
     if not any(kinds.values()):
         alone = all(len(ranks) == 1 for ranks in places.hosts.values())
         words = "one rank on each host" if alone else "nvidia-smi topo -m does not tell"

@@ -13,6 +13,7 @@ from lightning_3d.doctor.gpus import is_simulated
 from lightning_3d.planner.advice import machine_of
 from lightning_3d.planner.machine import Group, Machine, ring_rate
 from lightning_3d.planner.profile_file import MESSAGES
+from lightning_3d.storage.numbers import show_bytes
 
 _SLOW, _TOO_SLOW = 0.75, 0.5
 """Shares of the expected bandwidth, and of the median of equal groups and pairs, that are worth a warning, and wrong."""
@@ -80,7 +81,7 @@ def _of_case(
         findings.append(Finding(f"{title}, slow group", verdict if real else WARNING, words, ranks, advice))
     worst = min(rates, key=lambda ranks: rates[ranks])
     latency = max(small.values())
-    words = f"{_rate_text(rates[worst])}, {latency * 1e6:.3g} us for {tiny} B; {_groups_text(list(rates))}"
+    words = f"{_rate_text(rates[worst])}, {time_text(latency)} for {tiny} B; {_groups_text(list(rates))}"
     verdict, expected, advice = _against_datasheet(gathered, rates[worst], worst, real)
     findings.append(Finding(title, verdict, f"{words}{expected}", worst if verdict in (WARNING, WRONG) else (), advice))
     return findings + (_late(gathered, title, name, small) if real else [])
@@ -91,7 +92,12 @@ def _groups_text(groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def _rate_text(value: float) -> str:
-    return f"{value / 1e9:.3g} GB/s"
+    return f"{show_bytes(value)}/s"
+
+
+def time_text(seconds: float) -> str:
+    """Show a short time with three digits."""
+    return f"{seconds * 1e6:.3g} us" if seconds < 999.5e-6 else f"{seconds * 1e3:.3g} ms"
 
 
 def _against_datasheet(gathered: Gathered, value: float, ranks: tuple[int, ...], real: bool) -> tuple[str, str, str]:
@@ -122,7 +128,7 @@ def _late(gathered: Gathered, title: str, name: str, small: Mapping[tuple[int, .
     for ranks, seconds in small.items():
         messages = max(1, MESSAGES[name](len(ranks))[0] / 2)
         if seconds > messages * _LATE["node" if gathered.places.share_host(ranks) else "between"]:
-            words = f"{seconds * 1e6:.3g} us for a small message on {gathered.places.describe(ranks)}"
+            words = f"{time_text(seconds)} for a small message on {gathered.places.describe(ranks)}"
             advice = "Look at NCCL_NET and NCCL_IB_DISABLE: TCP has such latencies. Or a CPU is busy on one of these hosts."
             findings.append(Finding(f"{title}, latency", WARNING, words, ranks, advice))
     return findings
@@ -137,7 +143,7 @@ def _pairs(gathered: Gathered, real: bool) -> list[Finding]:
         if not rates:
             continue
         slow = slow_ones(rates, _SLOW if real else _SLOW_CPU, _TOO_SLOW)
-        median = f"median of {len(rates)} {_rate_text(statistics.median(rates.values()))}, lowest {_rate_text(min(rates.values()))}"
+        median = f"{len(rates)} pairs: median {_rate_text(statistics.median(rates.values()))}, lowest {_rate_text(min(rates.values()))}"
         findings.append(Finding(title, OK, median) if not slow else _slow_pairs(gathered, title, rates, slow, real))
     return findings
 

@@ -92,6 +92,16 @@ def own_row(rows: Sequence[Row], local_rank: int, uuid: str | None, environment:
     return next(iter([*by_uuid, *by_word]), None)
 
 
+def names_simulated(rows: Sequence[Row]) -> bool:
+    """Check whether one of these GPUs calls itself simulated."""
+    return any("simulated" in (row["name"] or "").lower() for row in rows)
+
+
+def are_simulated() -> bool:
+    """Check whether the GPUs of this host are simulated, on which large operations would take minutes."""
+    return names_simulated(gpus(("name",)) or ())
+
+
 def _run(*arguments: str) -> subprocess.CompletedProcess[str] | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -55,8 +55,7 @@ def _summary(report: Report) -> str:
     verdicts = [finding.verdict for findings in report.findings.values() for finding in findings]
     wrong, warnings, unknown = (verdicts.count(verdict) for verdict in (WRONG, WARNING, UNKNOWN))
     words = [f"{wrong} wrong", plural(warnings, "warning"), f"{unknown} unknown", f"{verdicts.count(OK)} ok"]
+    end = "Nothing is wrong." if not warnings else "Nothing is wrong; read the warnings."
     if wrong:
         end = "Repair what is wrong before a run."
-    else:
-        end = "Nothing is wrong." if not warnings else "Nothing is wrong; read the warnings."
     return f"{', '.join(words)}, in {report.seconds:.0f} s. {end}"
