@@ -22,6 +22,8 @@ _SLOW, _TOO_SLOW = 0.9, 0.75
 are 1.5 times slower than the median (Sinha et al., "Not All GPUs Are Created Equal", SC 2022, abstract)."""
 _SLOW_CPU = 0.6
 """Cores are shared with the system and other processes."""
+_BUSY_SECONDS = 2.0
+"""Time for which a GPU works while nvidia-smi is asked, which takes less."""
 _LOW_CLOCK = 0.6
 """Share of the maximum clock below which a GPU under load is slowed down; power limits alone cost less."""
 
@@ -48,11 +50,14 @@ def measure(room: Room) -> Facts:
     count = 3 if small else max(3, int(_SECONDS[device.type] / 5 / max(seconds(3), 1e-6)))
     times = [seconds(count) for _ in range(5)]
     facts: Facts = {"size": size, "rate": 2 * size**3 / statistics.median(times), "seconds": statistics.median(times)}
-    return facts if device.type == "cpu" else facts | {"row": _busy_row(room, partial(torch.mm, left, right, out=result), 1 if small else int(2.0 / max(times[0], 1e-4)))}
+    if device.type == "cpu":
+        return facts
+    repeats = 1 if small else int(_BUSY_SECONDS / max(times[0], 1e-4))
+    return facts | {"row": _busy_row(room, partial(torch.mm, left, right, out=result), repeats)}
 
 
 def _busy_row(room: Room, work: Callable[[], Any], count: int) -> nvidia_smi.Row | None:
-    """Ask nvidia-smi about the GPU while it has work for about two seconds, which is longer than the answer takes."""
+    """Ask nvidia-smi about the GPU while it works."""
     for _ in range(max(1, count)):
         work()
     rows = nvidia_smi.gpus(("index", "uuid", "name", "clock", "max_clock", "reasons", "temperature"))
