@@ -26,6 +26,8 @@ Facts = dict[str, Any]
 
 _MARGIN_SECONDS = 2.0
 """Time from the end of a rank's time limit until its post counts as missing."""
+_LEAD_SECONDS = 20.0
+"""Time for rank 0 to judge, and to show the report, in addition to the time limits of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def dismiss(board: Board, report: Report) -> None:
 
 def _follow(room: Room, checks: Sequence[Check]) -> int:
     """Measure when rank 0 says so; return the exit code."""
-    patience = 2 * room.setup.limit + 10 * _MARGIN_SECONDS
+    patience = 2 * room.setup.limit + _LEAD_SECONDS
     try:
         room.leaders = room.board.wait("leaders", patience)
         for check in checks:
