@@ -9,6 +9,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,7 @@ def _start(setup: Setup, ranks: int, work: Path, target: Path | None) -> int:
     if setup.accelerator == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         threads = max(1, cores() // ranks)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch starts more threads when it is imported, and then no fork is safe
         import torch.distributed  # noqa: F401  (imported once, before the ranks are forked)
     fork = setup.accelerator == "cpu" and can_fork()
     outcome = launch(_rank, (setup, str(work)), ranks, logs=work / "logs", fork=fork, threads=threads, grace=_GRACE_SECONDS)
@@ -178,8 +180,19 @@ def _examine(setup: Setup, me: OutsideRank, show: Any) -> int:
     if isinstance(found, Report):
         show(found)
         dismiss(board, found)
-        return found.exit_code
-    return found
+    _close_groups()
+    return found.exit_code if isinstance(found, Report) else found
+
+
+def _close_groups() -> None:
+    """Close the process groups, which hang in a collective if a rank is silent."""
+    import torch.distributed as dist
+
+    from lightning_3d.doctor.time_limit import TimeLimit, within
+
+    if dist.is_initialized():
+        with suppress(TimeLimit, RuntimeError):
+            within(_GRACE_SECONDS, dist.destroy_process_group)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

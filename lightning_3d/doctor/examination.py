@@ -1,6 +1,6 @@
 """Run all checks on all ranks, one check after the other. Rank 0 judges, and names the ranks that are silent.
 
-Before each check rank 0 posts whether it takes place. Each rank measures with a time limit and posts what it found; a rank that posts
+Before each check rank 0 posts which ranks take part. Each rank measures with a time limit and posts what it found; a rank that posts
 nothing in time is silent, and takes no part in later checks. No step uses a collective, except the checks of collectives themselves.
 """
 
@@ -60,6 +60,7 @@ class Room:
         local_rank: number of the rank on its host.
         board: board for checks whose ranks talk to each other.
         leaders: lowest rank of each host that answered.
+        present: ranks that take part in the check.
         now: what the rank is doing, for the case that it hangs.
     """
 
@@ -69,6 +70,7 @@ class Room:
     local_rank: int
     board: Board
     leaders: list[int] = field(default_factory=list)
+    present: list[int] = field(default_factory=list)
     now: str = ""
 
     @property
@@ -212,9 +214,11 @@ def _follow(room: Room, checks: Sequence[Check]) -> int:
     """Measure when rank 0 says so; return the exit code."""
     patience = 2 * room.setup.limit + _LEAD_SECONDS
     try:
-        room.leaders = room.board.wait("leaders", patience)
+        leaders = room.board.wait("leaders", patience)
         for check in checks:
-            if room.board.wait(f"{check.name}/go", patience):
+            room.present = room.board.wait(f"{check.name}/go", patience)
+            room.leaders = [rank for rank in leaders if rank in room.present]
+            if room.present:
                 room.board.post(f"{check.name}/{room.rank}", _measured(check, room))
         code = int(room.board.wait("exit code", patience))
         room.board.post(f"left/{room.rank}", True)
@@ -247,17 +251,17 @@ class _Lead:
         places = Places([Place(**post) for post in posts.values()], room.world_size, per_host)
         self._report = Report(room.setup, places)
         self._report.silent = {rank: "" for key, rank in keys.items() if key not in posts}
-        room.leaders = places.leaders()
-        room.board.post("leaders", room.leaders)
+        room.board.post("leaders", places.leaders())
 
     def run(self, checks: Sequence[Check]) -> Report:
         """Run all checks and return the report."""
         report = self._report
         for check in checks:
             lacking = sorted({*report.silent, *report.hung})
-            goes = not (check.together and lacking)
-            self._room.board.post(f"{check.name}/go", goes)
-            if goes:
+            self._room.present = [] if check.together and lacking else sorted(set(report.places.by_rank) - set(report.silent))
+            self._room.leaders = [rank for rank in report.places.leaders() if rank not in report.silent]
+            self._room.board.post(f"{check.name}/go", self._room.present)
+            if self._room.present:
                 with task(f"checking {check.name}"):
                     report.findings[check.name] = self._check(check)
             else:

@@ -33,7 +33,7 @@ def measure(room: Room) -> Facts:
         folder = Path(room.setup.folder) / f".lightning_3d_doctor_{os.getpid()}_{time.time_ns()}"
         facts = _lead(room, folder)
     else:
-        name = str(room.board.wait("folder", room.setup.limit / 2))
+        name = str(room.board.wait("folder", room.setup.limit / 4))
         folder = Path(room.setup.folder) / Path(name).name
         facts = _look(room, folder)
     if room.is_leader and facts.get("seen", True):
@@ -41,7 +41,7 @@ def measure(room: Room) -> Facts:
         facts |= _speed(room, folder)
     room.board.post(f"file system done/{room.rank}", True)
     if room.rank == 0:
-        room.board.wait_for_all([f"file system done/{rank}" for rank in range(room.world_size)], room.setup.limit / 2)
+        room.board.wait_for_all([f"file system done/{rank}" for rank in room.present], room.setup.limit / 4)
         shutil.rmtree(folder, ignore_errors=True)
     return facts
 
@@ -59,8 +59,8 @@ def _lead(room: Room, folder: Path) -> Facts:
     lock = FileLock(folder / "lock")
     locked = lock.acquire()
     room.board.post("folder", folder.name)
-    others = [f"file system looked/{rank}" for rank in range(1, room.world_size)]
-    turn, deadline = 0, time.monotonic() + min(_SEEN_SECONDS + 5, room.setup.limit / 2)
+    others = [f"file system looked/{rank}" for rank in room.present if rank > 0]
+    turn, deadline = 0, time.monotonic() + min(_SEEN_SECONDS + 5, room.setup.limit / 4)
     while turn < _RENAMES or (len(room.board.wait_for_all(others, 0.0)) < len(others) and time.monotonic() < deadline):
         turn += 1
         _replace(folder, turn)
@@ -80,7 +80,7 @@ def _look(room: Room, folder: Path) -> Facts:
     """Wait for the file of rank 0, ask for its lock, and read the file that it replaces."""
     room.now = f"looking for {folder}"
     started = time.monotonic()
-    while not (seen := _is_there(folder / "hello")) and time.monotonic() - started < min(_SEEN_SECONDS, room.setup.limit / 3):
+    while not (seen := _is_there(folder / "hello")) and time.monotonic() - started < min(_SEEN_SECONDS, room.setup.limit / 4):
         time.sleep(0.05)
     facts: Facts = {"seen": seen, "seconds": time.monotonic() - started, "folder": str(folder.parent)}
     if seen:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_3d.doctor.examination import Gathered
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, slow_ones
 from lightning_3d.doctor.gpus import is_simulated
+from lightning_3d.errors import plural
 from lightning_3d.planner.advice import machine_of
 from lightning_3d.planner.machine import Group, Machine, ring_rate
 from lightning_3d.planner.profile_file import MESSAGES
@@ -143,8 +144,9 @@ def _pairs(gathered: Gathered, real: bool) -> list[Finding]:
         if not rates:
             continue
         slow = slow_ones(rates, _SLOW if real else _SLOW_CPU, _TOO_SLOW)
-        median = f"{len(rates)} pairs: median {_rate_text(statistics.median(rates.values()))}, lowest {_rate_text(min(rates.values()))}"
-        findings.append(Finding(title, OK, median) if not slow else _slow_pairs(gathered, title, rates, slow, real))
+        words = f"{plural(len(rates), 'pair')}: median {_rate_text(statistics.median(rates.values()))}"
+        words += f", lowest {_rate_text(min(rates.values()))}"
+        findings.append(Finding(title, OK, words) if not slow else _slow_pairs(gathered, title, rates, slow, real))
     return findings
 
 
