@@ -72,8 +72,9 @@ def judge(gathered: Gathered) -> list[Finding]:
     places = gathered.places
     real = gathered.setup.accelerator == "gpu" and not is_simulated(gathered)
     median = statistics.median(rates.values())
+    least = _SLOW if real else _SLOW_CPU if gathered.setup.accelerator == "cpu" else 0.0  # times of simulated GPUs say nothing
     findings = []
-    for rank, (verdict, share) in slow_ones(rates, _SLOW if real else _SLOW_CPU, _TOO_SLOW).items():
+    for rank, (verdict, share) in slow_ones(rates, least, _TOO_SLOW).items():
         words = f"{places.describe([rank])} reaches {_flops(rates[rank])}, {share:.0%} of the median"
         advice = "Another process, heat or a power limit slows it down; look at it, or leave this host out."
         findings.append(Finding("slow rank", verdict if real else WARNING, words, (rank,), advice))

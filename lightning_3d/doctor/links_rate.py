@@ -56,6 +56,11 @@ def judge(gathered: Gathered) -> list[Finding]:
     return [*findings, *_pairs(gathered, real)]
 
 
+def _least(gathered: Gathered, real: bool) -> float:
+    """Return the share of the median that is worth a warning. Times of simulated GPUs say nothing."""
+    return _SLOW if real else _SLOW_CPU if gathered.setup.accelerator == "cpu" else 0.0
+
+
 def _sizes(found: Mapping[tuple[Key, int], Any], key: Key) -> tuple[int, int]:
     sizes = sorted(size for other, size in found if other == key)
     return sizes[0], sizes[-1]
@@ -74,7 +79,7 @@ def _of_case(
     axis, name = key
     rates = {ranks: rate(name, len(ranks), size, seconds) for ranks, seconds in large.items()}
     title = f"{axis} {name.replace('_', '-')}"
-    slow = slow_ones(rates, _SLOW if real else _SLOW_CPU, _TOO_SLOW)
+    slow = slow_ones(rates, _least(gathered, real), _TOO_SLOW)
     findings = []
     for ranks, (verdict, share) in slow.items():
         words = f"{gathered.places.describe(ranks)}: {_rate_text(rates[ranks])}, {share:.0%} of the median group"
@@ -143,7 +148,7 @@ def _pairs(gathered: Gathered, real: bool) -> list[Finding]:
         rates = {pair: value for pair, value in pairs.items() if gathered.places.share_host(pair) == inside}
         if not rates:
             continue
-        slow = slow_ones(rates, _SLOW if real else _SLOW_CPU, _TOO_SLOW)
+        slow = slow_ones(rates, _least(gathered, real), _TOO_SLOW)
         words = f"{plural(len(rates), 'pair')}: median {_rate_text(statistics.median(rates.values()))}"
         words += f", lowest {_rate_text(min(rates.values()))}"
         findings.append(Finding(title, OK, words) if not slow else _slow_pairs(gathered, title, rates, slow, real))
