@@ -21,7 +21,8 @@ from lightning_3d.ranks.supervisor import can_fork, cores, launch
 
 if TYPE_CHECKING:
     from lightning_3d.config.run_config import RunConfig
-    from lightning_3d.doctor.examination import Report, Setup
+    from lightning_3d.doctor.check import Setup
+    from lightning_3d.doctor.examination import Report
 
 COMMAND = Command(
     "doctor",
@@ -72,7 +73,7 @@ def _setup(options: Namespace, overrides: Sequence[str], outside: OutsideRank | 
     from lightning_3d.config.compose import compose
     from lightning_3d.config.machine import visible_gpus
     from lightning_3d.config.plan_run import check_keys
-    from lightning_3d.doctor.examination import Setup
+    from lightning_3d.doctor.check import Setup
 
     run = check_keys(compose([*overrides, "trainer.dry=true"]))
     given = any(word.split("=")[0].lstrip("+").startswith("parallelism") for word in overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_3d.doctor import collectives, compute, environment, file_system, gpus, host, links, versions
-from lightning_3d.doctor.examination import Check
+from lightning_3d.doctor.check import Check
 
 CHECKS: tuple[Check, ...] = (
     versions.CHECK,

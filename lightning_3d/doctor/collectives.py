@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning_3d.doctor import links_rate, nvidia_smi
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import Finding
 
 _SMALL = 4096

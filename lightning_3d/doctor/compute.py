@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from lightning_3d.doctor import nvidia_smi
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, slow_ones
 from lightning_3d.doctor.gpus import is_simulated, number, reasons_finding, uuid_of
 from lightning_3d.planner.advice import machine_of

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, WARNING, WRONG, Finding, alike
 from lightning_3d.ranks.supervisor import cores
 

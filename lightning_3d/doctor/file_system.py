@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding
 from lightning_3d.storage.lock import FileLock, is_held
 from lightning_3d.storage.numbers import show_bytes

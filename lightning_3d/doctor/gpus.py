@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from lightning_3d.doctor import nvidia_smi
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, Places, alike
 from lightning_3d.storage.numbers import gibibytes
 

@@ -10,7 +10,7 @@ import time
 from contextlib import closing, suppress
 from typing import Any
 
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding
 from lightning_3d.doctor.time_limit import TimeLimit
 from lightning_3d.errors import listed

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from lightning_3d.doctor import nvidia_smi
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, alike
 from lightning_3d.errors import listed
 from lightning_3d.layout.layout import AXES

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_3d.doctor.examination import Gathered
+from lightning_3d.doctor.check import Gathered
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, slow_ones
 from lightning_3d.doctor.gpus import is_simulated
 from lightning_3d.errors import plural

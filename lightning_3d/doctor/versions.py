@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_3d.doctor import nvidia_smi
-from lightning_3d.doctor.examination import Check, Facts, Gathered, Room
+from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import UNKNOWN, WARNING, WRONG, Finding, alike
 
 _PACKAGES = ("lightning", "deepspeed", "transformers")

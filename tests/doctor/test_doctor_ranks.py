@@ -14,7 +14,8 @@ from ranks import run_ranks
 
 from lightning_3d.doctor import collectives, compute, environment, file_system, host, versions
 from lightning_3d.doctor.board import Board, Unreachable
-from lightning_3d.doctor.examination import Check, Facts, Report, Room, Setup, dismiss, examine
+from lightning_3d.doctor.check import Check, Facts, Room, Setup
+from lightning_3d.doctor.examination import Report, dismiss, examine
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG
 from lightning_3d.doctor.record import as_data
 from lightning_3d.doctor.table import show

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig, Link, PeakFlops
-from lightning_3d.doctor.examination import Check, Gathered, Setup
+from lightning_3d.doctor.check import Check, Gathered, Setup
 from lightning_3d.doctor.findings import Finding, Place, Places
 from lightning_3d.layout.layout import Layout
 
