@@ -34,13 +34,13 @@ class _Entry:
 
 
 PURPOSES = {
-    "Check a cluster": {
-        "doctor": _Entry("doctor", "check the GPUs, links and settings of a machine or a cluster", in_ranks=True),
-    },
     "Train": {
         "train": _Entry("train", "train a model; its --help explains the configuration", in_ranks=True),
         "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
         "launch": _Entry("launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"),
+    },
+    "Check a cluster": {
+        "doctor": _Entry("doctor", "check the GPUs, links and settings of a machine or a cluster", in_ranks=True),
     },
     "Choose a layout": {
         "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),

@@ -7,6 +7,7 @@ import os
 from lightning_3d.doctor import nvidia_smi
 from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, Places, alike
+from lightning_3d.planner.profile_file import gpu_types
 from lightning_3d.storage.numbers import gibibytes
 
 _MIB = 2**20
@@ -58,11 +59,22 @@ def judge(gathered: Gathered) -> list[Finding]:
     if not rows:
         return findings
     names = {rank: row["name"] for rank, row in rows.items()}
-    findings.append(alike("name", names, places, advice="The slowest GPU sets the speed: use equal ones."))
+    findings += [alike("name", names, places, advice="The slowest GPU sets the speed: use equal ones."), *_as_stated(gathered, names)]
     if is_simulated(gathered):
         findings.append(Finding("simulated GPU", WARNING, "the GPUs are simulated: speeds and times say nothing about a real GPU"))
     findings.append(alike("memory", {rank: _size(row["memory"]) for rank, row in rows.items()}, places, advice="Use equal GPUs."))
     return [*findings, _free(rows, places), _ecc(rows, places), _cool(rows, places), _clocks(rows, places), _mig(rows, places)]
+
+
+def _as_stated(gathered: Gathered, names: dict[int, str | None]) -> list[Finding]:
+    """Find GPUs of another type than those of the cluster, whose datasheet would not apply."""
+    cluster = gathered.setup.cluster
+    stated = set(gpu_types(cluster.gpu or ""))
+    other = tuple(rank for rank, name in names.items() if stated and (found := gpu_types(name or "")) and not stated & set(found))
+    if not other:
+        return []
+    words = f"{names[other[0]]} on {gathered.places.describe(other)}, but the cluster {cluster.name} has {cluster.gpu}"
+    return [Finding("cluster", WARNING, words, other, "Name the cluster that you have (cluster=...): bandwidths are compared with it.")]
 
 
 def is_simulated(gathered: Gathered) -> bool:

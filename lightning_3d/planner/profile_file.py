@@ -215,12 +215,12 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
     if accelerator not in ("auto", kind):
         wanted = gpu or accelerator.upper()
         raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile that cluster.")
-    types = set(_types(gpu or ""))
-    if kind == "gpu" and types and not types & set(_types(profile.name)):
+    types = set(gpu_types(gpu or ""))
+    if kind == "gpu" and types and not types & set(gpu_types(profile.name)):
         raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile that cluster.")
 
 
-def _types(name: str) -> list[str]:
+def gpu_types(name: str) -> list[str]:
     """Find words such as h100 in the name of a GPU."""
     return re.findall(r"(?<![a-z0-9])[a-z]{1,2}\d{2,3}(?![a-z0-9])", name.lower())
 

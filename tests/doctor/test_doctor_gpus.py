@@ -38,6 +38,7 @@ def test_healthy_gpus_are_ok_and_called_simulated(smi: pytest.MonkeyPatch) -> No
     ("fault", "name", "verdict", "said"),
     [
         ({"name": "NVIDIA A100"}, "name", WRONG, "NVIDIA A100 on rank 3 (node1)"),
+        ({"name": "NVIDIA A100"}, "cluster", WARNING, "NVIDIA A100 on rank 3 (node1), but the cluster h100 has NVIDIA H100 SXM"),
         ({"memory.total": "4096"}, "memory", WRONG, "4.0 GiB on rank 3 (node1)"),
         ({"memory.used": "5000"}, "free memory", WARNING, "4.9 GiB in use on rank 3 (node1)"),
         ({"ecc.errors.uncorrected.volatile.total": "2"}, "ECC errors", WRONG, "2 uncorrected on rank 3 (node1)"),
