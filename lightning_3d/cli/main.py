@@ -39,6 +39,9 @@ PURPOSES = {
         "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
         "launch": _Entry("launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"),
     },
+    "Check a cluster": {
+        "doctor": _Entry("doctor", "check the GPUs, links and settings of a machine or a cluster", in_ranks=True),
+    },
     "Choose a layout": {
         "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
         "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),

@@ -155,7 +155,7 @@ def stack_of(run: CompleteRun, precision: str) -> Stack:
 def _measured_stack(run: CompleteRun, path: str, precision: str) -> Stack:
     machine, profile = machine_of(run.cluster, path), profile_of(path)
     assert machine is not None
-    if profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
+    if not profile.has_only_links and profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
         raise ConfigError(
             f"profile={path} was measured in {profile.precision}, but the run uses {precision}. Measure again with precision={kind}."
         )

@@ -36,10 +36,13 @@ from lightning_3d.planner.memory import block_activations
 from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
 
 FORMAT = "lightning_3d profile 1"
-_NEEDED = ("format", "date", "device", "name", "memory", "ranks", "ranks_per_node", "precision", "operations")
+LINKS_FORMAT = "lightning_3d doctor 1"
+"""Format of what `lightning-3d doctor --json` writes, which has measurements of links only."""
+_NEEDED = ("format", "date", "device", "name", "ranks", "ranks_per_node", "operations")
+_NEEDED_OF_PROFILE = ("memory", "precision")
 _ONCE = ("copy", "elementwise", "matmul", "attention", "optimizer", "model", "host")
 """Kinds of operations that every profile has. Collectives need at least two ranks."""
-_MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
+MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
     "all_gather": lambda n: (n - 1, (n - 1) / n),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
     "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
@@ -72,6 +75,11 @@ class Profile:
     precision: str
     operations: tuple[Mapping[str, Any], ...]
     context: float = 0.0
+
+    @property
+    def has_only_links(self) -> bool:
+        """True if only collectives were measured, by lightning-3d doctor."""
+        return all(one["kind"] == "collective" for one in self.operations)
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
         """Return the measurements of a kind."""
@@ -115,7 +123,7 @@ class Profile:
             return None
 
         def counted(one: Mapping[str, Any]) -> tuple[float, float]:
-            messages, share = _MESSAGES[one["name"]](one["ranks"])
+            messages, share = MESSAGES[one["name"]](one["ranks"])
             return messages, share * one["bytes"]
 
         latency, slope = _fit(found, counted)
@@ -133,9 +141,11 @@ def read_profile(path: Path) -> Profile:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"profile={path} cannot be read: {getattr(error, 'strerror', None) or 'it is not JSON'}. {hint}") from error
+    if isinstance(content, dict) and content.get("format") == LINKS_FORMAT:
+        return _read_links(path, content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f'profile={path} is not a profile: its "format" is not "{FORMAT}". {hint}')
-    missing = [name for name in _NEEDED if name not in content]
+    missing = [name for name in (*_NEEDED, *_NEEDED_OF_PROFILE) if name not in content]
     if missing:
         raise ConfigError(f"profile={path} is damaged: {missing[0]} is missing. {hint}")
     try:
@@ -157,6 +167,29 @@ def read_profile(path: Path) -> Profile:
         stack_of_profile(profile, machine_of_profile(profile), Stack())
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}") from error
+    return profile
+
+
+def _read_links(path: Path, content: Mapping[str, Any]) -> Profile:
+    """Read what lightning-3d doctor measured: links, and nothing of a model.
+
+    Raises:
+        ConfigError: a damaged file, or one without links.
+    """
+    hint = "Write it with lightning-3d doctor --json."
+    if content.get("simulated"):
+        raise ConfigError(f"profile={path} was measured on simulated GPUs, whose times say nothing about real ones.")
+    try:
+        operations = [one for one in content["operations"] if one["placement"] in ("node", "between")]
+        for one in operations:
+            _positive(one["seconds"])
+        ranks, per_node = int(_positive(content["ranks"])), int(_positive(content["ranks_per_node"]))
+        profile = Profile(str(content["device"]), str(content["name"]), 0.0, ranks, per_node, "", tuple(operations))
+        found = profile.link("node") or profile.link("between")
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}") from error
+    if found is None:
+        raise ConfigError(f"profile={path} has no measurement of a link. Run lightning-3d doctor with at least 2 ranks.")
     return profile
 
 
@@ -182,12 +215,12 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
     if accelerator not in ("auto", kind):
         wanted = gpu or accelerator.upper()
         raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile that cluster.")
-    types = set(_types(gpu or ""))
-    if kind == "gpu" and types and not types & set(_types(profile.name)):
+    types = set(gpu_types(gpu or ""))
+    if kind == "gpu" and types and not types & set(gpu_types(profile.name)):
         raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile that cluster.")
 
 
-def _types(name: str) -> list[str]:
+def gpu_types(name: str) -> list[str]:
     """Find words such as h100 in the name of a GPU."""
     return re.findall(r"(?<![a-z0-9])[a-z]{1,2}\d{2,3}(?![a-z0-9])", name.lower())
 
@@ -199,7 +232,12 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
         profile: the measurements.
         stated: cluster with known vendors' rates; the measurements become shares of these rates. None: only the measurements are known.
         nodes: number of nodes where `stated` is None.
+
+    Raises:
+        ConfigError: only links were measured, and `stated` is None.
     """
+    if profile.has_only_links:
+        return _with_links(profile, stated)
     rate, kernel = profile.products
     inside, between = profile.link("node"), profile.link("between")
     if stated is None:
@@ -217,6 +255,19 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
     }
     if profile.device == "cpu":
         reached["exposed"] = 1.0  # the cores that compute also send
+    measured = replace(stated, efficiency=replace(stated.efficiency, **reached))
+    return _with_links(profile, measured)
+
+
+def _with_links(profile: Profile, stated: Machine | None) -> Machine:
+    """Replace the shares that links reach, and their latencies, by those of the profile."""
+    if stated is None:
+        raise ConfigError(
+            "A file of lightning-3d doctor has measurements of links only, so the cluster must state the rates of its GPUs. Name it, for"
+            " example cluster=h100, or measure everything with lightning-3d profile."
+        )
+    inside, between = profile.link("node"), profile.link("between")
+    reached: dict[str, Any] = {}
     latencies: dict[str, Any] = {}
     if inside is not None:
         latencies["link_latency"], reached["link"] = inside[0], inside[1] / stated.link
@@ -230,6 +281,8 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
 
 def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     """Return the software as measured on the machine: its host, its operations bound by memory, and what it keeps for the backward pass."""
+    if profile.has_only_links:
+        return stack
     per_parameter, step = _fit(profile.of("optimizer"), lambda one: (one["parameters"], 1.0))
 
     def seconds(one: Mapping[str, Any], elementwise: float = 0.0, logit: float = 0.0) -> float:

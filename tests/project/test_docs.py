@@ -143,7 +143,7 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
             overrides = [*overrides, f"parallelism=dp{ranks}", "parallelism.micro_batch_size=1", "force=true"]
         check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
     else:
-        assert name in ("run", "draft-plan", "export", "import", "inspect", "report"), f"there is no lightning-3d {name}"
+        assert name in ("run", "doctor", "draft-plan", "export", "import", "inspect", "report"), f"there is no lightning-3d {name}"
         text = help_of(name)
         for option in (word for word in arguments if word.startswith("--")):
             assert option in text
