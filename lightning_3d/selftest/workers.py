@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_3d.ranks.progress import VARIABLE as PROGRESS
+
 _OTHERS_SECONDS = 5.0
 """How long the other ranks may take to answer after the first failure."""
 
@@ -158,6 +160,7 @@ def _serve(pipe: connection.Connection, prepare: Callable[[], None] | None) -> N
 
     import lightning_3d.selftest.rank  # noqa: F401 - what all calls need
 
+    os.environ[PROGRESS] = "0"  # the owner shows the progress
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
