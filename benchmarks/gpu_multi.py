@@ -182,7 +182,8 @@ def main() -> None:
         raise SystemExit(f"gpu_multi needs 8 GPUs on this machine; it has {there}. --smoke shows on CPU ranks that it works.")
     config = yaml.safe_load(MODEL.read_text())["config"] | ({**TINY, "num_hidden_layers": 2} if options.smoke else {})
     lines = [f"Published: torchtitan, {SOURCE}, 8 x H100-96GB HBM2e 500W.", ""]
-    lines += ["| layout | tokens/s per GPU | MFU | peak GiB | published tokens/s per GPU | published GiB | source |", "|---|---|---|---|---|---|---|"]
+    lines += ["| layout | tokens/s per GPU | MFU | peak GiB | published tokens/s per GPU | published GiB | source |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for row in rows:
         steps = (1, 2) if options.smoke else (options.warmup, options.steps)
         settings = Settings(config, "cuda" if there >= 8 else "cpu", row.sequence, row.rows, 1, *steps)
