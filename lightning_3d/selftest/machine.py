@@ -43,7 +43,7 @@ def describe(accelerator: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "accelerator": accelerator,
         "devices": devices,
-        "simulated": any("simulated" in name.lower() for name in devices),
+        "simulated": any(word in name.lower() for name in devices for word in ("simulat", "cudasim")),
         "capability": list(torch.cuda.get_device_capability(0)) if gpu else None,
         "cuda": torch.version.cuda,
         "nccl": list(torch.cuda.nccl.version()) if gpu else None,

@@ -73,7 +73,7 @@ def _verdict(
         return Verdict(cell, SKIPPED, why=why)
     left = deadline - time.monotonic()
     if left <= 0:
-        return Verdict(cell, NOT_REACHED, why="the time limit was over; use a larger --minutes")
+        return Verdict(cell, NOT_REACHED, why="time is over; use a larger --minutes")
     started, limit = time.monotonic(), min(cell.seconds, max(left, 1.0))
     try:
         verdict = _compare(cell, workers, references, limit, accelerator)
