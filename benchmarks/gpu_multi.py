@@ -81,7 +81,9 @@ def train_rank(row: Published, settings: Settings, folder: str) -> None:
     layout, watch = Layout.parse(row.layout), Watch(settings)
 
     class Module(pl.LightningModule):
-        model: Any = None
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = None
 
         def configure_model(self) -> None:
             if self.model is None:
@@ -130,7 +132,7 @@ def measure(row: Published, settings: Settings) -> dict[str, Any]:
         if outcome.exit_code:
             text = (outcome.message or f"exit code {outcome.exit_code}").strip()
             print(text, file=sys.stderr, flush=True)
-            return {"failed": text.splitlines()[0]}
+            return {"failed": text.splitlines()[-1]}
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank_*.json"))]
     peaks = [one["peak"] for one in found if one["peak"] is not None]
     return {"seconds": median(found[0]["seconds"]), "peak": max(peaks, default=None), "device": found[0]["device"]}
@@ -184,17 +186,22 @@ def main() -> None:
     lines = [f"Published: torchtitan, {SOURCE}, 8 x H100-96GB HBM2e 500W.", ""]
     lines += ["| layout | tokens/s per GPU | MFU | peak GiB | published tokens/s per GPU | published GiB | source |"]
     lines += ["|---|---|---|---|---|---|---|"]
+    failed = False
     for row in rows:
         steps = (1, 2) if options.smoke else (options.warmup, options.steps)
         settings = Settings(config, "cuda" if there >= 8 else "cpu", row.sequence, row.rows, 1, *steps)
         print(f"measuring {row.name} ...", file=sys.stderr, flush=True)
-        lines.append(line(row, settings, measure(row, settings)))
+        found = measure(row, settings)
+        failed |= "failed" in found
+        lines.append(line(row, settings, found))
     if options.smoke:
         lines.append("\nThis is a smoke test with a tiny model: its numbers do not compare with the published ones.")
     text = "\n".join(lines) + "\n"
     print(text)
     if options.output:
         options.output.write_text(text)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
