@@ -51,6 +51,9 @@ PURPOSES = {
         "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
         "verify": _Entry("verify", "check that a layout computes what one process computes"),
     },
+    "Check a machine": {
+        "selftest": _Entry("selftest", "check on this machine's GPUs that every technique computes what one rank computes"),
+    },
     "Use checkpoints and results": {
         "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
         "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),

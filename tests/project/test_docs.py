@@ -43,6 +43,7 @@ from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
 from lightning_3d.cli.launch import run as launch
+from lightning_3d.cli.main import main
 from lightning_3d.config.files import conf_folder
 from lightning_3d.runs.check import check_for
 
@@ -142,6 +143,8 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
             ranks = int(size[1]) * int(size[2]) if size else 1
             overrides = [*overrides, f"parallelism=dp{ranks}", "parallelism.micro_batch_size=1", "force=true"]
         check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
+    elif name == "selftest":
+        assert main([name, *arguments, "--list"]) == 0
     else:
         assert name in ("run", "doctor", "draft-plan", "export", "import", "inspect", "report"), f"there is no lightning-3d {name}"
         text = help_of(name)

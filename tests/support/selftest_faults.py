@@ -1,0 +1,58 @@
+"""Faults that tests plant in the workers of a self-test. Every worker calls one of them when it starts."""
+
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_3d.parallel import gloo_exchange
+from lightning_3d.selftest import rank
+
+
+def enlarge_sums() -> None:
+    """Make every large sum over ranks a thousandth too large. (Small ones are numbers of tokens, by which others are divided.)"""
+    for module in (dist, gloo_exchange):
+        module.all_reduce = _enlarged(module.all_reduce)
+
+
+def _enlarged(plain: Any) -> Any:
+    def all_reduce(x: Any, *arguments: Any, **more: Any) -> Any:
+        work = plain(x, *arguments, **more)
+        if work is not None:
+            work.wait()
+        if x.is_floating_point() and x.numel() > 1000:
+            x *= 1.001
+        return work
+
+    return all_reduce
+
+
+def raise_learning_rate() -> None:
+    """Train ranks with a learning rate that is a tenth too large."""
+    rank.LEARNING_RATE *= 1.1
+
+
+def hang_in_tp() -> None:
+    """Let rank 1 never arrive in layouts with tensor parallelism."""
+    _before_tp(lambda: time.sleep(1000))
+
+
+def fail_in_tp() -> None:
+    """Let rank 1 raise an error in layouts with tensor parallelism."""
+    _before_tp(lambda: _raise(ValueError("planted on purpose")))
+
+
+def _before_tp(fault: Any) -> None:
+    plain = rank._fit
+
+    def fit(cell: Any, layout: str, *arguments: Any, **more: Any) -> Any:
+        if layout.startswith("tp") and os.environ["RANK"] == "1":
+            fault()
+        return plain(cell, layout, *arguments, **more)
+
+    rank._fit = fit
+
+
+def _raise(error: Exception) -> None:
+    raise error
