@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lightning_3d.config.machine import gpu_names
+
 WORKER = Path(__file__).with_name("peers_worker.py")
 LIBRARIES = ("torch", "lightning", "deepspeed", "transformers", "accelerate")
 Round = dict[str, list[float]]
@@ -41,6 +43,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
+        **({"gpus": gpus} if (gpus := gpu_names()) else {}),
         "libraries": {name: _version(name) for name in LIBRARIES},
     }
 

@@ -73,7 +73,7 @@ def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """Count the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows, without CUDA, which would make a fork impossible."""
-    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]) or _listed_gpus()
+    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]) or len(gpu_names())
     allowed = environment.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return there
@@ -91,16 +91,17 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _listed_gpus() -> int:
-    """Count the GPUs that nvidia-smi lists, for machines that have other names for them in /dev."""
+def gpu_names() -> list[str]:
+    """Names of the GPUs that nvidia-smi lists; none where there is no nvidia-smi, or it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return 0
+        return []
     try:
         done = subprocess.run([tool, "-L"], capture_output=True, text=True, check=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+        return []
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
 def choose_precision(run: RunConfig, accelerator: str) -> str:

@@ -31,6 +31,7 @@ class RunStatus:
         pid: id of the process that supervises the ranks, or of rank 0 under torchrun and SLURM.
         host: host of that process.
         reason: message of the failure, if it is known.
+        device: name of the GPUs of this host; empty for a run on CPU.
     """
 
     status: str
@@ -40,11 +41,12 @@ class RunStatus:
     pid: int
     host: str
     reason: str = ""
+    device: str = ""
 
     @classmethod
-    def begun(cls) -> RunStatus:
+    def begun(cls, device: str = "") -> RunStatus:
         """Return the status of a run of this process that starts now."""
-        return cls(RUNNING, None, time.time(), None, os.getpid(), socket.gethostname())
+        return cls(RUNNING, None, time.time(), None, os.getpid(), socket.gethostname(), device=device)
 
     def after(self, exit_code: int, reason: str = "") -> RunStatus:
         """Return the status of the same run after its end."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.compat.imports import light_imports
-from lightning_3d.config.machine import hide_gpus
+from lightning_3d.config.machine import gpu_names, hide_gpus
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
@@ -116,7 +116,7 @@ def run_job(
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
     if place.resume is not None:
         print_once(f"resuming from {place.resume}", outside)
-    status = RunStatus.begun()
+    status = RunStatus.begun(next(iter(gpu_names()), "") if plan.accelerator == "gpu" else "")
     status.write(folder.path)
     code, reason = 1, ""
     try:

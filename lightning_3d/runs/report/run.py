@@ -199,7 +199,7 @@ class _RunPage:
             facts.append(("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.status.started))))
             if self.status.seconds is not None:
                 facts.append(("took", show_seconds(self.status.seconds)))
-            facts.append(("on", self.status.host))
+            facts.append(("on", f"{self.status.host}, {self.status.device}" if self.status.device else self.status.host))
         if run := read_wandb_file(self.folder):
             facts.append(("Weights & Biases", run.get("url") or f"{run.get('id')} (offline)"))
         return facts

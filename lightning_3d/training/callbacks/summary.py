@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -87,6 +88,8 @@ class Summary(Callback):
         """Rows of the table, as (label, value)."""
         unit = getattr(trainer.datamodule, "unit", "token")  # type: ignore[attr-defined]
         rows = [("model", self._describe_model(pl_module)), ("layout", _describe_layout(trainer))]
+        if trainer.strategy.root_device.type == "cuda":
+            rows.append(("device", torch.cuda.get_device_name(trainer.strategy.root_device)))
         rows.append(
             (
                 "steps",
