@@ -46,7 +46,7 @@ int visible_devices() {
 static std::atomic<long> counted[Counts];
 void count(Count which) { counted[which]++; }
 
-static std::string last_error;
+static auto& last_error = *new std::string;
 void set_last_error(const std::string& text) { last_error = text; }
 }  // namespace sim
 

@@ -14,8 +14,8 @@ namespace sim {
 #define LOCK std::lock_guard<std::recursive_mutex> lock_(M)
 static const uintptr_t FIRST = 0x200000000000ull, DISTANCE = 0x100000000000ull, PAGE = 0x1000, SPACING = 0x200000;
 struct Block { size_t size; int device; };
-static std::map<uintptr_t, Block> device_blocks;
-static std::map<uintptr_t, size_t> pinned_blocks;
+static auto& device_blocks = *new std::map<uintptr_t, Block>;
+static auto& pinned_blocks = *new std::map<uintptr_t, size_t>;
 static uintptr_t next_address = FIRST;
 static size_t used[64];
 

@@ -186,7 +186,7 @@ void step(Task& t) {
 }
 
 // ---- launches: kernels of one communicator run in their order; at most `settings().resident` kernels are on a device together
-std::map<int, int> resident;
+auto& resident = *new std::map<int, int>;
 thread_local int depth = 0;
 thread_local std::vector<std::pair<Stream*, Task>> grouped;
 thread_local std::string nccl_error;

@@ -12,8 +12,8 @@ namespace sim {
 
 struct Mark { int stream = -1; uint64_t number = 0; std::shared_ptr<const std::string> name; };
 struct Cell { uintptr_t end; Mark write; std::map<int, Mark> reads; };
-static std::map<uintptr_t, Cell> cells;  // disjoint ranges of bytes, by their first address
-static Clock host;
+static auto& cells = *new std::map<uintptr_t, Cell>;  // disjoint ranges of bytes, by their first address
+static auto& host = *new Clock;
 
 void join(Clock& into, const Clock& other) {
   for (auto& [stream, number] : other) {

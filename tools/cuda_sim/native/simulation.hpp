@@ -56,9 +56,10 @@ struct Stream {
 struct Recording { bool done = false; double time = 0; Clock clock; HostWrites unseen; };
 struct Event { std::shared_ptr<Recording> recording; Stream* stream = nullptr; };
 
-extern std::recursive_mutex M;  // guards everything
+// What threads may still use while the process ends is never destroyed.
+extern std::recursive_mutex& M;  // guards everything
 extern thread_local int current_device;
-extern std::set<Stream*> streams;
+extern std::set<Stream*>& streams;
 Stream* stream_of(cudaStream_t handle);  // the default stream of the current device for none
 void enqueue(Stream* s, std::string name, std::function<Outcome()> run);
 bool advance(Stream* s);                 // run what can run; whether something did

@@ -9,11 +9,11 @@
 #include <cstring>
 
 namespace sim {
-std::recursive_mutex M;
+std::recursive_mutex& M = *new std::recursive_mutex;
 thread_local int current_device = 0;
-std::set<Stream*> streams;
+std::set<Stream*>& streams = *new std::set<Stream*>;
 
-static Stream default_streams[64];
+static Stream* const default_streams = new Stream[64];
 static int made_streams = 64;  // the ids below are the default streams'
 static double last_progress = now();
 static bool clockwork = false;
