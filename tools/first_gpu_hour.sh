@@ -9,13 +9,13 @@ set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 OUT=first_gpu_hour
-mkdir -p "$OUT"
-: >"$OUT/summary.txt"
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 if [ "$GPUS" -eq 0 ]; then
     echo "nvidia-smi lists no GPU. Run this on a machine with GPUs." >&2
     exit 2
 fi
+mkdir -p "$OUT"
+: >"$OUT/summary.txt"
 
 # step NAME MINUTES "what to look at" COMMAND...
 step() {

@@ -14,8 +14,8 @@ from pathlib import Path
 from native_libraries import CannotBuild, build
 
 TOOL = Path(__file__).resolve().parent
-NO_WHEEL = 3
-"""Exit code where the package registry has no CUDA wheel."""
+NO_WHEEL = "no_wheel"
+"""Name of a file that says that the package registry has no CUDA wheel; `.ci/run` looks for it."""
 
 
 class NoWheel(Exception):
@@ -80,8 +80,8 @@ if __name__ == "__main__":
     try:
         make(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute())
     except NoWheel as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(NO_WHEEL)
+        (Path(sys.argv[1]) / NO_WHEEL).touch()
+        sys.exit(f"Error: {error}")
     except CannotBuild as error:
         sys.exit(f"Error: {error}")
     print(f"{sys.argv[1]} is ready, after {time.monotonic() - started:.0f} s")

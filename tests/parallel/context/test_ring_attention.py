@@ -232,3 +232,14 @@ def test_the_operators_of_cuda_take_what_they_are_given() -> None:
     assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
     found = torch_compat.flash_attention_backward(query, query, key, key, out, lse, causal=True, scale=0.5)
     assert [gradient.shape for gradient in found] == [query.shape, key.shape, key.shape]
+
+
+def test_flash_attention_only_where_it_has_a_backward() -> None:
+    """torch 2.13, sdp_utils.cpp: compute capability 8.0 to 12.1; no head sizes of 193 to 224 where there is less shared memory."""
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        assert kernels.flash_trains_on(capability, 64) and kernels.flash_trains_on(capability, 200)
+    for capability in ((8, 6), (8, 9), (12, 0), (12, 1)):
+        found = [kernels.flash_trains_on(capability, size) for size in (64, 192, 200, 224, 256)]
+        assert found == [True, True, False, False, True]
+    for capability in ((7, 5), (6, 1), (13, 0)):
+        assert not kernels.flash_trains_on(capability, 64)
