@@ -20,7 +20,8 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     environment = kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | variables
     with (folder / "output.txt").open("w+") as output:
-        done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=output, timeout=240, check=False)
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=240, check=False)
         output.seek(0)
         return subprocess.CompletedProcess(done.args, done.returncode, output.read())
 
