@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from models import Batch
 from parity import Module, Rows, StepValues, quiet_trainer
 from reference import Recipe, cut, data
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 
 def straight(layout: str, epochs: int = 2, **more: Any) -> list[float]:
@@ -68,6 +68,53 @@ def gathered_in_vain() -> None:
         unit.free()
         torch.zeros(1 << 20, device=device)
     torch.cuda.synchronize()
+
+
+def brought_back(recipe: Recipe, **strategy: Any) -> tuple[int, int]:
+    """(tensors that the backward needed from the host, those of them whose copy had begun before) in a fit."""
+    from lightning_3d.parallel.blocks import offload
+
+    needed, begun = 0, 0
+    original = offload._OnHost.on_device
+
+    def counted(saved: Any) -> Any:
+        nonlocal needed, begun
+        needed, begun = needed + 1, begun + (saved._brought is not None)
+        return original(saved)
+
+    offload._OnHost.on_device = counted  # type: ignore[method-assign]
+    offloading(recipe, **strategy)
+    return needed, begun
+
+
+class PenaltyOnGradients(pl.LightningModule):
+    """Its backward goes through the blocks in another order than that of their forward reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3))
+        self.blocks, self.head = torch.nn.ModuleList(layers), torch.nn.Linear(16, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        [rows] = batch
+        hidden = rows = rows.clone().requires_grad_(True)
+        for block in self.blocks:
+            hidden = block(hidden)
+        found = self.head(hidden)
+        [gradient] = torch.autograd.grad(found.sum(), rows, create_graph=True)
+        return found.square().mean() + gradient.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def penalty(gather: str) -> None:
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    strategy = Lightning3DStrategy("dp2", micro_batch_size=2, zero_stage=3, zero_gather=gather)
+    rows = TensorDataset(torch.randn(8, 16, generator=torch.Generator().manual_seed(3)))
+    quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(PenaltyOnGradients(), DataLoader(rows, batch_size=4))
 
 
 class Predicts(Module):

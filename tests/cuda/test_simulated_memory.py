@@ -6,11 +6,13 @@ import dataclasses
 import re
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import parity
 import pytest
+import simulated_fits
 import simulated_ranks
 from parity import Cell
 from reference import Recipe
@@ -99,3 +101,34 @@ def test_the_host_waits_for_the_device_only_to_log(cell: Cell) -> None:
         micro_batches = recipe.global_batch // cell.dp // cell.micro_batch
         allowed = Counter(LOGGING | {"parallel/expert/dispatch.py": LAYERS * micro_batches if cell.ep > 1 else 0})
         assert own <= allowed, own - allowed
+
+
+def registered(output: str) -> list[int]:
+    """Bytes of each piece of host memory that was page-locked."""
+    return [int(size) for size in re.findall(r"cudaHostRegister (\d+)", output)]
+
+
+def test_page_locked_memory_is_as_large_as_what_is_copied(tmp_path: Path) -> None:
+    """torch's own comes in powers of two. A save takes one piece for each rank."""
+    environment = LATE | {"CUDASIM_LOG": "host"}
+    ranks = simulated_ranks.attempt(simulated_fits.resumed, 2, "dp2", "dp2", str(tmp_path), environment=environment)
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].output[-2000:]
+    for rank in ranks:
+        sizes = registered(rank.output)
+        assert len(sizes) == 1 and sizes[0] & (sizes[0] - 1), "one piece, not of a power of two"
+        assert all(int(size) <= 4096 for size in re.findall(r"cudaHostAlloc (\d+)", rank.output)), "torch's own, for single numbers"
+
+
+def test_offloaded_activations_come_back_before_they_are_needed() -> None:
+    cell = Cell(dp=2)
+    for needed, begun in simulated_ranks.run(
+        simulated_fits.brought_back, 2, cell.recipe, environment=LATE, **parity.strategy_arguments(cell)
+    ):
+        of_last_block = needed / LAYERS  # of each micro-batch nothing is known before its backward begins
+        assert needed > 0 and begun >= needed - 1.2 * of_last_block, (needed, begun)
+
+
+def test_parameters_that_are_used_after_they_were_freed_are_named() -> None:
+    simulated_ranks.run(simulated_fits.penalty, 2, "step", environment=LATE)
+    for rank in simulated_ranks.attempt(simulated_fits.penalty, 2, "micro_batch", environment=LATE):
+        assert rank.code and "were used after zero_gather=micro_batch had freed them" in rank.output

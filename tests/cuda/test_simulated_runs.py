@@ -32,6 +32,11 @@ def test_validation_after_training(layout: str, zero: int) -> None:
     assert_close(*both(simulated_fits.straight, layout, zero_stage=zero))
 
 
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_mixed_precision(layout: str) -> None:
+    assert_close(*both(simulated_fits.straight, layout, epochs=1, precision="bf16-mixed"), tolerance=1e-5)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "strategy"),
     [

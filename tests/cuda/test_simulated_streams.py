@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import parity
 import pytest
+import simulated_ranks
 from parity import SCHEDULES, Cell
 from simulated_parity import check
 
@@ -31,3 +33,20 @@ def test_prompt_streams(cell: Cell) -> None:
 def test_lazily_loaded_kernels(schedule: str) -> None:
     """The first launch of a kernel may wait for the whole device, also for a receive whose sender has not come yet."""
     check(Cell(pp=2, schedule=schedule), {"CUDASIM_LAZY": 1, "CUDASIM_HANG": 10})
+
+
+RESIDENT = {("GPipe", 2): 1, ("1F1B", 2): 2, ("ZBVZeroBubble", 2): 2, ("GPipe", 4): 1, ("1F1B", 4): 3, ("InterleavedZeroBubble", 4): 4}
+"""NCCL kernels that must fit on a GPU together, by schedule and pipeline ranks: messages of both directions and of both neighbours."""
+
+
+@pytest.mark.parametrize(("schedule", "pp"), RESIDENT, ids=str)
+def test_few_nccl_kernels_are_resident_together(schedule: str, pp: int) -> None:
+    check(Cell(pp=pp, schedule=schedule), {"CUDASIM_NCCL_MOST": RESIDENT[schedule, pp], "CUDASIM_HANG": 10})
+
+
+def test_a_pipeline_needs_two_of_them() -> None:
+    cell = Cell(pp=2)
+    arguments = parity.strategy_arguments(cell)
+    one = {"CUDASIM_NCCL_MOST": 1, "CUDASIM_HANG": 3}
+    ranks = simulated_ranks.attempt(parity.train_on_rank, 2, cell.recipe, environment=one, **arguments)
+    assert any("HANG" in rank.output for rank in ranks)
