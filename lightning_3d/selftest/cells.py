@@ -90,7 +90,10 @@ class Cell:
             return f"needs {plural(self.ranks, 'rank')}"
         if self.capability and (capability is None or capability < self.capability):
             return f"needs a GPU with compute capability {self.capability[0]}.{self.capability[1]}"
-        return absent.get(self.group)
+        parts = [self.group]
+        parts += ["zero"] if self.strategy.get("zero_stage") else []
+        parts += ["triton"] if self.group == "compile" and capability is not None else []
+        return next((absent[part] for part in parts if part in absent), None)
 
 
 def micro_batch(layout: str) -> int:

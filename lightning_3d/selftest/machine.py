@@ -17,7 +17,7 @@ _PREFIXES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "DS_", "LI
 
 @functools.cache
 def absent_parts() -> dict[str, str]:
-    """Name what the installation lacks, by group of cells."""
+    """Name what the installation lacks, by group of cells; "triton" is for compiled cells on GPUs."""
     absent = {}
     if find_spec("torchao") is None:
         absent["fp8"] = "needs torchao"
@@ -25,6 +25,8 @@ def absent_parts() -> dict[str, str]:
         absent["zero"] = "needs DeepSpeed"
     if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         absent["compile"] = "needs a C++ compiler"
+    if find_spec("triton") is None:
+        absent["triton"] = "needs the package triton"
     return absent
 
 

@@ -76,6 +76,11 @@ def test_what_hardware_lacks_is_named() -> None:
     assert float8.missing(2, None, {}) == float8.missing(2, (8, 6), {}) == "needs a GPU with compute capability 8.9"
     assert float8.missing(2, (9, 0), {}) is None
     assert float8.missing(2, (9, 0), {"fp8": "needs torchao"}) == "needs torchao"
+    compiled = next(cell for cell in all_cells(2) if cell.group == "compile")
+    assert compiled.missing(2, (9, 0), {"triton": "needs triton"}) == "needs triton", "on GPUs only"
+    assert compiled.missing(2, None, {"triton": "needs triton"}) is None
+    offloaded = next(cell for cell in all_cells(2) if cell.technique == "optimizer offloaded")
+    assert offloaded.missing(2, None, {"zero": "needs DeepSpeed"}) == "needs DeepSpeed"
 
 
 def test_list_starts_no_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
