@@ -7,6 +7,7 @@ memory that is asked for is registered with CUDA, and is as large as it needs to
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked_at is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+            with suppress(Exception):  # at the end of the process CUDA may be gone
+                torch.cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 def host_memory(nbytes: int, *, page_locked: bool) -> Tensor:

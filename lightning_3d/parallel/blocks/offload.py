@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class _OnHost:
         self._like = torch.empty_like(tensor, device="meta")  # with the same strides, which compiled backwards rely on
         self._device = tensor.device
         self._copies = _copies(tensor.device)
-        self._buffer, free = self._copies.take(self._like.untyped_storage().nbytes())
+        self._buffer, free = self._copies.take(tensor.numel() * tensor.element_size())
         self._host = torch.empty(0, dtype=tensor.dtype).set_(
             self._buffer.untyped_storage(), 0, self._like.shape, self._like.stride()
         )
@@ -138,18 +137,41 @@ class _OnHost:
 
 
 class _Copies:
-    """Streams of the copies of one GPU, and host memory for them, which is used again for tensors of the same size."""
+    """Streams of the copies of one GPU, and host memory for them.
+
+    Memory is locked slowly, so it is used again for tensors of about the same size: sizes are rounded up by at most an eighth. No more
+    is kept than was in use at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._free: defaultdict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
+        self._free: list[tuple[Tensor, Any]] = []  # the one that was given back last is the last
+        self._used = self._most = self._held = 0  # bytes
 
     def take(self, nbytes: int) -> tuple[Tensor, Any]:
         """Page-locked memory, and the event after which it may be written; None for at once."""
-        return self._free[nbytes].pop() if self._free[nbytes] else (host_memory(nbytes, page_locked=True), None)
+        size = _rounded(nbytes)
+        self._used += size
+        self._most = max(self._most, self._used)
+        for place in range(len(self._free) - 1, -1, -1):
+            if self._free[place][0].numel() == size:
+                return self._free.pop(place)
+        while self._free and self._held + size > self._most:
+            memory, last_use = self._free.pop(0)
+            last_use.synchronize()
+            self._held -= memory.numel()
+        self._held += size
+        return host_memory(size, page_locked=True), None
 
     def give(self, memory: Tensor, last_use: Any) -> None:
-        self._free[memory.numel()].append((memory, last_use))
+        """Take back memory whose last copy ends with an event."""
+        self._used -= memory.numel()
+        self._free.append((memory, last_use))
+
+
+def _rounded(nbytes: int) -> int:
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
 
 
 _COPIES: dict[torch.device, _Copies] = {}

@@ -428,3 +428,34 @@ def test_offload_leaves_parameters_and_small_tensors() -> None:
         products = z.grad_fn
     assert products._saved_mat1.data_ptr() == small.data_ptr()  # type: ignore[union-attr]
     assert layer.weight.data_ptr() in {saved.data_ptr() for saved in (products._saved_mat2,)}  # type: ignore[union-attr]
+
+
+class _Ended:
+    """An event of a GPU."""
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+
+def test_host_memory_of_offload_is_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_3d.parallel.blocks import offload
+
+    made: list[int] = []
+
+    def memory(nbytes: int, *, page_locked: bool) -> torch.Tensor:
+        assert page_locked
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(offload, "host_memory", memory)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    copies = offload._Copies(torch.device("cuda", 0))
+    for _ in range(3):  # steps of two tensors
+        taken = [copies.take(size)[0] for size in (1000, 3000)]
+        for each in taken:
+            copies.give(each, _Ended())
+    assert [1000 <= made[0] <= 1125, 3000 <= made[1] <= 3375, len(made)] == [True, True, 2]
+    for size in range(1000, 200_000, 7000):  # other sizes in every step
+        copies.give(copies.take(size)[0], _Ended())
+        assert copies._held <= max(copies._most, offload._rounded(size)) and copies._used == 0
+    assert all(nbytes <= offload._rounded(nbytes) <= 1.125 * nbytes for nbytes in range(1, 5000))
