@@ -41,6 +41,7 @@ PURPOSES = {
     },
     "Check a cluster": {
         "doctor": _Entry("doctor", "check the GPUs, links and settings of a machine or a cluster", in_ranks=True),
+        "selftest": _Entry("selftest", "check on this machine's GPUs that every technique computes what one rank computes"),
     },
     "Choose a layout": {
         "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
@@ -50,9 +51,6 @@ PURPOSES = {
     "Bring your own model": {
         "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
         "verify": _Entry("verify", "check that a layout computes what one process computes"),
-    },
-    "Check a machine": {
-        "selftest": _Entry("selftest", "check on this machine's GPUs that every technique computes what one rank computes"),
     },
     "Use checkpoints and results": {
         "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),

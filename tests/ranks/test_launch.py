@@ -265,7 +265,7 @@ def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Po
 
 def test_only_logs_are_left(tmp_path: Path) -> None:
     run(raise_user_error, logs=tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank_1.log", "rank_2.log"]
+    assert {file.name for file in tmp_path.iterdir()} <= {"rank_1.log", "rank_2.log"}  # rank 2 may not have been started any more
 
 
 def test_no_child_is_left_unreaped(tmp_path: Path) -> None:
