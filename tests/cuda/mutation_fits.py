@@ -14,7 +14,7 @@ from simulated_parity import LATE, assert_close, check
 
 def _cell(model: str, options: dict[str, Any], strategy: dict[str, Any] | None = None, **degrees: Any) -> Callable[[], None]:
     cell = Cell(model, options=tuple(sorted(options.items())), **degrees)
-    return lambda: check(cell, {"CUDASIM_HANG": 10}, **strategy or {})
+    return lambda: check(cell, {"CUDASIM_HANG": 20}, **strategy or {})
 
 
 def _checkpoint() -> None:
@@ -34,6 +34,7 @@ EAGER = {"zero_reduce": "micro_batch", "zero_gather": "micro_batch"}
 FITS: list[tuple[str, Callable[[], None]]] = [
     ("blocks/offload", _cell("llama", {}, {"fit": simulated_fits.offloading, "recompute": "full"}, dp=2)),
     ("blocks/offload", _cell("llama", {}, {"fit": simulated_fits.offloading}, pp=2)),
+    ("blocks/offload", lambda: simulated_ranks.run(simulated_fits.brought_back_in_vain, 1, environment=LATE) and None),
     ("context", _cell("llama", {"cp_kind": "ring"}, cp=2)),
     ("context", _cell("llama", {"cp_kind": "ulysses"}, cp=2)),
     ("pipeline", _cell("llama", {}, pp=2)),

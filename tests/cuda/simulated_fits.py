@@ -87,6 +87,20 @@ def brought_back(recipe: Recipe, **strategy: Any) -> tuple[int, int]:
     return needed, begun
 
 
+def brought_back_in_vain() -> None:
+    """Activations that come back from the host and are not needed: their memory goes to something else."""
+    from lightning_3d.parallel.blocks import offload
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    for _ in range(3):
+        saved = offload._OnHost(torch.ones(1 << 20, device=device), offload._Block(torch.nn.Identity()))
+        saved.bring_back()
+        del saved
+        torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
+
+
 class PenaltyOnGradients(pl.LightningModule):
     """Its backward goes through the blocks in another order than that of their forward reversed."""
 

@@ -112,8 +112,9 @@ def in_a_group(fn: object, *args: object) -> object:
 
 
 def test_groups_in_another_order_hang_and_are_named() -> None:
-    one_at_a_time = {"CUDASIM_NCCL_MOST": 1, "CUDASIM_HANG": 3}
-    same = simulated_ranks.run(in_a_group, 2, collect, ((0, 1), (0, 1)), environment=one_at_a_time)
+    one_at_a_time = {"CUDASIM_NCCL_MOST": 1, "CUDASIM_HANG": 5}
+    patient = one_at_a_time | {"CUDASIM_HANG": 30}
+    same = simulated_ranks.run(in_a_group, 2, collect, ((0, 1), (0, 1)), environment=patient)
     assert same == [[12.0, 12.0], [12.0, 12.0]]
     ended = simulated_ranks.attempt(in_a_group, 2, collect, ((0, 1), (1, 0)), environment=one_at_a_time)
     assert {rank.code for rank in ended} & {-signal.SIGABRT}

@@ -158,7 +158,10 @@ static void unpin(void* p) {
   drain_device(-1, "cudaFreeHost or cudaHostUnregister, which wait for the devices");
   LOCK;
   for (Stream* s : streams) show_host(s->unseen);
-  pinned_blocks.erase((uintptr_t)p);
+  auto it = pinned_blocks.find((uintptr_t)p);
+  if (it == pinned_blocks.end()) return;
+  forget(p, it->second);
+  pinned_blocks.erase(it);
 }
 SIMULATED cudaError_t cudaFreeHost(void* p) { return unpin(p), free(p), cudaSuccess; }
 SIMULATED cudaError_t cudaHostRegister(void* p, size_t size, unsigned) {

@@ -86,7 +86,7 @@ std::string launch(Stream* s, const std::string& name, const std::vector<Access>
   if (!settings().races) return "";
   std::string error;
   for (auto& access : accesses) {
-    if (!access.bytes || !is_device(access.p)) continue;
+    if (!access.bytes || !(is_device(access.p) || is_pinned(access.p))) continue;
     uintptr_t begin = (uintptr_t)access.p;
     std::string found = touch(s, mark, access.write, begin, begin + access.bytes);
     if (error.empty()) error = found;
