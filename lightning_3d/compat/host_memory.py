@@ -36,6 +36,13 @@ def host_memory(nbytes: int, *, page_locked: bool) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    if page_locked and int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)) == 0:
+    if not page_locked:
+        return tensor
+    if hasattr(mmap, "MADV_DONTFORK"):  # workers of a data loader need none of it, and the kernel would copy locked pages for each
+        memory.madvise(mmap.MADV_DONTFORK)
+    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)) == 0:
         memory.locked_at = tensor.data_ptr()
+    else:
+        with suppress(RuntimeError):  # CUDA keeps the error until somebody asks; the next kernel would be blamed for it
+            torch.ones(1, device="cuda")
     return tensor

@@ -32,7 +32,7 @@ NOT_ON_A_GPU = (
 _TIMES = "only times change, and the simulation's kernels take none"
 HARMLESS = {
     "parallel/pipeline/transport.py _release": "NCCL keeps what it sends until it is sent; this frees the memory of what gloo sends",
-    "parallel/blocks/offload.py take": "the simulation waits for the device when it gives page-locked memory back",
+    "parallel/blocks/offload.py _new": "the simulation waits for the device when it gives page-locked memory back",
     "profiling/operations.py _wait": _TIMES,
     "tracing/recorder.py begin": _TIMES,
 }

@@ -93,6 +93,8 @@ class _OnHost:
         self._block = block
         self._like = torch.empty_like(tensor, device="meta")  # with the same strides, which compiled backwards rely on
         self._device = tensor.device
+        if tensor.stride() != self._like.stride():  # the host would wait for a copy between two layouts
+            tensor = torch.empty_like(tensor).copy_(tensor)
         self._copies = _copies(tensor.device)
         self._buffer, free = self._copies.take(tensor.numel() * tensor.element_size())
         self._host = torch.empty(0, dtype=tensor.dtype).set_(
@@ -140,7 +142,7 @@ class _Copies:
     """Streams of the copies of one GPU, and host memory for them.
 
     Memory is locked slowly, so it is used again for tensors of about the same size: sizes are rounded up by at most an eighth. No more
-    is kept than was in use at once.
+    is kept than twice what was in use at once, so that two shapes of batches that take turns lock memory only once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,17 +153,24 @@ class _Copies:
     def take(self, nbytes: int) -> tuple[Tensor, Any]:
         """Page-locked memory, and the event after which it may be written; None for at once."""
         size = _rounded(nbytes)
+        taken = self._again(size) or (self._new(size), None)
         self._used += size
         self._most = max(self._most, self._used)
+        return taken
+
+    def _again(self, size: int) -> tuple[Tensor, Any] | None:
         for place in range(len(self._free) - 1, -1, -1):
             if self._free[place][0].numel() == size:
                 return self._free.pop(place)
-        while self._free and self._held + size > self._most:
-            memory, last_use = self._free.pop(0)
-            last_use.synchronize()
-            self._held -= memory.numel()
+        return None
+
+    def _new(self, size: int) -> Tensor:
+        while self._free and self._held + size > 2 * max(self._most, self._used + size):
+            self._free[0][1].synchronize()
+            self._held -= self._free.pop(0)[0].numel()
+        memory = host_memory(size, page_locked=True)
         self._held += size
-        return host_memory(size, page_locked=True), None
+        return memory
 
     def give(self, memory: Tensor, last_use: Any) -> None:
         """Take back memory whose last copy ends with an event."""

@@ -17,7 +17,7 @@ from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.zero.gradient_buffers import Slot, end_to_end
 
-_SIGNS_OF_FREED = ("storage of size 0", "illegal memory access")
+_SIGNS_OF_FREED = ("storage of size 0", "data is not allocated yet", "illegal memory access")
 """What CPU and CUDA say when freed parameters are used."""
 
 
