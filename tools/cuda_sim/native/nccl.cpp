@@ -185,11 +185,24 @@ void step(Task& t) {
   else collective(t);
 }
 
-// ---- launches: kernels of one communicator run in their order; at most `settings().resident` kernels are on a device together
+// ---- launches: kernels of one communicator run in their order; at most `settings().resident` kernels are on a device together,
+// and of those that could start, the one that was launched first does
 auto& resident = *new std::map<int, int>;
+auto& waiting = *new std::map<int, std::map<uint64_t, Stream*>>;  // device -> number of the launch -> stream
+uint64_t launches = 0;
 thread_local int depth = 0;
 thread_local std::vector<std::pair<Stream*, Task>> grouped;
 thread_local std::string nccl_error;
+
+// Whether a kernel may take a place on its device.
+bool may_start(int device, uint64_t launch) {
+  int most = settings().resident;
+  if (!most) return true;
+  auto queued = waiting[device];
+  for (auto& [number, stream] : queued)
+    if (number < launch) advance(stream);  // takes the place if nothing else keeps it from starting
+  return resident[device] < most;
+}
 
 ncclResult_t launch_kernel(Stream* s, std::vector<Task> tasks) {
   std::string name;
@@ -205,12 +218,15 @@ ncclResult_t launch_kernel(Stream* s, std::vector<Task> tasks) {
   nccl_error = launch(s, name, accesses);
   auto work = std::make_shared<std::vector<Task>>(std::move(tasks));
   auto holds = std::make_shared<bool>(false);
-  int device = s->device, most = settings().resident;
+  int device = s->device;
+  uint64_t number = launches++;
+  waiting[device][number] = s;
   enqueue(s, name, [=] {
     for (auto& [comm, ticket] : tickets)
       if (comm->serving != ticket && !comm->aborted) return Outcome::Blocked;
     if (!*holds) {
-      if (most && resident[device] >= most) return Outcome::Blocked;
+      if (!may_start(device, number)) return Outcome::Blocked;
+      waiting[device].erase(number);
       resident[device]++;
       *holds = true;
     }
@@ -224,7 +240,7 @@ ncclResult_t launch_kernel(Stream* s, std::vector<Task> tasks) {
     for (auto& [comm, _] : tickets) comm->serving++;
     return Outcome::Done;
   });
-  if (most) advance(s);  // a GPU starts a kernel as soon as it may, and it stays
+  if (settings().resident) advance(s);  // a GPU starts a kernel as soon as it may, and it stays
   return nccl_error.empty() ? ncclSuccess : ncclInternalError;
 }
 
