@@ -7,7 +7,8 @@ memory that is asked for is registered with CUDA, and is as large as it needs to
 from __future__ import annotations
 
 import mmap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -22,6 +23,28 @@ class _Pages(mmap.mmap):
         if self.locked_at is not None:
             with suppress(Exception):  # at the end of the process CUDA may be gone
                 torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+
+
+_may_lock = True
+
+
+def may_lock() -> bool:
+    """False inside of `locking_no_memory`."""
+    return _may_lock
+
+
+@contextmanager
+def locking_no_memory(when: bool = True) -> Iterator[None]:
+    """While `when` holds, activations that are offloaded use memory that is locked already, or memory that is not locked.
+
+    To lock memory, and to give it back, may wait for all that the GPU has been given, also for a message that the other rank sends later.
+    """
+    global _may_lock
+    before, _may_lock = _may_lock, _may_lock and not when
+    try:
+        yield
+    finally:
+        _may_lock = before
 
 
 def host_memory(nbytes: int, *, page_locked: bool) -> Tensor:

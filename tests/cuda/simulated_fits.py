@@ -101,6 +101,38 @@ def brought_back_in_vain() -> None:
     torch.cuda.synchronize()
 
 
+def locked_in_a_run() -> list[float]:
+    """Activations of three shapes, the second and third while messages go from GPU to GPU; what comes back."""
+    from lightning_3d.compat.host_memory import locking_no_memory
+    from lightning_3d.parallel.blocks import offload
+
+    torch.cuda.set_device(0)
+    block = offload._Block(torch.nn.Identity())
+
+    def there_and_back(size: int) -> float:
+        return offload._OnHost(torch.ones(size, device="cuda"), block).on_device().sum().item()
+
+    found = [there_and_back(1 << 20)]
+    with locking_no_memory():
+        found += [there_and_back(1 << 20), there_and_back(1 << 21)]
+    return found
+
+
+def written_in_place() -> None:
+    """A forward of three blocks that changes what the first has saved."""
+    from lightning_3d.parallel.blocks import offload
+
+    torch.cuda.set_device(0)
+    hidden = torch.ones(1 << 16, device="cuda", requires_grad=True).clone()
+    for number in range(3):
+        with offload.SavedOnHost(torch.nn.Identity()):
+            squared = hidden * hidden
+        if number == 0:
+            torch.cuda.synchronize()  # else this is a race, too
+            hidden.add_(1)
+        hidden = squared
+
+
 class PenaltyOnGradients(pl.LightningModule):
     """Its backward goes through the blocks in another order than that of their forward reversed."""
 

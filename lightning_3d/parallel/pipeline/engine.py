@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.compat.host_memory import locking_no_memory
 from lightning_3d.compat.torch import backward_input, backward_weight
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.mesh import Mesh
@@ -143,11 +144,12 @@ class PipelineEngine:
         try:
             actions = order[self._mesh.index("pp")]
             self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
-            for action in actions:
-                with self.recorder.action(action):
-                    self._act(action, transport, step)
-            if transport is not None:
-                transport.finish()
+            with locking_no_memory(when=transport is not None and not transport.through_host):
+                for action in actions:
+                    with self.recorder.action(action):
+                        self._act(action, transport, step)
+                if transport is not None:
+                    transport.finish()
             self._has_run.add(key)
         finally:
             self._in_flight.clear()

@@ -85,7 +85,7 @@ class Transport:
         self._ranks = mesh.ranks("pp")
         self._rank_of_stage = rank_of_stage
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._through_host = through_host
+        self.through_host = through_host
         self._sent: dict[Message, tuple[dist.Work, Tensor]] = {}
         self._inboxes = {peer: self._inbox(order[peer]) for peer in self._neighbours()}
 
@@ -114,7 +114,7 @@ class Transport:
         return 0 <= stage < len(self._rank_of_stage) and self._rank_of_stage[stage] == self._me
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
-        if self._through_host:
+        if self.through_host:
             return self._mesh.control
         return self._mesh.pipeline_up if receiver > sender else self._mesh.pipeline_down
 
@@ -131,7 +131,7 @@ class Transport:
         """Start sending; the tensor is kept alive until it is sent."""
         receiver = self._rank_of_stage[message.stage]
         tensor = tensor.detach().contiguous()
-        if self._through_host:
+        if self.through_host:
             tensor = tensor.cpu()
         work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
         assert work is not None
@@ -161,7 +161,7 @@ class Transport:
     def _post(self, inbox: _Inbox, sender: int) -> None:
         if not inbox.expected:
             return
-        buffer = torch.empty(self._shape, dtype=self._dtype, device="cpu" if self._through_host else self._device)
+        buffer = torch.empty(self._shape, dtype=self._dtype, device="cpu" if self.through_host else self._device)
         work = dist.irecv(buffer, self._ranks[sender], group=self._group(sender, self._me))
         assert work is not None
         inbox.posted[inbox.expected.popleft()] = (buffer, work)

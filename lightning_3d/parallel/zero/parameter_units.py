@@ -257,9 +257,12 @@ class ParameterUnits:
         except RuntimeError as error:
             if not any(sign in str(error) for sign in _SIGNS_OF_FREED):
                 raise
+            certain = "illegal memory access" not in str(error)
             raise ConfigError(
-                "A block's parameters were used after zero_gather=micro_batch had freed them. They were read outside the block's forward,"
-                " or in a backward that does not run the blocks in the reverse order of the forward. Use zero_gather=step."
+                f"A block's parameters {'were' if certain else 'may have been'} used after zero_gather=micro_batch had freed them. They"
+                f" {'were' if certain else 'would have been'} read outside the block's forward, or in a backward that does not run the"
+                " blocks in the reverse order of the forward. Use zero_gather=step."
+                + ("" if certain else " If that does not help, CUDA_LAUNCH_BLOCKING=1 shows which operation fails.")
             ) from error
         finally:
             self._in_use = False
