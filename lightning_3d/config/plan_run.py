@@ -299,6 +299,8 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.resume is not None:
         _check_resume(trainer.resume)
     check_nonfinite("trainer.nonfinite", trainer.nonfinite)
+    check_number("trainer.collective_timeout", trainer.collective_timeout, least=1)
+    trainer.check("trainer.")
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method must be {listed(START_METHODS, last='or')}; got {trainer.start_method!r}."

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.plan import PlanOptions
+from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.layout.layout import AXES
 from lightning_3d.models.pretrained_config import complete_model
 from lightning_3d.models.spec import ModelSpec
@@ -66,7 +67,7 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Reliability):
     """Group `trainer`: length of a run, intervals, and arguments of Lightning's `Trainer`."""
 
     max_steps: int = MISSING
@@ -77,6 +78,7 @@ class TrainerConfig:
     log_every_n_steps: int = 10
     trace_every_n_steps: int | None = None
     nonfinite: str = "stop"
+    collective_timeout: float = 1800.0
     checkpoint_every_n_steps: int | None = None
     keep_last: int = 3
     resume: str | None = None

@@ -7,7 +7,7 @@ Every hook is a few lines that delegate. When `setup` begins, `build` makes a `B
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.config.options.precision import precision_of
+from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
@@ -106,6 +107,8 @@ class Lightning3DStrategy(CheckpointHooks):
             the optimizer steps, "skip" skips the optimizer step, "ignore" steps anyway.
         seed: seed of weights initialized from the meta device and of dropout. None: the seed of `seed_everything`, or 0.
         timeout: timeout of collectives. None: 30 minutes.
+        reliability: what watches over the run between checkpoints, a `Reliability` or a mapping of its attributes, such as
+            {"hang_timeout": 300}.
 
     Attributes:
         last_step: the numbers of the latest optimizer step, the same on every rank; None before the first.
@@ -153,6 +156,7 @@ class Lightning3DStrategy(CheckpointHooks):
         nonfinite: str = STOP,
         seed: int | None = None,
         timeout: timedelta | None = None,
+        reliability: Reliability | Mapping[str, Any] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -183,6 +187,7 @@ class Lightning3DStrategy(CheckpointHooks):
         )
         self._check_space = checkpoint_check_space
         self._timeout = timeout or timedelta(minutes=30)
+        self.reliability = Reliability.of(reliability)
 
     _shape_only = False
     """True where tensors have no values (a dry run)."""

@@ -6,6 +6,8 @@ import importlib
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.precision import PRECISIONS
+from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
@@ -68,6 +71,9 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     more |= {"trace_every_n_steps": every} if every is not None else {}
     nonfinite = config["trainer"].get("nonfinite", STOP)
     more |= {"nonfinite": nonfinite} if nonfinite != STOP else {}
+    if "collective_timeout" in config["trainer"]:
+        more["timeout"] = timedelta(seconds=config["trainer"]["collective_timeout"])
+    more["reliability"] = {field.name: config["trainer"][field.name] for field in fields(Reliability) if field.name in config["trainer"]}
     more |= {"checkpoint_check_space": False} if config.get("force") else {}
     strategy = make_object("parallelism", {**config["parallelism"], **more})
     if not isinstance(strategy, Lightning3DStrategy):
