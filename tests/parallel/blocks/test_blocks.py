@@ -451,11 +451,11 @@ def test_host_memory_of_offload_is_used_again_and_bounded(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     copies = offload._Copies(torch.device("cuda", 0))
     for _ in range(3):  # steps of two tensors
-        taken = [copies.take(size)[0] for size in (1000, 3000)]
+        taken = [copies.take(size) for size in (1000, 3000)]
         for each in taken:
             copies.give(each, _Ended())
     assert [1000 <= made[0] <= 1125, 3000 <= made[1] <= 3375, len(made)] == [True, True, 2]
     for size in range(1000, 200_000, 7000):  # other sizes in every step
-        copies.give(copies.take(size)[0], _Ended())
+        copies.give(copies.take(size), _Ended())
         assert copies._held <= 2 * copies._most and copies._used == 0
     assert all(nbytes <= offload._rounded(nbytes) <= 1.125 * nbytes for nbytes in range(1, 5000))
