@@ -45,6 +45,12 @@ class CheckpointError(Lightning3DError):
     """A checkpoint that is missing, incomplete, damaged, or belongs to another model."""
 
 
+class RendezvousError(Lightning3DError):
+    """Ranks that have not joined the run in time. The ranks that have raise it."""
+
+    exit_code = 1
+
+
 class NonFiniteError(Lightning3DError):
     """A loss, gradient norm or weight that became infinite or NaN during training. All ranks raise it at the same place."""
 

@@ -19,6 +19,7 @@ from lightning_3d.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.advice import Advice
 from lightning_3d.ranks.environment import OutsideRank
+from lightning_3d.ranks.meeting_store import JOIN_SECONDS
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.runs.frozen_config import move_to, read_frozen
@@ -65,7 +66,7 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
             return _reopen(folder, config, options.resume)
         return RunFolder.take(folder, config, lambda: _take(folder, path), earlier)
 
-    place = find_place(outside, config.get("logger"), take)
+    place = find_place(outside, config.get("logger"), take, config["trainer"].get("rendezvous_timeout", JOIN_SECONDS))
     if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return run_job(config, plan, outside, place, CommandLine.of_run())

@@ -162,7 +162,7 @@ class BeforeRun(Callback):
             plain["trainer"] = {"auto_resume": config.trainer.auto_resume}  # other keys may refer to the folder, which is not chosen yet
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
-        self.place = find_place(self.outside, config.logger, take)
+        self.place = find_place(self.outside, config.logger, take, config.trainer.rendezvous_timeout)
         with read_write(config), open_dict(config):
             config.hydra.run.dir = str(self.place.path)
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
@@ -207,7 +207,8 @@ class TrainJob:
                 show_plan(plan, self.outside)
                 return 0
             path = Path(HydraConfig.get().runtime.output_dir)
-            place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False))
+            seconds = config.trainer.rendezvous_timeout
+            place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False), seconds)
             content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)

@@ -90,7 +90,7 @@ def _in_hydra_job() -> bool:
     return hydra_config is not None and hydra_config.HydraConfig.initialized()
 
 
-def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
+def connect_process_group(strategy: Any, timeout: Any, join_seconds: float) -> Callable[[], Any]:
     """Set this process's rank in the cluster environment and initialize the default process group.
 
     `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
@@ -99,13 +99,19 @@ def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
     Unlike DDPStrategy's, the group is not bound to a device. NCCL communicators of a bound group are created eagerly, and each serializes
     all messages of a rank: a send of a middle pipeline stage would wait for the receives posted before it. Unbound, every pair of
     ranks has its own communicator (torch 2.11 to 2.13, `ProcessGroupNCCL::pointToPoint`).
+
+    Args:
+        join_seconds: time for all ranks to join.
+
+    Raises:
+        RendezvousError: ranks have not joined in time.
     """
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from lightning_3d.ranks.boards import connect_store, store_outlives_ranks
+    from lightning_3d.ranks.meeting_store import connect_store, store_outlives_ranks
     from lightning_3d.ranks.rendezvous import explained_errors
 
     environment = strategy.cluster_environment
@@ -117,8 +123,12 @@ def connect_process_group(strategy: Any, timeout: Any) -> Callable[[], Any]:
     backend = _get_default_process_group_backend_for_device(device)
     settle_gloo_at_exit()
     place: dict[str, Any] = {}
-    if store_outlives_ranks() and strategy.world_size > 1:  # otherwise torch 2.13 would read the addresses of ranks that no longer exist
-        place["store"] = connect_store(strategy.global_rank, strategy.world_size)[0]
+    if strategy.world_size > 1:
+        os.environ.setdefault("MASTER_ADDR", environment.main_address)
+        os.environ.setdefault("MASTER_PORT", str(environment.main_port))
+        store = connect_store(strategy.global_rank, strategy.world_size, join_seconds)[0]  # names ranks that do not join
+        if store_outlives_ranks():  # otherwise torch 2.13 would read the addresses of ranks that no longer exist
+            place["store"] = store
     with explained_errors(strategy.global_rank):
         _init_dist_connection(environment, backend, timeout=timeout, **place)
     return reset_seed

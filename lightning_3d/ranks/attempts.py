@@ -46,6 +46,6 @@ def name_attempt(store: Any, rank: int, world_size: int, seconds: float = 1800.0
                 answered.add(word)
         if time.monotonic() > deadline:
             absent = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-            raise TimeoutError(f"Ranks {', '.join(absent) or '(some)'} of {world_size} did not join within {seconds:.0f} seconds.")
+            raise TimeoutError(f"Ranks {', '.join(absent) or '(some)'} of {world_size} have not joined the run within {seconds:g} s.")
         time.sleep(_POLL_SECONDS)
     return mine

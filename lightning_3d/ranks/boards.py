@@ -8,13 +8,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_3d.ranks.attempts import name_attempt
 from lightning_3d.ranks.failure import Failure
-from lightning_3d.ranks.rendezvous import explained_errors
+from lightning_3d.ranks.meeting_store import JOIN_SECONDS, connect_store, store_outlives_ranks
 
 FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
 """Environment variable with the folder that serves as board. The supervisor sets it for its ranks."""
@@ -36,6 +34,12 @@ class Board(Protocol):
     def forget(self, rank: int) -> None:
         """Clear the board, because `rank` and all other ranks caught the posted failure and train again."""
 
+    def share(self, topic: str, rank: int, text: str) -> None:
+        """Let all ranks read a text of this rank. A later one takes the place of an earlier one; an empty one takes it away."""
+
+    def shared(self, topic: str) -> dict[int, str]:
+        """Return the texts of a topic by rank."""
+
 
 class LocalBoard:
     """Board of a single process, which prints its own failure."""
@@ -48,6 +52,12 @@ class LocalBoard:
 
     def forget(self, rank: int) -> None:
         pass
+
+    def share(self, topic: str, rank: int, text: str) -> None:
+        pass
+
+    def shared(self, topic: str) -> dict[int, str]:
+        return {}
 
 
 class FolderBoard:
@@ -75,6 +85,22 @@ class FolderBoard:
 
     def forget(self, rank: int) -> None:
         (self.folder / f"failure_{rank}.json").unlink(missing_ok=True)
+
+    def share(self, topic: str, rank: int, text: str) -> None:
+        path = self.folder / f"{topic}_{rank}.shared"
+        if not text:
+            path.unlink(missing_ok=True)
+            return
+        draft = path.with_suffix(".draft")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+
+    def shared(self, topic: str) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for path in self.folder.glob(f"{topic}_*.shared"):
+            with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
+                found[int(path.stem.rpartition("_")[2])] = path.read_text("utf-8")
+        return found
 
 
 class StoreBoard:
@@ -142,6 +168,17 @@ class StoreBoard:
         key = f"lightning_3d/{key}"
         return self._lasting.get(key).decode() if self._lasting is not None and self._lasting.check([key]) else None
 
+    def share(self, topic: str, rank: int, text: str) -> None:
+        self._store.set(f"lightning_3d/{topic}/{rank}", text)
+        self._store.set(f"lightning_3d/{topic}", "1")
+
+    def shared(self, topic: str) -> dict[int, str]:
+        if not self._store.check([f"lightning_3d/{topic}"]):
+            return {}
+        keys = {rank: f"lightning_3d/{topic}/{rank}" for rank in range(self._world_size)}
+        texts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return {rank: text for rank, text in texts.items() if text}
+
     def _posted(self) -> str:
         return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
 
@@ -153,44 +190,21 @@ def _poll(look: Callable[[], Any], seconds: float) -> Any:
     return found
 
 
-def connect_board(rank: int, world_size: int) -> Board:
+def connect_board(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> Board:
     """Connect to the board of this run: the supervisor's folder, else the store at MASTER_ADDR and MASTER_PORT.
 
     The store has its own connection, which the ranks reach whether or not the process group is up.
+
+    Args:
+        seconds: see `connect_store`.
+
+    Raises:
+        ConfigError, RendezvousError: see `connect_store`.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
         return FolderBoard(Path(folder))
     if world_size == 1 or "MASTER_ADDR" not in os.environ:
         return LocalBoard()
-    store, lasting = connect_store(rank, world_size)
+    store, lasting = connect_store(rank, world_size, seconds)
     return StoreBoard(store, world_size, serves=rank == 0 and not store_outlives_ranks(), lasting=lasting)
-
-
-def store_outlives_ranks() -> bool:
-    """Check whether torchrun serves the store, and keeps its contents when it restarts the ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def connect_store(rank: int, world_size: int) -> tuple[Any, Any]:
-    """Connect to the `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or torchrun. Collective over the world.
-
-    One connection serves all fits and evaluations of a process: if rank 0 closed it in between, the others could reach a server that is
-    just closing.
-
-    Returns:
-        This attempt's part of the store; and the whole store where it outlives the attempt, else None.
-    """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size, restarts)
-
-
-@lru_cache(maxsize=1)
-def _store_at(address: str, port: str, rank: int, world_size: int, restarts: str) -> tuple[Any, Any]:
-    from torch.distributed import PrefixStore, rendezvous
-
-    with explained_errors(rank):
-        store, _, _ = next(rendezvous("env://", rank, world_size))
-    if not store_outlives_ranks():
-        return PrefixStore("lightning_3d", store), None
-    return PrefixStore(name_attempt(store, rank, world_size), store), store

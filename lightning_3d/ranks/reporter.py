@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.ranks.boards import Board, connect_board
 from lightning_3d.ranks.failure import Failure, cause_of, ending_signal, exit_code_of, ignore_sigterm
+from lightning_3d.ranks.meeting_store import JOIN_SECONDS
 from lightning_3d.ranks.process_ties import die_with, outlive_parent
 
 PARENT_VARIABLE = "LIGHTNING_3D_PARENT"
@@ -70,9 +71,13 @@ class FailureReporter:
         self._closed = threading.Event()
 
     @classmethod
-    def connect(cls, rank: int, world_size: int) -> FailureReporter:
-        """Create the reporter of this process on the board of this run. Collective over the world."""
-        board = connect_board(rank, world_size)
+    def connect(cls, rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> FailureReporter:
+        """Create the reporter of this process on the board of this run. Collective over the world.
+
+        Args:
+            seconds: time for all ranks to join.
+        """
+        board = connect_board(rank, world_size, seconds)
         if _has_outlived_a_failure():
             board.forget(rank)
         parent = os.getppid() if os.environ.get(PARENT_VARIABLE) == str(os.getppid()) else None
@@ -130,6 +135,18 @@ class FailureReporter:
         """Post and print the end of another rank that reported no error; do nothing if a cause is known."""
         if self._first() is None and self._board.post(failure):
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
+
+    @property
+    def board(self) -> Board:
+        """The board that all ranks share."""
+        return self._board
+
+    def end_all(self, text: str) -> None:
+        """End this process from another thread than the one that trains, and so all ranks, with a message that is printed once."""
+        failure = Failure(self._rank, 1, text, False, time.time(), plain=True)
+        if self._first() is None and self._board.post(failure):
+            print(failure.message(self._world_size), file=sys.stderr, flush=True)
+        os._exit(failure.exit_code)
 
     def close(self) -> None:
         """Stop watching. After a failure the exception hook stays, because the exception is still propagating."""

@@ -41,6 +41,7 @@ from lightning_3d.compat.transformers import describe_models
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.ranks.failure import ending_signal
+from lightning_3d.ranks.heartbeat import SAVING
 from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.data_order import orders_in, resumed_orders
 from lightning_3d.strategy.lightning_callbacks import averages, restore_average, without_average
@@ -120,6 +121,10 @@ class CheckpointHooks(RankHooks):
             raise ConfigError(
                 "storage_options is not supported: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO."
             )
+        with self.heartbeat.during(SAVING):
+            self._save(checkpoint, filepath)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         module = self.user_module
         about = {
             "layout": self.mesh.layout.name,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,8 +14,13 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_3d.config.options.reliability import Reliability
+from lightning_3d.health.processes import Process
+from lightning_3d.health.time_limits import seconds_allowed
+from lightning_3d.health.watchdog import Watchdog
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.ranks.heartbeat import Heartbeat
 from lightning_3d.ranks.process_ties import tie_workers
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.strategy.endings import Ending
@@ -32,6 +39,9 @@ class RankHooks(ParallelStrategy):
     schedule: str
     _mesh: Mesh | None = None
     _failures: FailureReporter | None = None
+    _watchdog: Watchdog | None = None
+    reliability: Reliability
+    heartbeat: Heartbeat
     _ending: Ending = Ending.NORMAL
     _num_nodes: int = 1
 
@@ -97,11 +107,36 @@ class RankHooks(ParallelStrategy):
     def _watch_ranks(self) -> None:
         """Report this rank's failure to the others, and end when they report theirs, until `teardown`."""
         if self._failures is None:
-            self._failures = FailureReporter.connect(self.global_rank, self.world_size)
+            self._failures = FailureReporter.connect(self.global_rank, self.world_size, self.reliability.rendezvous_timeout)
             children = getattr(self._launcher, "children", None)
             if children is not None:
                 children.reporter = self._failures
             self._failures.watch()
+
+    def _watch_progress(self, folder: str, save_seconds: float) -> None:
+        """End all ranks when they do not get on any more, until `teardown`. Collective over the world.
+
+        Args:
+            folder: folder of the run, where the ranks write what they did.
+            save_seconds: time limit of a save.
+        """
+        limit = self.reliability.hang_timeout
+        if limit is None or self._failures is None or self.world_size == 1 or self._watchdog is not None:
+            return
+        allowed = partial(seconds_allowed, self.heartbeat, limit, save_seconds)
+        processes = [Process.own()] * self.world_size
+        dist.all_gather_object(processes, Process.own())
+        self._watchdog = Watchdog(self.heartbeat, allowed, self._failures, self.global_rank, processes, Path(folder) / "hang")
+        self._watchdog.start()
+
+    def _stop_watching(self) -> None:
+        """Stop both watches: a rank that ends from here on is no failure any more."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self._failures is not None:
+            self._failures.close()
+            self._failures = None
 
     def _connect_mesh(self, timeout: timedelta) -> None:
         """Create the process groups, or take those of an earlier Trainer's strategy, which the layers of the module use."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, name_groups
+from lightning_3d.compat.flight_recorder import record_collectives
 from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, run_after_closure
 from lightning_3d.compat.lightning_data import keep_sample_order
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
@@ -43,6 +44,7 @@ from lightning_3d.layout.sizes import check_number
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.ranks.heartbeat import BETWEEN, EVALUATING, STEP, Heartbeat
 from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
@@ -178,13 +180,15 @@ class Lightning3DStrategy(CheckpointHooks):
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
         self.last_step: StepResult | None = None
-        self._tracer = StepTracer(trace_every_n_steps)
+        self.heartbeat = Heartbeat()
+        self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
         self.guard = StepGuard(nonfinite)
         self._sources = ModelSources(check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed)
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
-        self._store = CheckpointStore(
-            CheckpointOptions(checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds)
+        self._store_options = CheckpointOptions(
+            checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds
         )
+        self._store = CheckpointStore(self._store_options)
         self._check_space = checkpoint_check_space
         self._timeout = timeout or timedelta(minutes=30)
         self.reliability = Reliability.of(reliability)
@@ -244,12 +248,15 @@ class Lightning3DStrategy(CheckpointHooks):
         super().setup_environment()
         self._ending = Ending.NORMAL
         self.guard.begin()
-        reset_unequal_generators(connect_process_group(self, self._timeout), self.root_device)
+        record_collectives()
+        reset_unequal_generators(connect_process_group(self, self._timeout, self.reliability.rendezvous_timeout), self.root_device)
         trainer = self.user_module.trainer if self.lightning_module is not None else None
         if trainer is not None:
             (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(trainer)
         self._watch_ranks()
         self._connect_mesh(self._timeout)
+        if trainer is not None:
+            self._watch_progress(trainer.default_root_dir, self._store_options.timeout_seconds)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             # Before Lightning calls `setup` of callbacks, where those that average copy the module: it is still whole.
             refuse_callbacks(trainer, self.zero_stage)
@@ -315,8 +322,11 @@ class Lightning3DStrategy(CheckpointHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of all micro-batches, and reduce gradients before an optimizer step."""
         batch, *rest = (*args, *kwargs.values())
+        self.heartbeat.enter(STEP, self.user_module.trainer.global_step + 1)
         self.last_step, outputs = self.built.train(batch, tuple(rest))
         self.built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
+        if self.last_step.grad_norm is None:  # further batches of the step follow
+            self.heartbeat.enter(BETWEEN)
         return outputs
 
     @property
@@ -342,7 +352,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, *rest = (*args, *kwargs.values())
-        return self.built.evaluate(hook, batch, tuple(rest))
+        with self.heartbeat.during(EVALUATING):
+            return self.built.evaluate(hook, batch, tuple(rest))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -363,6 +374,7 @@ class Lightning3DStrategy(CheckpointHooks):
             built.step_optimizer()
         if self.last_step is not None:
             self.last_step.trace = self._tracer.finish(built.backend)
+        self.heartbeat.end_step()
         return result
 
     def _clip_gradients(
@@ -394,10 +406,7 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def teardown(self) -> None:
-        # First the watch on other ranks: one that ends before this one is done is no failure any more.
-        if self._failures is not None:
-            self._failures.close()
-            self._failures = None
+        self._stop_watching()  # first: a rank that ends before this one is no failure any more
         if self._built is not None:
             self._built.close(whole=self._ending is Ending.NORMAL)
         self._store.close(failed=self._ending is Ending.ALONE)

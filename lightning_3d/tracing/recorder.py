@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_3d.ranks.heartbeat import Heartbeat
 from lightning_3d.tracing.trace import Event
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -25,12 +26,14 @@ class Recorder:
 
     Args:
         device: where the work is done.
+        heartbeat: learns of every action, recorded or not.
 
     Attributes:
         batch: which of the batches of an optimizer step runs, counted from 0.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, heartbeat: Heartbeat | None = None) -> None:
+        self.heartbeat = heartbeat or Heartbeat()
         self._on_gpu = device is not None and device.type == "cuda"
         self._device = device
         self._recording = False
@@ -66,6 +69,7 @@ class Recorder:
 
     def span(self, kind: str, stage: int | None = None, micro_batch: int | None = None) -> AbstractContextManager[Any]:
         """Return a context that times its body."""
+        self.heartbeat.act(kind, stage, micro_batch)
         return _Span(self, kind, stage, micro_batch) if self._recording else _NOTHING
 
     def take(self) -> list[Event]:

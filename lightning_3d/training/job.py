@@ -47,7 +47,9 @@ class Place:
     reporter: FailureReporter | None = None
 
 
-def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder]) -> Place:
+def find_place(
+    outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder], join_seconds: float
+) -> Place:
     """Take the run folder on rank 0 and broadcast it; the clocks of other ranks would give it another name.
 
     Rank 0 also checks that the loggers can be used, because it alone logs.
@@ -56,16 +58,17 @@ def find_place(outside: OutsideRank | None, loggers: Mapping[str, Any] | None, t
         outside: this process as a rank that torchrun or SLURM started; None if the ranks are started here.
         loggers: the group `logger`.
         take: takes a folder, given the folder of the previous attempt if torchrun has restarted the ranks.
+        join_seconds: time for all ranks to join.
 
     Raises:
-        ConfigError: on every rank.
+        ConfigError: on every rank. RendezvousError: ranks have not joined in time.
     """
     if outside is None:
         require_loggers(loggers)
         folder = take(None)
         return Place(folder.path, folder.resume, folder)
     set_master_address(outside)
-    board = connect_board(outside.rank, outside.world_size)
+    board = connect_board(outside.rank, outside.world_size, join_seconds)
     reporter = FailureReporter(board, outside.rank, outside.world_size)
     taken = None
     found: dict[str, str | None] = {}

@@ -42,7 +42,7 @@ def test_train_on_eight_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
     assert "8 ranks on GPUs" in done.stdout
     assert "device             simulated GPU" in done.stdout
-    assert [word for word in ("RACE", "MISMATCH", "HANG") if word in done.stdout] == []
+    assert [word for word in ("RACE on", "MISMATCH", "HANG in") if word in done.stdout] == []
     [report] = tmp_path.glob("outputs/*/*/report.html")
     assert "simulated GPU" in report.read_text()
     cpu = tmp_path / "cpu"

@@ -39,5 +39,5 @@ def test_words_of_ranks_that_are_gone_do_not_count() -> None:
 def test_rank_that_never_joins_is_named() -> None:
     store = HashStore()
     store.set("lightning_3d/hello/1", "here")
-    with pytest.raises(TimeoutError, match="Ranks 2, 3 of 4 did not join"):
+    with pytest.raises(TimeoutError, match="Ranks 2, 3 of 4 have not joined"):
         name_attempt(store, 0, 4, seconds=0.2)

@@ -285,7 +285,9 @@ class PipelineEngine:
         if sender == self._mesh.index("pp"):
             return self._local.pop(message)
         assert transport is not None
-        with self.recorder.span(RECEIVE, chunk.stage, micro_batch):
+        what = f"the {'activation' if forward else 'gradient'} of micro-batch {micro_batch} at stage {chunk.stage}"
+        waiting = self.recorder.heartbeat.waiting(self._mesh.ranks("pp")[sender], what)
+        with self.recorder.span(RECEIVE, chunk.stage, micro_batch), waiting:
             return transport.receive(message, sender)
 
     def _send(self, message: Message, tensor: Tensor, transport: Transport | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.ranks.heartbeat import Heartbeat
 from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.tracing.clocks import Round, clock_name, clock_offsets, meet
 from lightning_3d.tracing.memory import MemoryWatch
@@ -30,16 +31,17 @@ class StepTracer:
 
     Args:
         every: trace every n-th step; None: only steps requested with `trace_next_step`.
+        heartbeat: see `Recorder`.
 
     Raises:
         ConfigError: `every` is not a positive whole number.
     """
 
-    def __init__(self, every: int | None = None) -> None:
+    def __init__(self, every: int | None = None, heartbeat: Heartbeat | None = None) -> None:
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ConfigError(f"trace_every_n_steps must be a whole number of at least 1, or None to trace no step; got {every!r}.")
         self.every = every
-        self.recorder = Recorder()
+        self.recorder = Recorder(heartbeat=heartbeat)
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
         self._layout, self._schedule, self._hooks = Layout(), "", True
@@ -55,7 +57,7 @@ class StepTracer:
             hooks: see `MemoryWatch`.
         """
         self._module, self._device, self._layout, self._schedule, self._hooks = module, device, layout, schedule, hooks
-        self.recorder = Recorder(device)
+        self.recorder = Recorder(device, self.recorder.heartbeat)
         return self.recorder
 
     def trace_next_step(self) -> None:

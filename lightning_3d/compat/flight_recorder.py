@@ -1,0 +1,92 @@
+"""The last collectives of this process, from torch's flight recorder.
+
+torch 2.8 to 2.13 records what gloo and NCCL are asked to do in one buffer for each kind of device. It reads the size from the environment
+when the first group is made, and shows the contents through private functions: `_dump_fr_trace_json` for gloo, `_dump_nccl_trace_json` for
+NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+KEPT = 2000
+"""Collectives that are kept, over all groups."""
+
+_SIZE = "TORCH_FR_BUFFER_SIZE"
+_DONE = "completed"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, or a message between two ranks on NCCL.
+
+    Attributes:
+        group: name of the group in torch, the same on all its ranks.
+        purpose: description that the group was made with, such as "tp".
+        number: 1 for the first collective of the group.
+        kind: such as "all_reduce".
+        shape: shapes and types of the inputs, such as "(4, 8) float".
+        done: whether it has ended.
+        message: whether it is a message between two ranks, which has numbers of its own.
+    """
+
+    group: str
+    purpose: str
+    number: int
+    kind: str
+    shape: str
+    done: bool
+    message: bool
+
+
+def record_collectives() -> None:
+    """Let torch record collectives, unless the environment says how many. Call it before the first group is made."""
+    os.environ.setdefault(_SIZE, str(KEPT))
+
+
+def group_members() -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of each group of this process, rising, by the name that torch gives it.
+
+    `torch.distributed.distributed_c10d._world` is not public (torch 2.8 to 2.13).
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    return {_world.pg_names[group]: tuple(sorted(ranks)) for group, ranks in list(_world.pg_group_ranks.items())}
+
+
+def recorded_collectives() -> list[Collective]:
+    """Return the last collectives of this process, oldest first; none where torch has no recorder."""
+    import torch
+
+    found: list[Collective] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            found += _read(json.loads(dump() or "{}"))
+    return found
+
+
+def _read(trace: dict[str, Any]) -> list[Collective]:
+    entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
+    return [_collective(entry) for entry in entries]
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    name, purpose = entry["process_group"]
+    message = bool(entry["is_p2p"])
+    shapes = [
+        f"({', '.join(map(str, size))}) {kind.lower()}"
+        for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    ]
+    return Collective(
+        name,
+        purpose,
+        entry["p2p_seq_id" if message else "collective_seq_id"],
+        entry["profiling_name"].partition(":")[2],
+        " + ".join(shapes),
+        bool(entry["retired"]) or entry["state"] == _DONE,
+        message,
+    )

@@ -1,0 +1,1 @@
+"""What watches over a run between its checkpoints."""

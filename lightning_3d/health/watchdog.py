@@ -1,0 +1,210 @@
+"""Ends a run that hangs, with one message that says which rank holds it up, and where.
+
+A thread of each rank looks whether the rank gets on. A rank that does not asks all ranks what they do, and writes its own stacks and
+collectives to a file. When all have answered, or had time to, the lowest rank that asked compares the answers (`hang_verdict`) and ends
+the run.
+
+A rank cannot answer if its process is stopped, its machine is lost, or other code holds Python's interpreter lock. In the last case its
+stacks are still written, because `faulthandler` needs no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from lightning_3d.health.hang_verdict import Verdict, judge
+from lightning_3d.health.observe import observe, write_report
+from lightning_3d.health.processes import Process
+from lightning_3d.health.rank_report import RankReport
+from lightning_3d.ranks.heartbeat import Heartbeat
+from lightning_3d.ranks.reporter import FailureReporter
+
+ANSWER_SECONDS = 10.0
+"""Time for the other ranks to say what they do."""
+
+STALE_SECONDS = 6.0
+"""An answer that has not been written again for this time is none."""
+
+LOOK_SECONDS = 2.0
+"""Longest time between two looks."""
+
+STORE_SECONDS = 4.0
+"""Longest time for a call of the board."""
+
+_ASKED = "hang"
+_Result = TypeVar("_Result")
+
+
+class Watchdog:
+    """Watches this rank, and ends the run if it hangs.
+
+    Args:
+        heartbeat: what this rank does.
+        allowed: function that returns the seconds that it may take for that.
+        reporter: board and end of the ranks.
+        rank: global rank.
+        processes: of all ranks, by rank.
+        folder: folder for the files of the ranks: `rank_N.txt`, or `rank_N_stacks.txt` of a rank that cannot answer.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        allowed: Callable[[], float],
+        reporter: FailureReporter,
+        rank: int,
+        processes: Sequence[Process],
+        folder: Path,
+    ) -> None:
+        self._heartbeat, self._allowed, self._reporter = heartbeat, allowed, reporter
+        self._rank, self._processes = rank, processes
+        self._file, self._stacks_file = folder / f"rank_{rank}.txt", folder / f"rank_{rank}_stacks.txt"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lightning_3d-watchdog", daemon=True)
+        self._asked_at: float | None = None
+        self._answered = False
+        self._changed: dict[int, tuple[str, float]] = {}  # the last answer of each rank, and when it was read first
+        self._stacks: TextIO | None = None
+
+    def start(self) -> None:
+        self._expect_lost_lock()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join(LOOK_SECONDS)
+        if self._stacks is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._stacks.close()
+            self._stacks_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty: there are files of an earlier hang
+                self._file.parent.rmdir()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(LOOK_SECONDS, self._allowed() / 4)):
+            if sys.gettrace() is not None:  # in a debugger
+                self._heartbeat.beat()
+            try:
+                self._expect_lost_lock()
+                self._look()
+            except (RuntimeError, OSError, ValueError):  # the store is gone with the rank that served it: the reporter ends this process
+                continue
+
+    def _expect_lost_lock(self) -> None:
+        """Let `faulthandler` write the stacks unless this thread runs again in time."""
+        if self._stacks is None:
+            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = self._stacks_file.open("w", encoding="utf-8")
+        faulthandler.dump_traceback_later(self._allowed() + LOOK_SECONDS, file=self._stacks)
+
+    def _look(self) -> None:
+        overdue = time.monotonic() - self._heartbeat.since > self._allowed()
+        if not overdue:
+            self._asked_at = None
+        try:
+            answers = _within(STORE_SECONDS, self._read)
+        except TimeoutError:
+            self._end_without_board(overdue)
+            return
+        asked = any(report.overdue for rank, report in answers.items() if rank != self._rank)
+        if overdue or asked:
+            self._answer(overdue)
+        elif self._answered:
+            self._withdraw()
+        if overdue and self._has_waited():
+            self._compare()
+
+    def _read(self) -> dict[int, RankReport]:
+        """Read what the ranks have answered lately. Each writes its answer again and again, with the time that it has waited."""
+        now, texts = time.monotonic(), self._reporter.board.shared(_ASKED)
+        self._changed = {rank: self._changed.get(rank, ("", now)) for rank in texts}
+        for rank, text in texts.items():
+            if self._changed[rank][0] != text:
+                self._changed[rank] = text, now
+        lately = {rank: text for rank, (text, when) in self._changed.items() if now - when < STALE_SECONDS}
+        return {rank: RankReport.from_json(text) for rank, text in lately.items()}
+
+    def _has_waited(self) -> bool:
+        """Return whether the others have had time to answer since this rank is overdue."""
+        now = time.monotonic()
+        self._asked_at = self._asked_at or now
+        return now - self._asked_at >= ANSWER_SECONDS
+
+    def _answer(self, overdue: bool) -> None:
+        """Say what this rank does, and write it to its file."""
+        self._answered = True
+        report = observe(self._rank, self._heartbeat, overdue=overdue)
+        write_report(self._file, report)
+        self._reporter.board.share(_ASKED, self._rank, report.to_json())
+
+    def _withdraw(self) -> None:
+        """Take the answer back: the ranks get on."""
+        self._answered = False
+        self._reporter.board.share(_ASKED, self._rank, "")
+        self._file.unlink(missing_ok=True)
+
+    def _compare(self) -> None:
+        """Find the cause and end the run, if this is the lowest rank that is overdue."""
+        reports = self._read()
+        if min((rank for rank, report in reports.items() if report.overdue), default=self._rank) != self._rank:
+            return
+        silent = {rank: process.why_silent() for rank, process in enumerate(self._processes) if rank not in reports}
+        verdict = judge(reports, silent)
+        if not verdict.certain:  # the rank that the others wait for has longer for what it does
+            return
+        for rank in silent:
+            self._processes[rank].kill_if_here()
+        self._stacks_file.unlink(missing_ok=True)
+        self._reporter.end_all(self._message(verdict, reports[self._rank].seconds))
+
+    def _end_without_board(self, overdue: bool) -> None:
+        """End this process, because rank 0, which serves the store, does not answer. The first rank that comes here says so."""
+        if not overdue or not self._has_waited():
+            return
+        report = observe(self._rank, self._heartbeat, overdue=True)
+        write_report(self._file, report)
+        self._stacks_file.unlink(missing_ok=True)
+        verdict = judge({self._rank: report}, {0: self._processes[0].why_silent()})
+        try:
+            (self._file.parent / "told").touch(exist_ok=False)
+        except FileExistsError:
+            os._exit(1)
+        print(f"lightning_3d: {self._message(verdict, report.seconds)}", file=sys.stderr, flush=True)
+        (self._file.parent / "told").unlink(missing_ok=True)
+        self._processes[0].kill_if_here()
+        os._exit(1)
+
+    def _message(self, verdict: Verdict, seconds: float) -> str:
+        return (
+            f"The run hangs: {verdict.text} Each rank's stacks and last collectives are in {self._file.parent}. Nothing has happened for"
+            f" {seconds:.0f} s (hang_timeout). To go on from the last checkpoint, start the run again with trainer.auto_resume=true, or"
+            ' your script with ckpt_path="last".'
+        )
+
+
+def _within(seconds: float, call: Callable[[], _Result]) -> _Result:
+    """Return what a function returns that may wait forever.
+
+    Raises:
+        TimeoutError: it has not returned in time; its thread goes on.
+    """
+    done: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="lightning_3d-store", daemon=True).start()
+    return done.result(seconds)

@@ -1,0 +1,119 @@
+"""The store at MASTER_ADDR and MASTER_PORT, in which the ranks of a run meet. Imports torch only when it connects.
+
+The first ranks wait for the last, for a limited time. Then they name those that have not come.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from lightning_3d.errors import RendezvousError, listed
+from lightning_3d.ranks.attempts import name_attempt
+from lightning_3d.ranks.rendezvous import explained_errors
+
+JOIN_SECONDS = 600.0
+"""Time for all ranks to join, unless the caller sets another."""
+
+_CALL_SECONDS = 1800.0
+_POLL_SECONDS = 0.1
+_JOINED = "lightning_3d/joined"
+_MOST_NAMED = 8
+
+_connected: dict[tuple[str, ...], tuple[Any, Any]] = {}
+
+
+def store_outlives_ranks() -> bool:
+    """Check whether torchrun serves the store, and keeps its contents when it restarts the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect_store(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> tuple[Any, Any]:
+    """Connect to the `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or torchrun. Collective over the world.
+
+    One connection serves all fits and evaluations of a process: if rank 0 closed it in between, the others could reach a server that is
+    just closing.
+
+    Args:
+        seconds: time for all ranks to join.
+
+    Returns:
+        This attempt's part of the store; and the whole store where it outlives the attempt, else None.
+
+    Raises:
+        ConfigError: see `explained_errors`. RendezvousError: ranks have not joined in time.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    key = (address, port, str(rank), str(world_size), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if key not in _connected:
+        _connected.clear()
+        _connected[key] = _connect(address, port, rank, world_size, seconds)
+    return _connected[key]
+
+
+def _connect(address: str, port: str, rank: int, world_size: int, seconds: float) -> tuple[Any, Any]:
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    lasts, limit = store_outlives_ranks(), timedelta(seconds=seconds)
+    with explained_errors(rank):
+        try:
+            store = TCPStore(
+                address, int(port), world_size, rank == 0 and not lasts, limit, wait_for_workers=False, multi_tenant=not lasts
+            )
+        except DistError as error:
+            if "timed out" not in str(error):
+                raise
+            whose = "torchrun" if lasts else f"Rank 0 of {world_size}"
+            raise _unreachable(f"{whose} could not be reached at {address}:{port} {_within(seconds)} {_ADVICE}", rank) from None
+    try:
+        if lasts:
+            part = PrefixStore(name_attempt(store, rank, world_size, seconds), store)
+        else:
+            _join(store, rank, world_size, seconds)
+            part = PrefixStore("lightning_3d", store)
+    except TimeoutError as error:
+        raise RendezvousError(f"{error} {_ADVICE}") from None
+    except DistError:  # rank 0 has not answered under torchrun, or its store is gone
+        raise _unreachable(f"{_absent([0], world_size)} {_within(seconds)} {_ADVICE}", rank) from None
+    store.set_timeout(timedelta(seconds=_CALL_SECONDS))
+    return part, store if lasts else None
+
+
+_ADVICE = (
+    "Look at the logs of the ranks that are missing: they may not have been started, may still import or read files, or cannot reach this"
+    " address. To wait longer, set trainer.rendezvous_timeout."
+)
+
+
+def _join(store: Any, rank: int, world_size: int, seconds: float) -> None:
+    """Tell that this rank is there, and wait for the others. Raises TimeoutError."""
+    store.set(f"{_JOINED}/{rank}", socket.gethostname())
+    keys = [f"{_JOINED}/{other}" for other in range(world_size)]
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):  # `store.wait` would print warnings of torch's
+        if time.monotonic() > deadline:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise TimeoutError(f"{_absent(missing, world_size)} {_within(seconds)}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _unreachable(text: str, rank: int) -> RendezvousError:
+    """Make an error where rank 0 is missing, which alone prints the others. One rank of each machine prints this one."""
+    if rank == 1 or os.environ.get("LOCAL_RANK") == "0":
+        print(f"lightning_3d: {text}", file=sys.stderr, flush=True)
+    return RendezvousError(text)
+
+
+def _absent(ranks: Iterable[int], world_size: int) -> str:
+    names = [str(rank) for rank in ranks]
+    shown = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
+    return f"Rank{'s' * (len(names) > 1)} {listed(shown)} of {world_size} {'has' if len(names) == 1 else 'have'} not joined the run"
+
+
+def _within(seconds: float) -> str:
+    return f"within {seconds:g} s."
