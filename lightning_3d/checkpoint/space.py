@@ -139,7 +139,15 @@ def most_new(saver: ModelCheckpoint, steps: int | None, there: int) -> int:
     else:
         room = max(1, saver.save_top_k + 1 - there)
         most = room if to_come is None else min(room, to_come)
-    return most + int(saver.save_last is True)
+    return most + int(saver.save_last is True) + _kept_for_good(saver, steps)
+
+
+def _kept_for_good(saver: ModelCheckpoint, steps: int | None) -> int:
+    """Compute how many further checkpoints a `PeriodicCheckpoint` keeps of those that are no longer among the newest."""
+    every = getattr(saver, "keep_every_n_steps", None)
+    if every is None or steps is None or saver.save_top_k < 1:
+        return 0
+    return max(0, steps // every - saver.save_top_k)
 
 
 def checkpoint_bytes(

@@ -22,6 +22,7 @@ from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.config.options.parallel_plan import check_plan
+from lightning_3d.config.options.save_interval import check_save_interval
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.config.run_config import (
@@ -278,7 +279,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             "trainer.max_steps": steps,
             "trainer.val_check_interval": trainer.val_check_interval,
             "trainer.log_every_n_steps": trainer.log_every_n_steps,
-            "trainer.checkpoint_every_n_steps": trainer.checkpoint_every_n_steps,
+            "trainer.keep_every_n_steps": trainer.keep_every_n_steps,
             "trainer.trace_every_n_steps": trainer.trace_every_n_steps,
         }
     )
@@ -288,6 +289,8 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
             f" run would end without a validation. The nearest interval that does is {near}."
         )
+    check_save_interval("trainer.checkpoint_every_n_steps", trainer.checkpoint_every_n_steps)
+    check_number("trainer.hours_between_failures", trainer.hours_between_failures, least=0.01)
     if trainer.keep_last < 1 and trainer.keep_last != -1:
         raise ConfigError(f"trainer.keep_last must be at least 1, or -1 to keep all checkpoints; got {trainer.keep_last}.")
     if trainer.limit_val_batches is not None:

@@ -11,6 +11,7 @@ from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.plan import PlanOptions
 from lightning_3d.config.options.reliability import Reliability
+from lightning_3d.config.options.save_interval import HOURS_BETWEEN_FAILURES
 from lightning_3d.layout.layout import AXES
 from lightning_3d.models.pretrained_config import complete_model
 from lightning_3d.models.spec import ModelSpec
@@ -79,8 +80,10 @@ class TrainerConfig(Reliability):
     trace_every_n_steps: int | None = None
     nonfinite: str = "stop"
     collective_timeout: float = 1800.0
-    checkpoint_every_n_steps: int | None = None
+    checkpoint_every_n_steps: int | str | None = None
     keep_last: int = 3
+    keep_every_n_steps: int | None = None
+    hours_between_failures: float = HOURS_BETWEEN_FAILURES
     resume: str | None = None
     auto_resume: bool = False
     start_method: str = "auto"

@@ -1,6 +1,7 @@
 """`PeriodicCheckpoint` in a Trainer on one process: when it saves, and what it keeps."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +10,9 @@ from alphabet_fits import MODEL, OPTIMIZER, alphabet, trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_3d import PeriodicCheckpoint
+from lightning_3d.config.options.save_interval import best_interval
 from lightning_3d.training.callbacks.periodic_checkpoint import interval
+from lightning_3d.training.callbacks.save_times import SaveTimes
 from lightning_3d.training.module import CausalLM
 
 
@@ -33,6 +36,66 @@ def test_the_last_step_is_saved_and_the_newest_are_kept_over_a_resume(tmp_path: 
     assert fit(tmp_path, saver(2), max_steps=7) == ["step_6.ckpt", "step_7.ckpt"]
     resume = tmp_path / "checkpoints" / "step_7.ckpt"
     assert fit(tmp_path, saver(3), max_steps=10, resume=resume) == ["step_10.ckpt", "step_9.ckpt"]
+
+
+def test_each_nth_is_kept_over_a_resume(tmp_path: Path) -> None:
+    """The first at or after each multiple of four steps, beside the newest."""
+
+    def saver() -> PeriodicCheckpoint:
+        return PeriodicCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=1, keep_every_n_steps=4)
+
+    assert fit(tmp_path, saver(), max_steps=10) == ["step_10.ckpt", "step_6.ckpt", "step_9.ckpt"]
+    resume = tmp_path / "checkpoints" / "step_10.ckpt"
+    assert fit(tmp_path, saver(), max_steps=16, resume=resume) == ["step_12.ckpt", "step_16.ckpt", "step_6.ckpt", "step_9.ckpt"]
+
+
+def test_the_interval_follows_from_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves after step 2, then in the interval that is chosen then."""
+    seen: list[tuple[int, int]] = []
+
+    def choose(times: SaveTimes, trainer: pl.Trainer, present: int) -> int:
+        seen.append((trainer.global_step, present))
+        return 5
+
+    monkeypatch.setattr("lightning_3d.training.callbacks.periodic_checkpoint.LEAST_STEPS", 2)
+    monkeypatch.setattr(SaveTimes, "choose", choose)
+    saver = PeriodicCheckpoint(tmp_path / "checkpoints", every_n_train_steps="auto", save_top_k=-1)
+    assert fit(tmp_path, saver, max_steps=12) == ["step_10.ckpt", "step_12.ckpt", "step_2.ckpt", "step_5.ckpt"]
+    assert seen == [(2, 2), (5, 5), (10, 5), (12, 5)]
+
+
+def test_times_of_steps_do_not_count_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    times = SaveTimes(hours_between_failures=1.0)
+    fake = SimpleNamespace(global_step=3, world_size=2, strategy=SimpleNamespace(broadcast=lambda value: value))
+    times.begin(fake)  # type: ignore[arg-type]
+    now, fake.global_step = 20.0, 13  # ten steps of two seconds
+    with times.saving():
+        now += 9.0
+    assert times.choose(fake, 50) == 90  # type: ignore[arg-type]  # sqrt(2 * 9 s * 1800 s) = 180 s
+    assert times.choose(fake, 80) == 80  # type: ignore[arg-type]  # near enough
+
+
+@pytest.mark.parametrize(
+    ("step", "save", "ranks", "steps"),
+    [
+        (5.0, 10.0, 16_384, 94),  # sqrt(2 * 10 s * 50,000 h / 16,384) = 469 s
+        (5.0, 10.0, 8, 720),  # never more than an hour
+        (1.0, 60.0, 10**6, 1200),  # never more than 5 % of the time
+    ],
+)
+def test_young_and_daly(step: float, save: float, ranks: int, steps: int) -> None:
+    found = best_interval(step, save, ranks)
+    assert found.steps == steps
+    by_hand = 3600 * 50_000 / ranks
+
+    def lost(seconds: float) -> float:
+        return save / seconds + seconds / 2 / by_hand
+
+    if save / 0.05 < steps * step < 3600:  # where no bound holds it is the least
+        assert lost(steps * step) <= min(lost(steps * step * 1.1), lost(steps * step / 1.1))
+    assert f"every {steps} steps" in found.words
 
 
 def test_a_short_fit_is_saved_once(tmp_path: Path) -> None:

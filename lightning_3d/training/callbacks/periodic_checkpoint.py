@@ -11,6 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_3d.config.options.save_interval import AUTO, HOURS_BETWEEN_FAILURES, check_save_interval
+from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.training.callbacks.save_times import SaveTimes
+
 LEAST_STEPS, MOST_STEPS, SHARE = 50, 1000, 10
 """A fit is saved SHARE times, but at intervals of at least LEAST_STEPS and at most MOST_STEPS optimizer steps."""
 
@@ -22,8 +26,12 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
     Args:
         dirpath: folder or URL; None as in `ModelCheckpoint`.
-        every_n_train_steps: optimizer steps between saves. None: a tenth of the fit, at least 50 and at most 1000.
+        every_n_train_steps: optimizer steps between saves. None: a tenth of the fit, at least 50 and at most 1000. "auto": what costs least
+            time with the measured times of a step and a save, and the expected failures, see `save_interval`.
         save_top_k: number of newest checkpoints to keep, or of best ones with `monitor`; -1 keeps all.
+        keep_every_n_steps: of the older checkpoints, keep the first at or after each multiple of this many optimizer steps; None keeps
+            none.
+        hours_between_failures: hours that one rank is expected to run until it ends the job, for "auto".
         monitor: metric that decides which checkpoints to keep; None keeps the newest.
         options: further arguments of `ModelCheckpoint`.
     """
@@ -34,16 +42,25 @@ class PeriodicCheckpoint(ModelCheckpoint):
         filename: str | None = "step_{step}",
         monitor: str | None = None,
         *,
-        every_n_train_steps: int | None = None,
+        every_n_train_steps: int | str | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
         save_top_k: int = 3,
+        keep_every_n_steps: int | None = None,
+        hours_between_failures: float = HOURS_BETWEEN_FAILURES,
         save_on_exception: bool = True,
         auto_insert_metric_name: bool = False,
         enable_version_counter: bool = False,
         **options: Any,
     ) -> None:
         self._keeps_newest = monitor is None
+        check_save_interval("every_n_train_steps", every_n_train_steps)
+        check_sizes(keep_every_n_steps=keep_every_n_steps)
+        self.keep_every_n_steps = keep_every_n_steps
+        self._measures = SaveTimes(hours_between_failures) if every_n_train_steps == AUTO else None
+        every_n_train_steps = None if isinstance(every_n_train_steps, str) else every_n_train_steps
+        self._saved_step = 0
+        self._kept: set[str] = set()  # checkpoints that are not removed when newer ones come
         self._chooses_interval = every_n_train_steps is every_n_epochs is train_time_interval is None
         if monitor is None and save_top_k > 1:  # Lightning keeps several checkpoints only if it can compare them by a number
             monitor, options["mode"] = "step", "max"
@@ -75,6 +92,30 @@ class PeriodicCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         if self._chooses_interval:
             self._every_n_train_steps = interval(steps_of_fit(trainer))
+        if self._measures is not None:
+            self._measures.begin(trainer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "saved_step": self._saved_step, "kept": sorted(self._kept)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._saved_step, self._kept = state_dict.get("saved_step", 0), set(state_dict.get("kept", ()))
+
+    @override
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        every, step = self.keep_every_n_steps, trainer.global_step
+        if every is not None and step // every > self._saved_step // every:
+            self._kept.add(str(filepath))
+        self._saved_step = step
+        if self._measures is None:
+            super()._save_checkpoint(trainer, filepath)
+            return
+        with self._measures.saving():
+            super()._save_checkpoint(trainer, filepath)
+        self._every_n_train_steps = self._measures.choose(trainer, self._every_n_train_steps)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +144,8 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
         Lightning 2.6 keeps the one that the fit resumed from, so a run that is restarted often would leave one each time.
         """
+        if str(previous) in self._kept:
+            return False
         if self._keeps_newest and "://" not in previous and self.dirpath is not None:
             return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
         return super()._should_remove_checkpoint(trainer, previous, current)
