@@ -159,7 +159,8 @@ class BeforeRun(Callback):
         def take(earlier: Path | None) -> RunFolder:
             plain: dict[str, Any] = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer")}
             plain |= {"model": dict(run_plan.model), "seed": config.seed}
-            plain["trainer"] = {"auto_resume": config.trainer.auto_resume}  # other keys may refer to the folder, which is not chosen yet
+            known = ("auto_resume", "restarts_without_progress")
+            plain["trainer"] = {key: config.trainer[key] for key in known}  # other keys may refer to the folder, which is not chosen yet
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
         self.place = find_place(self.outside, config.logger, take, config.trainer.rendezvous_timeout)

@@ -280,6 +280,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             "trainer.val_check_interval": trainer.val_check_interval,
             "trainer.log_every_n_steps": trainer.log_every_n_steps,
             "trainer.keep_every_n_steps": trainer.keep_every_n_steps,
+            "trainer.restarts_without_progress": trainer.restarts_without_progress,
             "trainer.trace_every_n_steps": trainer.trace_every_n_steps,
         }
     )

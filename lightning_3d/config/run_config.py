@@ -86,6 +86,7 @@ class TrainerConfig(Reliability):
     hours_between_failures: float = HOURS_BETWEEN_FAILURES
     resume: str | None = None
     auto_resume: bool = False
+    restarts_without_progress: int | None = 5
     start_method: str = "auto"
     dry: bool = False
     extra: dict[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,9 @@ from lightning_3d.ranks.rendezvous import explained_errors
 
 JOIN_SECONDS = 600.0
 """Time for all ranks to join, unless the caller sets another."""
+
+PORT_SECONDS = 10.0
+"""Time for an earlier attempt to leave the port where rank 0 listens."""
 
 _CALL_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
@@ -59,12 +62,15 @@ def connect_store(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> 
 def _connect(address: str, port: str, rank: int, world_size: int, seconds: float) -> tuple[Any, Any]:
     from torch.distributed import DistError, PrefixStore, TCPStore
 
-    lasts, limit = store_outlives_ranks(), timedelta(seconds=seconds)
+    lasts = store_outlives_ranks()
+    serves = rank == 0 and not lasts
+
+    def open_store() -> Any:
+        return TCPStore(address, int(port), world_size, serves, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=not lasts)
+
     with explained_errors(rank):
         try:
-            store = TCPStore(
-                address, int(port), world_size, rank == 0 and not lasts, limit, wait_for_workers=False, multi_tenant=not lasts
-            )
+            store = _when_port_is_free(open_store, f"{address}:{port}") if serves else open_store()
         except DistError as error:
             if "timed out" not in str(error):
                 raise
@@ -82,6 +88,26 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
         raise _unreachable(f"{_absent([0], world_size)} {_within(seconds)} {_ADVICE}", rank) from None
     store.set_timeout(timedelta(seconds=_CALL_SECONDS))
     return part, store if lasts else None
+
+
+def _when_port_is_free(open_store: Callable[[], Any], place: str) -> Any:
+    """Serve a store as soon as an earlier attempt of the run, which may still be ending, has left the port.
+
+    Raises:
+        RuntimeError: the port is still taken after `PORT_SECONDS`, or cannot be used.
+    """
+    deadline, told = time.monotonic() + PORT_SECONDS, False
+    while True:
+        try:
+            return open_store()
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) or time.monotonic() > deadline:
+                raise
+        if not told:
+            words = f"lightning_3d: waiting up to {PORT_SECONDS:.0f} s for {place}, where another process listens"
+            print(words, file=sys.stderr, flush=True)
+        told = True
+        time.sleep(_POLL_SECONDS)
 
 
 _ADVICE = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import yaml
 
 from lightning_3d.errors import ConfigError, listed
+from lightning_3d.runs.restarts import MOST_WITHOUT_PROGRESS, note_restart
 from lightning_3d.runs.status import RUNNING, RunStatus, read_status
 from lightning_3d.storage.checkpoint_names import checkpoints_in, recover_all, steps_of
 from lightning_3d.storage.holder import Holder, moment
@@ -29,6 +32,10 @@ them.
 """
 
 _CHECKPOINTS, _LOCK, _PROBE = "checkpoints", ".lock", ".room"
+EARLIER_SECONDS = 10.0
+"""Time for an earlier attempt of a run to end, when the run is started again."""
+
+_POLL_SECONDS = 0.2
 _START_BYTES = 2**18
 """Room for the configuration, Hydra's files, the log, the status, the first rows of metrics and the report."""
 
@@ -114,10 +121,10 @@ class RunFolder:
         """Take the folder of an earlier attempt of this run, which trained until something ended it.
 
         Args:
-            config: groups `SAME` of the configuration, resolved.
+            config: groups `SAME` of the configuration, resolved; and `trainer`, for the number of restarts.
 
         Raises:
-            ConfigError: it belongs to another run, or the earlier attempt has not ended.
+            ConfigError: it belongs to another run, the earlier attempt has not ended, or the run has failed too often in a row.
         """
         path = path.absolute()
         try:
@@ -130,12 +137,15 @@ class RunFolder:
                 f"{path} holds a run whose {listed(differ)} {'differs' if len(differ) == 1 else 'differ'} from this run's, so this run"
                 " cannot resume there. Set hydra.run.dir to a new folder."
             )
-        _hold(path)
+        _hold(path, EARLIER_SECONDS)
         try:
             require_room(path)
         except OSError as error:
             raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
-        return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest_checkpoint(path))
+        newest = newest_checkpoint(path)
+        most = config.get("trainer", {}).get("restarts_without_progress", MOST_WITHOUT_PROGRESS)
+        note_restart(path, steps_of(place(newest)) if newest is not None else 0, most)
+        return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest)
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
@@ -249,14 +259,23 @@ def read_wandb_file(path: Path) -> dict[str, str | None]:
     return names if isinstance(names, dict) else {}
 
 
-def _hold(path: Path) -> None:
+def _hold(path: Path, patience: float = 0.0) -> None:
     """Let no other process take this folder while this process lives.
+
+    Args:
+        patience: seconds to wait for another process that holds it.
 
     Raises:
         ConfigError: another process holds it, or it cannot be written.
     """
+    deadline, told = time.monotonic() + patience, False
     try:
-        held = keep(path / _LOCK)
+        while not (held := keep(path / _LOCK)) and time.monotonic() < deadline:
+            holder = holder_of(path)
+            if not told and holder is not None:
+                print(f"lightning_3d: waiting up to {patience:.0f} s for {holder.describe()}, which still holds {path}", file=sys.stderr)
+            told = True
+            time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
     if not held:

@@ -88,7 +88,7 @@ def test_failing_rank_is_told_once_and_ends_those_that_hang(results: dict[str, R
 
 
 @pytest.mark.full
-def test_killed_rank_is_named() -> None:
+def test_f48_killed_rank_is_named() -> None:
     (result,) = run_commands([["train", *QUICK, *FAULTY, "+callbacks.faulty.how=kill"]])
     assert result.code == 1
     assert "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)" in result.output

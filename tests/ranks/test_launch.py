@@ -182,7 +182,7 @@ def test_lost_peer_is_told_when_nobody_has_another_cause(tmp_path: Path) -> None
     assert "rank 1 of 3 failed because another rank disappeared" in outcome.message
 
 
-def test_killed_rank_is_the_cause(tmp_path: Path) -> None:
+def test_f48_killed_rank_is_the_cause(tmp_path: Path) -> None:
     outcome = run(kill_on, 1, signal.SIGKILL, logs=tmp_path)
     assert outcome.exit_code == 1
     assert outcome.message is not None

@@ -40,9 +40,39 @@ def without(missing: int) -> list[tuple[int, str, str]]:
     return [(process.wait(), *outputs) for process in started if (outputs := process.communicate(timeout=60))]
 
 
+TAKEN = """
+import os, socket, sys, threading
+import torch.distributed
+from lightning_3d.errors import ConfigError
+from lightning_3d.ranks import meeting_store
+
+holder = socket.socket(socket.AF_INET6)
+holder.bind(("::", 0))
+holder.listen()
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
+leaves = sys.argv[1] == "leaves"
+if leaves:
+    threading.Timer(1.5, holder.close).start()
+else:
+    meeting_store.PORT_SECONDS = 1.0
+try:
+    meeting_store.connect_store(0, 1, 5.0)
+    print("connected")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_f54_port_of_the_earlier_attempt_is_waited_for() -> None:
+    for how, said in (("leaves", "connected"), ("stays", "Rank 0 must listen on port")):
+        done = subprocess.run([sys.executable, "-c", TAKEN, how], env=environment(), capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.startswith(said), done.stdout + done.stderr
+        assert done.stderr.count("s for 127.0.0.1:") == 1, done.stderr
+
+
 def test_f50_rank_that_never_joins_is_named() -> None:
     for code, output, errors in without(2):
-        assert (code, errors) == (1, "")
+        assert code == 1 and "lightning_3d:" not in errors  # rank 0 prints the error of a run
         assert output.startswith("Rank 2 of 3 has not joined the run within 3 s. Look at the logs of the ranks that are missing")
 
 
