@@ -84,7 +84,9 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
             part = PrefixStore("lightning_3d", store)
     except TimeoutError as error:
         raise RendezvousError(f"{error} {_ADVICE}") from None
-    except DistError:  # rank 0 has not answered under torchrun, or its store is gone
+    except DistError:
+        if not lasts:  # rank 0, which serves the store, has ended, and has said why
+            raise RendezvousError(f"Rank 0 of {world_size} ended before all ranks had joined the run.") from None
         raise _unreachable(f"{_absent([0], world_size)} {_within(seconds)} {_ADVICE}", rank) from None
     store.set_timeout(timedelta(seconds=_CALL_SECONDS))
     return part, store if lasts else None
