@@ -105,7 +105,7 @@ class Watchdog:
         if self._stacks is None:
             self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = self._stacks_file.open("w", encoding="utf-8")
-        faulthandler.dump_traceback_later(self._allowed() + LOOK_SECONDS, file=self._stacks)
+        faulthandler.dump_traceback_later(self._allowed(), file=self._stacks)
 
     def _look(self) -> None:
         overdue = time.monotonic() - self._heartbeat.since > self._allowed()
@@ -187,7 +187,7 @@ class Watchdog:
     def _message(self, verdict: Verdict, seconds: float) -> str:
         return (
             f"The run hangs: {verdict.text} Each rank's stacks and last collectives are in {self._file.parent}. Nothing has happened for"
-            f" {seconds:.0f} s (hang_timeout). To go on from the last checkpoint, start the run again with trainer.auto_resume=true, or"
+            f" {seconds:.0f} s (hang_timeout). To resume the last checkpoint, start the run again with trainer.auto_resume=true, or"
             ' your script with ckpt_path="last".'
         )
 

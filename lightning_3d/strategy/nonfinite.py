@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lightning_3d.parallel.zero import DataParallelBackend
 
 
-MOST_SKIPPED = 100
-"""Optimizer steps skipped in a row before a run stops: by then the weights are the cause, not the data."""
-
 _MOST_NAMED = 8
 """Ranks that a message lists."""
 
@@ -47,14 +44,15 @@ class StepGuard:
 
     Args:
         how: "stop" ends the run, "skip" skips the optimizer step, "ignore" steps as with any other gradient.
+        most_skipped: number of steps skipped in a row that ends a run: by then the weights are the cause, not the data.
 
     Attributes:
         skipped: number of steps of this fit that were skipped.
     """
 
-    def __init__(self, how: str = STOP) -> None:
+    def __init__(self, how: str = STOP, most_skipped: int = 100) -> None:
         check_nonfinite("nonfinite", how)
-        self.how = how
+        self.how, self._most_skipped = how, most_skipped
         self.begin()
 
     def begin(self) -> None:
@@ -100,8 +98,8 @@ class StepGuard:
         if self.how == STOP:
             raise NonFiniteError(f"{what} {_before(step, found)} {_advice(lr, precision, found)}")
         self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
-        if self._in_a_row >= MOST_SKIPPED:
-            raise NonFiniteError(f"{what} {MOST_SKIPPED} steps in a row were skipped. {_advice(lr, precision, found)}")
+        if self._in_a_row >= self._most_skipped:
+            raise NonFiniteError(f"{what} {self._most_skipped} steps in a row were skipped. {_advice(lr, precision, found)}")
         return f"{what} The optimizer skips this step (skipped so far: {self.skipped})."
 
 

@@ -180,9 +180,10 @@ class Lightning3DStrategy(CheckpointHooks):
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
         self.last_step: StepResult | None = None
+        self.reliability = Reliability.of(reliability)
         self.heartbeat = Heartbeat()
         self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
-        self.guard = StepGuard(nonfinite)
+        self.guard = StepGuard(nonfinite, self.reliability.nonfinite_in_a_row)
         self._sources = ModelSources(check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed)
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store_options = CheckpointOptions(
@@ -191,7 +192,6 @@ class Lightning3DStrategy(CheckpointHooks):
         self._store = CheckpointStore(self._store_options)
         self._check_space = checkpoint_check_space
         self._timeout = timeout or timedelta(minutes=30)
-        self.reliability = Reliability.of(reliability)
 
     _shape_only = False
     """True where tensors have no values (a dry run)."""
@@ -322,9 +322,10 @@ class Lightning3DStrategy(CheckpointHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of all micro-batches, and reduce gradients before an optimizer step."""
         batch, *rest = (*args, *kwargs.values())
-        self.heartbeat.enter(STEP, self.user_module.trainer.global_step + 1)
-        self.last_step, outputs = self.built.train(batch, tuple(rest))
-        self.built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
+        built = self.built
+        self.heartbeat.enter(STEP, built.module.trainer.global_step + 1)
+        self.last_step, outputs = built.train(batch, tuple(rest))
+        built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
         if self.last_step.grad_norm is None:  # further batches of the step follow
             self.heartbeat.enter(BETWEEN)
         return outputs

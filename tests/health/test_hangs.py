@@ -20,7 +20,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from lightning_3d import Lightning3DStrategy
+from lightning_3d.health import watchdog
 from lightning_3d.ranks.supervisor import launch
+
+watchdog.ANSWER_SECONDS, watchdog.STALE_SECONDS = 4.0, 2.5
 
 def fail(how, rank, groups):
     if how == "stopped" and rank == 0:

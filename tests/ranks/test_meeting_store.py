@@ -6,38 +6,20 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from command_line import environment
 
 SCRIPT = """
 import os, sys
-rank, missing = int(sys.argv[1]), sys.argv[2]
+rank = int(sys.argv[1])
 from lightning_3d.errors import RendezvousError
 from lightning_3d.ranks.meeting_store import connect_store
 try:
-    connect_store(rank, 3, 3.0)
+    connect_store(rank, 3, 6.0)
 except RendezvousError as error:
     print(error)
     sys.exit(error.exit_code)
 """
-
-
-def without(missing: int) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of the two ranks that join."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        place = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(missing)],
-            env=place | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-        if rank != missing
-    ]
-    return [(process.wait(), *outputs) for process in started if (outputs := process.communicate(timeout=60))]
 
 
 TAKEN = """
@@ -63,21 +45,47 @@ except ConfigError as error:
 """
 
 
-def test_f54_port_of_the_earlier_attempt_is_waited_for() -> None:
+def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, list[tuple[int, str, str]]]:
+    """(exit code, output, errors) of the ranks that join, by which one does not; and of rank 0 on a port that another process has."""
+    started: dict[str, list[subprocess.Popen[str]]] = {}
+    for missing in (0, 2):
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
+        joining = [rank for rank in range(3) if rank != missing]
+        started[f"without {missing}"] = [start(SCRIPT, rank, LOCAL_RANK=str(rank), **place) for rank in joining]
+    started |= {how: [start(TAKEN, how)] for how in ("leaves", "stays")}
+    return {
+        name: [(process.wait(), *outputs) for process in processes if (outputs := process.communicate(timeout=90))]
+        for name, processes in started.items()
+    }
+
+
+Ended = dict[str, list[tuple[int, str, str]]]
+
+
+def test_f54_port_of_the_earlier_attempt_is_waited_for(ended: Ended) -> None:
     for how, said in (("leaves", "connected"), ("stays", "Rank 0 must listen on port")):
-        done = subprocess.run([sys.executable, "-c", TAKEN, how], env=environment(), capture_output=True, text=True, check=True, timeout=60)
-        assert done.stdout.startswith(said), done.stdout + done.stderr
-        assert done.stderr.count("s for 127.0.0.1:") == 1, done.stderr
+        [(code, output, errors)] = ended[how]
+        assert code == 0 and output.startswith(said), output + errors
+        assert errors.count("s for 127.0.0.1:") == 1, errors
 
 
-def test_f50_rank_that_never_joins_is_named() -> None:
-    for code, output, errors in without(2):
-        assert code == 1 and "lightning_3d:" not in errors  # rank 0 prints the error of a run
-        assert output.startswith("Rank 2 of 3 has not joined the run within 3 s. Look at the logs of the ranks that are missing")
-
-
-def test_f50_rank_0_that_never_joins_is_named_by_one_other() -> None:
-    (code, output, errors), (other, _, silent) = without(0)
+def test_f50_rank_that_never_joins_is_named(ended: Ended) -> None:
+    (code, output, errors), (other, _, silent) = ended["without 2"]
     assert (code, other) == (1, 1)
-    assert "Rank 0 of 3 could not be reached at 127.0.0.1:" in output and "within 3 s" in output
+    assert output.startswith("Rank 2 of 3 has not joined the run within 6 s. Look at the logs of the ranks that are missing"), output
+    assert "lightning_3d:" not in errors + silent  # the command line prints the error, on rank 0
+
+
+def test_f50_rank_0_that_never_joins_is_named_by_one_other(ended: Ended) -> None:
+    (code, output, errors), (other, _, silent) = ended["without 0"]
+    assert (code, other) == (1, 1)
+    assert "Rank 0 of 3 could not be reached at 127.0.0.1:" in output and "within 6 s" in output, output
     assert errors.count("lightning_3d: Rank 0 of 3 could not be reached") == 1 and "lightning_3d:" not in silent
