@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_3d.config.options.nonfinite import IGNORE, STOP, check_nonfinite
 from lightning_3d.errors import NonFiniteError, listed
+from lightning_3d.health.loss_spikes import LossSpikes, Spike
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +46,15 @@ class StepGuard:
     Args:
         how: "stop" ends the run, "skip" skips the optimizer step, "ignore" steps as with any other gradient.
         most_skipped: number of steps skipped in a row that ends a run: by then the weights are the cause, not the data.
+        spikes: finds losses that jump; None where nobody wants to know.
 
     Attributes:
         skipped: number of steps of this fit that were skipped.
     """
 
-    def __init__(self, how: str = STOP, most_skipped: int = 100) -> None:
+    def __init__(self, how: str = STOP, most_skipped: int = 100, spikes: LossSpikes | None = None) -> None:
         check_nonfinite("nonfinite", how)
-        self.how, self._most_skipped = how, most_skipped
+        self.how, self._most_skipped, self._spikes = how, most_skipped, spikes
         self.begin()
 
     def begin(self) -> None:
@@ -74,6 +76,10 @@ class StepGuard:
         """
         if weight > 0 and (self.loss is None or isfinite(self.loss)):
             self.loss, self.lost_here = loss, lost_here
+
+    def find_spike(self) -> Spike | None:
+        """Return the jump of the loss of this step, or None. Call it once for each step."""
+        return self._spikes.judge(self.loss) if self._spikes is not None and self.loss is not None else None
 
     def accepts(self, norm: float) -> bool:
         """Return whether the optimizer may step with the gradients of all batches of the step."""

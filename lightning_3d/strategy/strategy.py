@@ -38,6 +38,7 @@ from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
+from lightning_3d.health.loss_spikes import LossSpikes
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
 from lightning_3d.layout.sizes import check_number
@@ -183,7 +184,9 @@ class Lightning3DStrategy(CheckpointHooks):
         self.reliability = Reliability.of(reliability)
         self.heartbeat = Heartbeat()
         self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
-        self.guard = StepGuard(nonfinite, self.reliability.nonfinite_in_a_row)
+        watched = self.reliability
+        spikes = LossSpikes(watched.loss_spike_score) if watched.loss_spikes != "ignore" else None
+        self.guard = StepGuard(nonfinite, watched.nonfinite_in_a_row, spikes)
         self._sources = ModelSources(check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed)
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store_options = CheckpointOptions(
