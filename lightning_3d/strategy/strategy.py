@@ -62,6 +62,7 @@ from lightning_3d.strategy.refusals import (
     refuse_unsupported,
     suggest_arguments,
 )
+from lightning_3d.strategy.replica_check import ReplicaCheck
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -273,6 +274,7 @@ class Lightning3DStrategy(CheckpointHooks):
         keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None)))
         self._build()
         self.built.begin_fit()
+        self._replicas = ReplicaCheck(self.reliability.check_replicas_every_n_steps, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
             self._hold_checkpoint_folders(trainer)
@@ -317,6 +319,8 @@ class Lightning3DStrategy(CheckpointHooks):
         batch, *rest = (*args, *kwargs.values())
         self.last_step, outputs = self.built.train(batch, tuple(rest))
         self.built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
+        if self.last_step.grad_norm is not None:
+            self._replicas.before_optimizer(self.built, self.user_module.trainer.global_step, self._store.outcome.saved)
         return outputs
 
     @property

@@ -1,0 +1,1 @@
+"""Mechanisms that watch over a run between two checkpoints."""
