@@ -57,6 +57,18 @@ class NonFiniteError(Lightning3DError):
     exit_code = 1
 
 
+class ReplicaError(Lightning3DError):
+    """Ranks that should hold the same weights or optimizer state do not. All ranks raise it at the same place."""
+
+    exit_code = 1
+
+
+class ArithmeticFault(Lightning3DError):
+    """A rank computes the same step differently each time. All ranks raise it at the same place."""
+
+    exit_code = 1
+
+
 def is_full(error: BaseException) -> bool:
     """Check whether an error says that a disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -24,6 +24,20 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
+def same_tensors(value: Any) -> Any:
+    """Copy the containers of a nested container, which then has the same tensors and other values."""
+    if isinstance(value, Mapping):
+        items = {key: same_tensors(item) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(same_tensors(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(same_tensors(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{field.name: same_tensors(getattr(value, field.name)) for field in dataclasses.fields(value)})
+    return value
+
+
 def rows_of(value: Any, rows: slice | Tensor) -> Any:
     """Select these rows, in dimension 0, of every tensor. Returns a container of the same type; values other than tensors are unchanged."""
     if isinstance(value, Tensor):

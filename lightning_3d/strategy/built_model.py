@@ -22,6 +22,7 @@ from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_size import share_of_rank
 from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_weights
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
+from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.trace import OPTIMIZER
@@ -60,6 +61,7 @@ class BuiltModel:
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
+        self.repeatable = RepeatableStep(self.module, self.runner, self.backend, self.parts.routers, self.device)
         self.begin_fit()
 
     def is_of(self, module: pl.LightningModule) -> bool:
@@ -98,7 +100,9 @@ class BuiltModel:
             self.guard.begin_step()
         steps = trainer.global_step
         with self.tracer.batch(steps + 1, place):
-            result, outputs = self.runner.train(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+            self.repeatable.remember(micro_batches, rest, steps, place)
+            computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+            result, outputs = self.runner.report(micro_batches, computed)
             if ends:
                 # After the reduction, which the norm is of; before the guard and callbacks, which read it.
                 with self.tracer.recorder.span(OPTIMIZER):

@@ -48,6 +48,7 @@ from lightning_3d.strategy.lightning_callbacks import averages, restore_average,
 from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, trained_weights
 from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.strategy.rank_hooks import RankHooks
+from lightning_3d.strategy.replica_check import ReplicaCheck, agrees
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,6 +62,7 @@ class CheckpointHooks(RankHooks):
     _resumed_from: tuple[Tensor | None, float | None] | None = None
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
+    _replicas: ReplicaCheck | None = None
     guard: StepGuard
     _check_space: bool = True
 
@@ -134,7 +136,7 @@ class CheckpointHooks(RankHooks):
             "transformers": describe_models(module),
         }
         trainer = module.trainer
-        if not self._has_finite_weights(trainer, filepath):
+        if not self._has_finite_weights(trainer, filepath) or not self._has_equal_replicas(trainer):
             return
         checkpoint = without_average(trainer, checkpoint)
         checkpoint = share_groups(checkpoint, self.mesh)
@@ -165,6 +167,18 @@ class CheckpointHooks(RankHooks):
             rank_zero_warn(str(error))
             return False
         return True
+
+    def _has_equal_replicas(self, trainer: pl.Trainer) -> bool:
+        """Return whether ranks hold the same weights where they should. A failed fit whose ranks differ is not saved, with a warning.
+
+        Raises:
+            ReplicaError: ranks differ.
+        """
+        check, built = self._replicas, self._built
+        if check is None or built is None or trainer.state.fn != TrainerFn.FITTING:
+            return True
+        interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
+        return agrees(partial(check.before_checkpoint, built, trainer.global_step, self._store.outcome.saved), interrupted=interrupted)
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:

@@ -65,6 +65,7 @@ from lightning_3d.strategy.refusals import (
     refuse_unsupported,
     suggest_arguments,
 )
+from lightning_3d.strategy.replica_check import ReplicaCheck
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -283,6 +284,7 @@ class Lightning3DStrategy(CheckpointHooks):
         keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None)))
         self._build()
         self.built.begin_fit()
+        self._replicas = ReplicaCheck(self.reliability.check_replicas_every_n_steps, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
             self._hold_checkpoint_folders(trainer)
@@ -326,11 +328,14 @@ class Lightning3DStrategy(CheckpointHooks):
         """Run forward and backward of all micro-batches, and reduce gradients before an optimizer step."""
         batch, *rest = (*args, *kwargs.values())
         built = self.built
-        self.heartbeat.enter(STEP, built.module.trainer.global_step + 1)
+        step = built.module.trainer.global_step
+        self.heartbeat.enter(STEP, step + 1)
         self.last_step, outputs = built.train(batch, tuple(rest))
         built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
         if self.last_step.grad_norm is None:  # further batches of the step follow
             self.heartbeat.enter(BETWEEN)
+        else:
+            self._replicas.before_optimizer(built, step, self._store.outcome.saved)
         return outputs
 
     @property

@@ -193,6 +193,14 @@ class Routers:
         """Forget the loads of an optimizer step that was skipped: its tokens do not change any bias."""
         self._loads = torch.zeros_like(self._loads)
 
+    def loads(self) -> Tensor:
+        """Tokens of each expert since the last optimizer step, for `set_loads`."""
+        return self._loads
+
+    def set_loads(self, loads: Tensor) -> None:
+        """Set the tokens of each expert since the last optimizer step, after a step was computed again."""
+        self._loads = loads
+
     def routed(self, layer: int, output: Any, *, training: bool) -> Any:
         """Attach the losses to a router's result and drop the pairs that experts have no room for."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):

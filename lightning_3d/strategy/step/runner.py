@@ -57,6 +57,19 @@ class StepResult:
         return self.weight
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What forward, backward and reduction of a batch give, besides gradients; the same on every rank.
+
+    Attributes:
+        totals: sums over all micro-batches and ranks.
+        routers: statistics of the routers of a mixture of experts.
+    """
+
+    totals: BatchTotals
+    routers: RouterStatistics | None = None
+
+
 class StepRunner:
     """Drives engine, loss weights, log and gradients through one step.
 
@@ -112,7 +125,7 @@ class StepRunner:
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[Any, Tensor]] = []
 
-    def train(
+    def compute(
         self,
         micro_batches: MicroBatches,
         rest: tuple[Any, ...],
@@ -121,7 +134,7 @@ class StepRunner:
         *,
         place: int = 0,
         ends: bool = True,
-    ) -> tuple[StepResult, dict[str, Any]]:
+    ) -> Computed:
         """Run forward and backward of one batch, and after the last batch of an optimizer step reduce the gradients.
 
         The reduced gradients are those of the mean loss over all batches of the step.
@@ -132,9 +145,6 @@ class StepRunner:
             step: number of optimizer steps before this one.
             place: index of this batch among those of the step.
             ends: whether it is the last of them.
-
-        Returns:
-            The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
         """
         with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self.after_first_backward is None):
             self._begin(step, place, training=True)
@@ -152,12 +162,21 @@ class StepRunner:
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
                     backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
+        return Computed(totals, routers)
+
+    def report(self, micro_batches: MicroBatches, computed: Computed) -> tuple[StepResult, dict[str, Any]]:
+        """Log what the batch that was computed last has logged, on every rank.
+
+        Returns:
+            The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
+        """
+        totals = computed.totals
         self._log.replay(totals.checksum)
         outputs = self._merged(micro_batches) or {}
         if totals.extras:
             outputs = self._broadcast(outputs, whole=False)
         outputs["loss"] = torch.full((), totals.mean_loss, device=self._device, dtype=torch.get_default_dtype())
-        return StepResult(totals.mean_loss, totals.weight, routers=routers), outputs
+        return StepResult(totals.mean_loss, totals.weight, routers=computed.routers), outputs
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
         """Run the forward of one batch. `hook` is "validation", "test" or "predict".
