@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 
-WINDOW = 128
+WINDOW = 64
 """Losses that a loss is compared with."""
 
 LEAST = 20

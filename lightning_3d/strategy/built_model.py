@@ -18,9 +18,11 @@ from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.first_nonfinite import repeat_failed_step
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_size import share_of_rank
 from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_weights
+from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.splitter import Splitter
@@ -77,6 +79,7 @@ class BuiltModel:
     def begin_fit(self) -> None:
         """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""
         self._place = 0
+        self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
         """Shard parameters over the data-parallel ranks, with ZeRO-3."""
@@ -123,13 +126,18 @@ class BuiltModel:
         if self.guard is None:
             return
         self.guard.note(step.loss, step.weight, lost_here=not isfinite(step.loss) and not self.runner.has_finite_loss())
-        if step.grad_norm is None or self.guard.accepts(step.grad_norm):
+        if step.grad_norm is None:
+            return
+        if self.guard.accepts(step.grad_norm):
+            judge_spike(self, self.guard, step)
             return
         trainer, layout = self.module.trainer, self.mesh.layout
         gradients, weights = self.backend.reduced_gradients(), trained_weights(self.module, self.backend)
         found = find_nonfinite(self.guard, gradients, weights, layout, self.mesh.rank, self.device)
+        repeated = repeat_failed_step(self) if self.guard.looks_again and not found.weights else None
+        what = repeated.words if repeated is not None else ""
         lr = float(trainer.optimizers[0].param_groups[0]["lr"])
-        rank_zero_warn(self.guard.refuse(trainer.global_step + 1, step.grad_norm, found, layout, lr, str(trainer.precision)))
+        rank_zero_warn(self.guard.refuse(trainer.global_step + 1, step.grad_norm, found, layout, lr, str(trainer.precision), what))
         step.skipped = True
 
     def evaluate(self, hook: str, batch: Any, rest: tuple[Any, ...]) -> Any:

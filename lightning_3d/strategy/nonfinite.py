@@ -8,6 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from lightning_3d.config.options.nonfinite import IGNORE, STOP, check_nonfinite
+from lightning_3d.config.options.reliability import REPORT, RERUN
 from lightning_3d.errors import NonFiniteError, listed
 from lightning_3d.health.loss_spikes import LossSpikes, Spike
 
@@ -47,13 +48,15 @@ class StepGuard:
         how: "stop" ends the run, "skip" skips the optimizer step, "ignore" steps as with any other gradient.
         most_skipped: number of steps skipped in a row that ends a run: by then the weights are the cause, not the data.
         spikes: finds losses that jump; None where nobody wants to know.
+        on_spike: "report" warns, "skip" also skips the optimizer step, "rerun" also computes the step again first.
 
     Attributes:
         skipped: number of steps of this fit that were skipped.
     """
 
-    def __init__(self, how: str = STOP, most_skipped: int = 100, spikes: LossSpikes | None = None) -> None:
+    def __init__(self, how: str = STOP, most_skipped: int = 100, spikes: LossSpikes | None = None, on_spike: str = REPORT) -> None:
         check_nonfinite("nonfinite", how)
+        self.on_spike = on_spike
         self.how, self._most_skipped, self._spikes = how, most_skipped, spikes
         self.begin()
 
@@ -88,19 +91,30 @@ class StepGuard:
             self._in_a_row = 0
         return finite or self.how == IGNORE
 
-    def refuse(self, step: int, norm: float, found: Found, layout: Layout, lr: float, precision: str) -> str:
+    @property
+    def may_look_again(self) -> bool:
+        """Whether steps may have to be computed again."""
+        return self.how != IGNORE or self.on_spike == RERUN
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether a step that is not finite is computed again, to find out where that begins: not for each of several in a row."""
+        return self.how != IGNORE and self._in_a_row == 0
+
+    def refuse(self, step: int, norm: float, found: Found, layout: Layout, lr: float, precision: str, repeated: str = "") -> str:
         """Skip a step. Returns the warning to show.
 
         Args:
             step: number of the step, 1 for the first.
             norm: gradient norm.
             lr: learning rate of the step.
+            repeated: what the second run of the step has shown, a sentence with a space before it.
 
         Raises:
             NonFiniteError: `how` is "stop", or too many steps in a row were skipped.
         """
         loss = "there is no loss" if self.loss is None else f"the loss is {self.loss:g}"
-        what = f"Step {step}: {loss} and the gradient norm is {norm:g}{_where(found, layout)}."
+        what = f"Step {step}: {loss} and the gradient norm is {norm:g}{_where(found, layout)}.{repeated}"
         if self.how == STOP:
             raise NonFiniteError(f"{what} {_before(step, found)} {_advice(lr, precision, found)}")
         self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1

@@ -34,7 +34,7 @@ from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.config.options.precision import precision_of
-from lightning_3d.config.options.reliability import Reliability
+from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
@@ -56,7 +56,7 @@ from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_de
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_summary import show_whole_model
 from lightning_3d.strategy.nonfinite import StepGuard
-from lightning_3d.strategy.not_ready import ATTACHED, require
+from lightning_3d.strategy.not_ready import ATTACHED, BUILT, require
 from lightning_3d.strategy.refusals import (
     check_optimizers,
     optimizers_of_a_stage,
@@ -186,8 +186,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self.heartbeat = Heartbeat()
         self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
         watched = self.reliability
-        spikes = LossSpikes(watched.loss_spike_score) if watched.loss_spikes != "ignore" else None
-        self.guard = StepGuard(nonfinite, watched.nonfinite_in_a_row, spikes)
+        spikes = LossSpikes(watched.loss_spike_score) if watched.loss_spikes != IGNORE else None
+        self.guard = StepGuard(nonfinite, watched.nonfinite_in_a_row, spikes, watched.loss_spikes)
         self._sources = ModelSources(check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed)
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store_options = CheckpointOptions(
@@ -335,7 +335,7 @@ class Lightning3DStrategy(CheckpointHooks):
         if self.last_step.grad_norm is None:  # further batches of the step follow
             self.heartbeat.enter(BETWEEN)
         else:
-            self._replicas.before_optimizer(built, step, self._store.outcome.saved)
+            require(self._replicas, "a comparison of ranks", BUILT).before_optimizer(built, step, self._store.outcome.saved)
         return outputs
 
     @property

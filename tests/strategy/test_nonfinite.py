@@ -175,7 +175,9 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(lay
     parts = run_ranks(train, world_size(layout), layout, "stop", **options)
     where = f" (not finite on data-parallel rank 0 of {Layout.parse(layout).dp})" if "dp2" in layout else ""
     for left in parts:
-        assert left.error.startswith(f"Step 2: the loss is nan and the gradient norm is nan{where}. The optimizer did not take this step")
+        assert left.error.startswith(f"Step 2: the loss is nan and the gradient norm is nan{where}. ")
+        assert "The first that is not finite is the gradient of the output of model" in left.error
+        assert "The optimizer did not take this step" in left.error
         assert "the weights are still those after step 1" in left.error and "lower learning rate (now 0.0003)" in left.error
         assert "trainer.nonfinite=skip" in left.error and "Look at the data of this step." in left.error
         assert (left.steps, left.hooks, len(left.losses)) == (1, 1, 1)

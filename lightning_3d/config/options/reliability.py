@@ -10,7 +10,8 @@ from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout.sizes import check_number, check_sizes
 
 AUTO = "auto"
-SPIKES = ("ignore", "report", "skip", "rerun")
+IGNORE, REPORT, SKIP, RERUN = "ignore", "report", "skip", "rerun"
+SPIKES = (IGNORE, REPORT, SKIP, RERUN)
 
 
 @dataclass(frozen=True)

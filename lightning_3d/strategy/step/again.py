@@ -142,6 +142,11 @@ class RepeatableStep:
             self._batches.append(_Batch(kept, rest, Generators(self._device), _versions(kept)))
 
     @property
+    def rows(self) -> int:
+        """Rows of a micro-batch of the step that is remembered."""
+        return self._batches[-1].micro_batches.rows
+
+    @property
     def can_repeat(self) -> bool:
         """Whether the step was remembered, and its batches are still as they were: a user's step may write into them."""
         return bool(self._batches) and all(_versions(batch.micro_batches) == batch.versions for batch in self._batches)
