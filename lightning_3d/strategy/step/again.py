@@ -124,18 +124,19 @@ class RepeatableStep:
         self._remembers = False
         self.wanted = False
 
-    def remember(self, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int, place: int) -> None:
+    def remember(self, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int, place: int, *, anyway: bool = False) -> None:
         """Remember a batch, before its first run.
 
         Args:
             rest: further arguments of the user's step.
             step: number of optimizer steps before this one.
             place: index of this batch among those of the step.
+            anyway: whether to remember a step that is not `wanted`.
         """
         if place == 0:
             self.forget()
-            self._step, self._remembers = step, self.wanted
-            if self.wanted:
+            self._step, self._remembers = step, self.wanted or anyway
+            if self._remembers:
                 self._buffers.remember()
         if self._remembers:
             kept = replace(micro_batches, batches=tuple(same_tensors(batch) for batch in micro_batches.batches))
