@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.torch import all_gather_by_name
+from lightning_3d.parallel.witness import received, sent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,10 +19,12 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> No
     from lightning_3d.parallel import gloo_exchange as exchange
 
     op = dist.ReduceOp.SUM if op is None else op
+    sent("all-reduce", x)
     if exchange.fits_whole(x, group):
         exchange.all_reduce(x, group, op)
     else:
         dist.all_reduce(x, op, group)
+    received("all-reduce", x)
 
 
 def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
@@ -31,6 +34,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
     """
     from lightning_3d.parallel import gloo_exchange as exchange
 
+    sent("all-gather", part)
     if exchange.fits(part, group):
         return exchange.all_gather(whole, part, group)
     return all_gather_by_name(whole, part, group)
@@ -45,6 +49,7 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Wor
 
     from lightning_3d.parallel import gloo_exchange as exchange
 
+    sent("reduce-scatter", whole)
     if exchange.fits(whole, group):
         return exchange.reduce_scatter(part, whole, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -18,6 +18,7 @@ from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.double_check import DoubleCheck
 from lightning_3d.strategy.first_nonfinite import repeat_failed_step
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_size import share_of_rank
@@ -27,7 +28,6 @@ from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
-from lightning_3d.tracing.trace import OPTIMIZER
 
 
 @dataclass(eq=False)
@@ -44,6 +44,7 @@ class BuiltModel:
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
         compilation: of the blocks; None without `compile`.
+        twice: runs some steps twice.
         group_names: names of the parameters in each group of the optimizer; empty before `setup_optimizers`.
     """
 
@@ -60,6 +61,7 @@ class BuiltModel:
     guard: StepGuard | None
     compilation: Compilation | None = None
     group_names: Names = field(default_factory=list)
+    twice: DoubleCheck = field(default_factory=lambda: DoubleCheck(None))
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
@@ -103,13 +105,16 @@ class BuiltModel:
             self.guard.begin_step()
         steps = trainer.global_step
         with self.tracer.batch(steps + 1, place):
-            self.repeatable.remember(micro_batches, rest, steps, place)
-            computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
-            result, outputs = self.runner.report(micro_batches, computed)
-            if ends:
-                # After the reduction, which the norm is of; before the guard and callbacks, which read it.
-                with self.tracer.recorder.span(OPTIMIZER):
-                    result.grad_norm = self.backend.grad_norm()
+            self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
+            with self.twice.first_run(self, steps, place):
+                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+        if ends:
+            computed = self.twice.verify(self, computed, steps)
+        result, outputs = self.runner.report(micro_batches, computed)
+        if ends:
+            # After the reduction, which the norm is of; before the guard and callbacks, which read it.
+            with self.tracer.optimizer():
+                result.grad_norm = self.backend.grad_norm()
         if ends and self.compilation is not None and not self._reported_breaks:
             self._reported_breaks = True
             self.compilation.warn()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import listed
 from lightning_3d.parallel.nested import tensors_of
-
-if TYPE_CHECKING:
-    from lightning_3d.strategy.built_model import BuiltModel
+from lightning_3d.strategy.step.again import RankOfModel
 
 OUTPUT, GRADIENT = "output", "gradient of the output"
 _MOST_NAMED = 3
@@ -87,7 +85,7 @@ class Repeated:
         return f" The first that is not finite is {listed([*shown, *([f'{more} more'] if more else [])])}."
 
 
-def repeat_failed_step(built: BuiltModel) -> Repeated | None:
+def repeat_failed_step(built: RankOfModel) -> Repeated | None:
     """Compute the step again, before the optimizer steps, and look at every layer. Collective over the world.
 
     Returns:
@@ -108,7 +106,7 @@ def repeat_failed_step(built: BuiltModel) -> Repeated | None:
     return Repeated(False, _of_each_data_rank(everything))
 
 
-def can_repeat(built: BuiltModel) -> bool:
+def can_repeat(built: RankOfModel) -> bool:
     """Whether all ranks can compute the step again. Collective over the world."""
     can = torch.tensor(int(built.repeatable.can_repeat), device=built.device)
     dist.all_reduce(can, op=dist.ReduceOp.MIN)
@@ -126,7 +124,7 @@ def _of_each_data_rank(sightings: list[Sighting]) -> tuple[Sighting, ...]:
 
 
 @contextmanager
-def _watched(built: BuiltModel) -> Iterator[dict[str, Sighting]]:
+def _watched(built: RankOfModel) -> Iterator[dict[str, Sighting]]:
     """Hook every layer of this rank; yields the first sighting of each kind."""
     seen: dict[str, Sighting] = {}
     rows = built.repeatable.rows

@@ -8,14 +8,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.config.options.reliability import RERUN, SKIP
 from lightning_3d.strategy.first_nonfinite import can_repeat
+from lightning_3d.strategy.step.again import RankOfModel
 
 if TYPE_CHECKING:
-    from lightning_3d.strategy.built_model import BuiltModel
     from lightning_3d.strategy.nonfinite import StepGuard
     from lightning_3d.strategy.step import StepResult
 
 
-def judge_spike(built: BuiltModel, guard: StepGuard, step: StepResult) -> None:
+def judge_spike(built: RankOfModel, guard: StepGuard, step: StepResult) -> None:
     """Report a loss that jumps; skip the optimizer step, or compute the step again, if the guard is to. Call it before the optimizer steps.
 
     The loss is the same on all ranks, so that all take the same branches.
@@ -35,7 +35,7 @@ def judge_spike(built: BuiltModel, guard: StepGuard, step: StepResult) -> None:
     rank_zero_warn(words)
 
 
-def _run_again(built: BuiltModel, step: StepResult) -> str:
+def _run_again(built: RankOfModel, step: StepResult) -> str:
     """Compute the step again, and keep the second result. Returns a sentence about it. Collective over the world."""
     if not can_repeat(built):
         return " It cannot be computed again, because the step changes its batch."

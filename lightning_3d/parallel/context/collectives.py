@@ -23,6 +23,7 @@ from torch.distributed import P2POp, irecv, isend
 
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import natural_order
+from lightning_3d.parallel.witness import received, sent
 
 
 def gather_sequence(x: Tensor, context: ContextParallel) -> Tensor:
@@ -56,14 +57,15 @@ class Ring:
 
     def pass_on(self, tensor: Tensor, tag: int = 0) -> Passing:
         """Start to send a contiguous tensor, which must not change until it is sent, and to receive one of the same shape."""
-        received = torch.empty_like(tensor)
+        arriving = torch.empty_like(tensor)
+        sent("message of the ring", tensor)
         works = dist.batch_isend_irecv(
             [
                 P2POp(isend, tensor, self._next, self._group, tag),
-                P2POp(irecv, received, self._previous, self._group, tag),
+                P2POp(irecv, arriving, self._previous, self._group, tag),
             ]
         )
-        return Passing(tensor, received, works)
+        return Passing(tensor, arriving, works)
 
 
 class Passing:
@@ -76,6 +78,7 @@ class Passing:
         """Wait for all messages; return what was received."""
         for work in self._works:
             work.wait()
+        received("message of the ring", self._received)
         return self._received
 
 
@@ -84,7 +87,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         parts = x.new_empty((context.size * x.shape[1], x.shape[0], *x.shape[2:]))
-        dist.all_gather_into_tensor(parts, x.transpose(0, 1).contiguous(), group=context.group)
+        own = x.transpose(0, 1).contiguous()
+        sent("all-gather", own)
+        dist.all_gather_into_tensor(parts, own, group=context.group)
+        received("all-gather", parts)
         return parts.index_select(0, natural_order(len(parts), context.size, x.device)).transpose(0, 1)
 
     @staticmethod
@@ -94,7 +100,9 @@ class _Gather(torch.autograd.Function):
         by_rank = torch.empty_like(gradient.transpose(0, 1), memory_format=torch.contiguous_format)
         by_rank[natural_order(gradient.shape[1], context.size, gradient.device)] = gradient.transpose(0, 1)
         own = gradient.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
+        sent("reduce-scatter", by_rank)
         dist.reduce_scatter_tensor(own, by_rank, group=context.group)
+        received("reduce-scatter", own)
         return own.transpose(0, 1), None
 
 
@@ -103,23 +111,33 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         total = x.clone()
+        sent("all-reduce", total)
         dist.all_reduce(total, group=context.group)
+        received("all-reduce", total)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = gradient.clone(memory_format=torch.contiguous_format)
+        sent("all-reduce", total)
         dist.all_reduce(total, group=ctx.context.group)
+        received("all-reduce", total)
         return total, None
+
+
+def _all_to_all(by_rank: Tensor, context: ContextParallel) -> Tensor:
+    arrived = torch.empty_like(by_rank)
+    sent("all-to-all", by_rank)
+    dist.all_to_all_single(arrived, by_rank, group=context.group)
+    received("all-to-all", arrived)
+    return arrived
 
 
 def _to_heads(x: Tensor, context: ContextParallel) -> Tensor:
     batch, heads, part, width = x.shape
     by_rank = x.view(batch, context.size, heads // context.size, part, width).permute(1, 3, 0, 2, 4).contiguous()
-    received = torch.empty_like(by_rank)
-    dist.all_to_all_single(received, by_rank, group=context.group)
-    tokens = received.flatten(0, 1)  # (seq by rank, batch, heads / cp, width)
+    tokens = _all_to_all(by_rank, context).flatten(0, 1)  # (seq by rank, batch, heads / cp, width)
     return tokens[natural_order(len(tokens), context.size, x.device)].permute(1, 2, 0, 3)
 
 
@@ -127,9 +145,7 @@ def _to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
     batch, heads, length, width = x.shape
     by_rank = x.new_empty((length, batch, heads, width))
     by_rank[natural_order(length, context.size, x.device)] = x.permute(2, 0, 1, 3)
-    received = torch.empty_like(by_rank)
-    dist.all_to_all_single(received, by_rank, group=context.group)
-    parts = received.view(context.size, length // context.size, batch, heads, width)
+    parts = _all_to_all(by_rank, context).view(context.size, length // context.size, batch, heads, width)
     return parts.permute(2, 0, 3, 1, 4).reshape(batch, context.size * heads, length // context.size, width)
 
 

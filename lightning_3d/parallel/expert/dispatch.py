@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.parallel import witness
+
 
 class TokenCut(Protocol):
     """Split of tokens that several ranks hold alike over these ranks, and the gather afterwards."""
@@ -134,7 +136,10 @@ def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received:
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
     result = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    x = x.contiguous()
+    witness.sent("all-to-all", x)
+    dist.all_to_all_single(result, x, received, sent, group=group)
+    witness.received("all-to-all", result)
     return result
 
 

@@ -20,6 +20,7 @@ from lightning_3d.parallel.expert.losses import attach, balancing_loss, fits, sc
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.sequence_shards import SequenceShards
 from lightning_3d.parallel.specialize import specialize
+from lightning_3d.parallel.witness import received, sent
 
 ROUTER_NAMES = ("gate", "router")
 """Names of a router, next to the experts in their module. It returns (logits, weights, experts) of its tokens."""
@@ -256,7 +257,9 @@ class Routers:
             logits = logits.detach()  # they are only returned to the user
         totals = torch.cat([counts, counts.new_full((1,), len(logits))])
         if (group := self.token_group) is not None:
+            sent("all-reduce", totals)
             dist.all_reduce(totals, group=group)
+            received("all-reduce", totals)
         rows = totals[-1].clamp(min=1)
         scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))
         wide = logits if logits.dtype == torch.float64 else logits.float()

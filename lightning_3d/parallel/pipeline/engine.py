@@ -19,6 +19,7 @@ from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, forward
 from lightning_3d.parallel.pipeline.stages import StageAssignment
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, Sides, StageBoundary
 from lightning_3d.parallel.pipeline.transport import Message, Transport
+from lightning_3d.parallel.witness import received, sent
 from lightning_3d.tracing.recorder import Recorder
 from lightning_3d.tracing.trace import BACKWARD, FORWARD, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WEIGHT_GRADIENT
 
@@ -288,7 +289,9 @@ class PipelineEngine:
         what = f"the {'activation' if forward else 'gradient'} of micro-batch {micro_batch} at stage {chunk.stage}"
         waiting = self.recorder.heartbeat.waiting(self._mesh.ranks("pp")[sender], what)
         with self.recorder.span(RECEIVE, chunk.stage, micro_batch), waiting:
-            return transport.receive(message, sender)
+            tensor = transport.receive(message, sender)
+        received("hidden states" if forward else "gradient of hidden states", tensor)
+        return tensor
 
     def _send(self, message: Message, tensor: Tensor, transport: Transport | None) -> None:
         if self._assignment.rank_of_stage[message.stage] == self._mesh.index("pp"):
@@ -296,6 +299,7 @@ class PipelineEngine:
             return
         assert transport is not None
         sender = message.stage - 1 if message.forward else message.stage + 1
+        sent("hidden states" if message.forward else "gradient of hidden states", tensor)
         with self.recorder.span(SEND, sender, message.micro_batch):
             transport.send(message, tensor)
 

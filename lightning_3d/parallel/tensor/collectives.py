@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_3d.compat.torch import collectives_are_functional, functional_gather, functional_scatter_sum, functional_sum
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
+from lightning_3d.parallel.witness import received
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = False) -> Tensor:
@@ -76,6 +77,7 @@ def gather_tokens(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor
     else:
         whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
         all_gather_flat(whole, part, group).wait()
+        received("all-gather", whole)
     # (ranks * batch, part, ...) -> (batch, ranks * part, ...): a copy unless the batch is one row.
     whole = whole.unflatten(0, (ranks, part.shape[0])).transpose(0, 1).flatten(1, 2)
     return whole if whole.shape[1] == length else whole[:, :length]
@@ -92,6 +94,7 @@ def scatter_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         return functional_scatter_sum(whole.contiguous(), group)
     part = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
     reduce_scatter_flat(part, whole.contiguous(), group).wait()
+    received("reduce-scatter", part)
     return part
 
 
@@ -132,6 +135,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int,
     else:
         gathered = x.new_empty((len(sizes), *x.shape))
         all_gather_flat(gathered.flatten(0, 1), x, group).wait()
+        received("all-gather", gathered)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
 
 

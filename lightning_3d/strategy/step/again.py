@@ -10,18 +10,21 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.expert import Routers
+from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import same_tensors, tensors_of
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.metrics import unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches
 from lightning_3d.strategy.step.runner import Computed, StepRunner
+from lightning_3d.strategy.step.tracer import StepTracer
 
 
 class Generators:
@@ -89,6 +92,25 @@ class Buffers:
         }
 
 
+class RankOfModel(Protocol):
+    """The part of a `BuiltModel` that a second run of a step needs."""
+
+    @property
+    def module(self) -> LightningModule: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def backend(self) -> DataParallelBackend: ...
+    @property
+    def compilation(self) -> Compilation | None: ...
+    @property
+    def tracer(self) -> StepTracer: ...
+    @property
+    def repeatable(self) -> RepeatableStep: ...
+
+
 @dataclass(frozen=True)
 class _Batch:
     """One batch of the step, as it was before its first run."""
@@ -124,18 +146,19 @@ class RepeatableStep:
         self._remembers = False
         self.wanted = False
 
-    def remember(self, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int, place: int) -> None:
+    def remember(self, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int, place: int, *, anyway: bool = False) -> None:
         """Remember a batch, before its first run.
 
         Args:
             rest: further arguments of the user's step.
             step: number of optimizer steps before this one.
             place: index of this batch among those of the step.
+            anyway: whether to remember a step that is not `wanted`.
         """
         if place == 0:
             self.forget()
-            self._step, self._remembers = step, self.wanted
-            if self.wanted:
+            self._step, self._remembers = step, self.wanted or anyway
+            if self._remembers:
                 self._buffers.remember()
         if self._remembers:
             kept = replace(micro_batches, batches=tuple(same_tensors(batch) for batch in micro_batches.batches))
