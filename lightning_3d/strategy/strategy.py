@@ -28,6 +28,7 @@ from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, 
 from lightning_3d.compat.lightning_data import keep_sample_order
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
+from lightning_3d.compat.waits import count_waits
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.model import ModelOptions
@@ -58,6 +59,7 @@ from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_summary import show_whole_model
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.not_ready import ATTACHED, BUILT, require
+from lightning_3d.strategy.pace import Pace
 from lightning_3d.strategy.refusals import (
     check_optimizers,
     optimizers_of_a_stage,
@@ -201,6 +203,8 @@ class Lightning3DStrategy(CheckpointHooks):
     _shape_only = False
     """True where tensors have no values (a dry run)."""
 
+    _pace: Pace | None = None
+
     _materialize = staticmethod(initialize)
     """Gives parameters their values."""
 
@@ -285,6 +289,7 @@ class Lightning3DStrategy(CheckpointHooks):
         keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None)))
         self._build()
         self.built.begin_fit()
+        self._pace = self._make_pace()
         self._replicas = ReplicaCheck(self.reliability.check_replicas_every_n_steps, self.root_device)
         self.built.twice = DoubleCheck(self.reliability.rerun_every_n_steps)
         if fitting:
@@ -305,6 +310,14 @@ class Lightning3DStrategy(CheckpointHooks):
             around = Surroundings(self.precision_plugin, self._tracer, self.guard, self._materialize, self._shape_only)
             self._built = build(module, self.mesh, self.root_device, options, around)
         self.model_to_device()
+
+    def _make_pace(self) -> Pace | None:
+        """Make what compares the pace of the ranks, unless nobody wants to know or there is one rank."""
+        watched = self.reliability
+        if watched.slow_rank_factor is None or self.world_size == 1 or self._shape_only:
+            return None
+        count_waits()
+        return Pace(self.mesh, self.root_device, self._tracer.recorder, watched.slow_rank_factor, watched.slow_rank_steps)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -385,6 +398,10 @@ class Lightning3DStrategy(CheckpointHooks):
             built.step_optimizer()
         if self.last_step is not None:
             self.last_step.trace = self._tracer.finish(built.backend)
+        if self._pace is not None:
+            self._pace.after_step()
+            if self.last_step is not None:
+                self.last_step.slowest = self._pace.slowest
         self.heartbeat.end_step()
         return result
 

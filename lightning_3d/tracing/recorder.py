@@ -27,12 +27,17 @@ class Recorder:
     Args:
         device: where the work is done.
         heartbeat: learns of every action, recorded or not.
+        waited: function that returns the seconds for which this process has waited for others.
 
     Attributes:
+        own_seconds: time inside of all actions so far, without the time that this process waited for others.
         batch: which of the batches of an optimizer step runs, counted from 0.
     """
 
-    def __init__(self, device: torch.device | None = None, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self, device: torch.device | None = None, heartbeat: Heartbeat | None = None, waited: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._waited = waited
         self.heartbeat = heartbeat or Heartbeat()
         self._on_gpu = device is not None and device.type == "cuda"
         self._device = device
@@ -40,6 +45,7 @@ class Recorder:
         self._open: list[tuple[tuple[str, int | None, int | None, int], Any, Any]] = []
         self._origin: tuple[float, Any] = (0.0, None)
         self.batch = 0
+        self.own_seconds = 0.0
         self._listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
@@ -49,10 +55,12 @@ class Recorder:
     @contextmanager
     def action(self, action: Any) -> Iterator[None]:
         """Return a context for an action of a schedule and everything that belongs to it; `span` times the parts."""
+        start = time.perf_counter() - self._waited()
         with ExitStack() as stack:
             for listener in self._listeners:
                 stack.enter_context(listener(action))
             yield
+        self.own_seconds += time.perf_counter() - self._waited() - start
 
     def begin(self) -> None:
         """Discard all events."""

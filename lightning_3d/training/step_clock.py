@@ -27,6 +27,7 @@ class StepNumbers:
         routers: a `lightning_3d.parallel.expert.RouterStatistics` for a mixture of experts; None for a dense model.
         trace: the trace, if the step was traced.
         skipped: True if the optimizer skipped the step (`nonfinite="skip"`).
+        slowest: a `lightning_3d.health.slow_ranks.SlowRank`; None where that is not known.
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepNumbers:
     routers: Any = None
     trace: StepTrace | None = None
     skipped: bool = False
+    slowest: Any = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,7 +82,7 @@ class StepClock:
         weights = [count / total for count in counts] if total else [1 / len(counts)] * len(counts)
         loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
         norm = None if grad_norm is None else float(grad_norm)
-        more = getattr(last, "routers", None), getattr(last, "trace", None), getattr(last, "skipped", False)
+        more = getattr(last, "routers", None), getattr(last, "trace", None), getattr(last, "skipped", False), getattr(last, "slowest", None)
         return StepNumbers(trainer.global_step, loss, norm, self._lr, total, sum(seconds), *more)
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.health.slow_ranks import SlowRank
 from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.expert import Routers, RouterStatistics
 from lightning_3d.parallel.mesh import Mesh
@@ -42,6 +43,7 @@ class StepResult:
         routers: statistics of the routers of a mixture of experts, whose losses are not in `loss`.
         trace: trace of the step; None where it was not traced. Only rank 0 has its events.
         skipped: whether the optimizer skipped the step, because loss or norm is not finite.
+        slowest: the rank that computes longest compared with its peers; None where that is not known.
     """
 
     loss: float
@@ -50,6 +52,7 @@ class StepResult:
     routers: RouterStatistics | None = None
     trace: StepTrace | None = None
     skipped: bool = False
+    slowest: SlowRank | None = None
 
     @property
     def tokens(self) -> float:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.compat.waits import seconds_waited
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.zero import DataParallelBackend
@@ -57,7 +58,7 @@ class StepTracer:
             hooks: see `MemoryWatch`.
         """
         self._module, self._device, self._layout, self._schedule, self._hooks = module, device, layout, schedule, hooks
-        self.recorder = Recorder(device, self.recorder.heartbeat)
+        self.recorder = Recorder(device, self.recorder.heartbeat, seconds_waited)
         return self.recorder
 
     def trace_next_step(self) -> None:

@@ -19,7 +19,7 @@ from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
-    "bubble", "memory", "tokens_seen", "mfu",
+    "bubble", "memory", "tokens_seen", "mfu", "slow_rank", "slow_factor",
 )  # fmt: skip
 """Columns of `metrics.csv`. An empty cell means that the step has no such number.
 
@@ -29,7 +29,9 @@ the fraction of tokens that exceeded the capacity, each for the layer where it i
 Traced steps: `bubble` is the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`); `memory` is the peak memory in bytes of the
 rank that used most.
 
-`tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the devices' peak rate, 0 to 1."""
+`tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the devices' peak rate, 0 to 1.
+
+`slow_rank` is the rank that computes longest compared with its peers, and `slow_factor` how many times as long, in the last ten steps."""
 
 TOKENS_SEEN = "step/tokens_seen"
 """Name under which loggers get `tokens_seen`."""
@@ -105,6 +107,9 @@ class MetricsCSV(Callback):
             self._row["aux_loss"] = f"{numbers.routers.aux_loss:.9g}"
             self._row["max_load"] = f"{max(numbers.routers.max_over_mean):.4f}"
             self._row["dropped"] = f"{max(numbers.routers.dropped):.4f}"
+        if numbers.slowest is not None:
+            self._row["slow_rank"] = numbers.slowest.rank
+            self._row["slow_factor"] = f"{numbers.slowest.factor:.4f}"
         if numbers.trace is not None:
             self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
             self._row["memory"] = numbers.trace.peak_memory

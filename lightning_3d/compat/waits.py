@@ -1,0 +1,35 @@
+"""The time that this process waits in collectives and messages of torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+_waited = 0.0
+_counts = False
+
+
+def seconds_waited() -> float:
+    """Return the seconds that this process has waited since `count_waits`. On a GPU it hardly ever waits: the GPU does."""
+    return _waited
+
+
+def count_waits() -> None:
+    """Begin to count. All of torch's collectives wait in `Work.wait` (torch 2.8 to 2.13), which is replaced once."""
+    global _counts
+    if _counts:
+        return
+    _counts = True
+    from torch.distributed import Work
+
+    original = Work.wait
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _waited
+        start = time.perf_counter()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _waited += time.perf_counter() - start
+
+    Work.wait = wait  # type: ignore[method-assign]
