@@ -47,7 +47,6 @@ from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_3d.strategy.data_order import reset_unequal_generators, sampler_maker
-from lightning_3d.strategy.double_check import DoubleCheck
 from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.float8 import require_fp8
 from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_deferred, set_up_callbacks
@@ -276,7 +275,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self._build()
         self.built.begin_fit()
         self._replicas = ReplicaCheck(self.reliability.check_replicas_every_n_steps, self.root_device)
-        self.built.twice = DoubleCheck(self.reliability.rerun_every_n_steps)
+        self.built.twice.begin_fit(self.reliability.rerun_every_n_steps)
         if fitting:
             self.setup_optimizers(trainer)
             self._hold_checkpoint_folders(trainer)
@@ -321,7 +320,7 @@ class Lightning3DStrategy(CheckpointHooks):
         batch, *rest = (*args, *kwargs.values())
         self.last_step, outputs = self.built.train(batch, tuple(rest))
         self.built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
-        if self.last_step.grad_norm is not None:
+        if self.last_step.grad_norm is not None and self._replicas is not None:
             self._replicas.before_optimizer(self.built, self.user_module.trainer.global_step, self._store.outcome.saved)
         return outputs
 
