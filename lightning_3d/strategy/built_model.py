@@ -44,7 +44,6 @@ class BuiltModel:
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
         compilation: of the blocks; None without `compile`.
-        twice: runs some steps twice.
         group_names: names of the parameters in each group of the optimizer; empty before `setup_optimizers`.
     """
 
@@ -61,11 +60,12 @@ class BuiltModel:
     guard: StepGuard | None
     compilation: Compilation | None = None
     group_names: Names = field(default_factory=list)
-    twice: DoubleCheck = field(default_factory=lambda: DoubleCheck(None))
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
         self.repeatable = RepeatableStep(self.module, self.runner, self.backend, self.parts.routers, self.device)
+        # Hooks on layers inside compiled blocks would compile them again.
+        self.twice = DoubleCheck(self.module, self.repeatable, self.backend, self.device, layers=self.compilation is None)
         self.begin_fit()
 
     def is_of(self, module: pl.LightningModule) -> bool:
@@ -106,10 +106,10 @@ class BuiltModel:
         steps = trainer.global_step
         with self.tracer.batch(steps + 1, place):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
-            with self.twice.first_run(self, steps, place):
+            with self.twice.first_run(steps, place):
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
         if ends:
-            computed = self.twice.verify(self, computed, steps)
+            computed = self.twice.verify(computed, steps)
         result, outputs = self.runner.report(micro_batches, computed)
         if ends:
             # After the reduction, which the norm is of; before the guard and callbacks, which read it.

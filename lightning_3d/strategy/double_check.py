@@ -9,10 +9,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_3d.errors import ArithmeticFault, listed
 from lightning_3d.health.step_record import Event, StepRecorder, first_difference
-from lightning_3d.strategy.step.again import RankOfModel
+from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.runner import Computed
 
 _MOST_NAMED = 4
@@ -25,11 +27,25 @@ class DoubleCheck:
     that makes the same mistake each time is not found; comparing replicas (`ReplicaCheck`) finds some of those.
 
     Args:
+        module: this rank's part of the user's module.
+        repeatable: runs a step again.
+        backend: has the reduced gradients.
+        layers: see `StepRecorder`.
+
+    Attributes:
         every: number of steps between those that run twice; None runs none twice. The first step of a fit never does: it checks and
             prepares what later steps do not.
     """
 
-    def __init__(self, every: int | None) -> None:
+    def __init__(
+        self, module: nn.Module, repeatable: RepeatableStep, backend: DataParallelBackend, device: torch.device, *, layers: bool
+    ) -> None:
+        self._module, self._repeatable, self._backend, self._device = module, repeatable, backend, device
+        self._layers = layers
+        self.begin_fit(None)
+
+    def begin_fit(self, every: int | None) -> None:
+        """Begin a fit, in which every so many steps one runs twice."""
         self.every = every
         self._recorder: StepRecorder | None = None
         self._first = True
@@ -39,16 +55,16 @@ class DoubleCheck:
         return self.every is not None and not self._first and (steps + 1) % self.every == 0
 
     @contextmanager
-    def first_run(self, built: RankOfModel, steps: int, place: int) -> Iterator[None]:
+    def first_run(self, steps: int, place: int) -> Iterator[None]:
         """Record the first run of a batch of a step that runs twice."""
         if place == 0:
             self._recorder = None
             if self.is_due(steps):
-                self._recorder = StepRecorder(built.module, built.device, layers=built.compilation is None)
+                self._recorder = StepRecorder(self._module, self._device, layers=self._layers)
         with self._recorder.recording() if self._recorder is not None else nullcontext():
             yield
 
-    def verify(self, built: RankOfModel, computed: Computed, steps: int) -> Computed:
+    def verify(self, computed: Computed, steps: int) -> Computed:
         """Run a step again, if it is due, after its last batch. Collective.
 
         Returns:
@@ -60,30 +76,28 @@ class DoubleCheck:
         recorder, self._recorder, self._first = self._recorder, None, False
         if recorder is None:
             return computed
-        if not _everywhere(built.repeatable.can_repeat, built.device):
+        if not _everywhere(self._repeatable.can_repeat, self._device):
             rank_zero_warn("A step cannot run twice (rerun_every_n_steps): training_step writes into the tensors of its batch.")
             self.every = None
             return computed
-        first = _taken(recorder, built, computed)
-        computed, second = _again(recorder, built)
-        if _everywhere(first == second, built.device):
+        first = self._taken(recorder, computed)
+        computed, second = self._again(recorder)
+        if _everywhere(first == second, self._device):
             return computed
-        computed, third = _again(recorder, built)
-        if _everywhere(third == second, built.device) or _everywhere(third == first, built.device):
-            rank_zero_warn(_message(first, second, steps, built.device, transient=True))
+        computed, third = self._again(recorder)
+        if _everywhere(third == second, self._device) or _everywhere(third == first, self._device):
+            rank_zero_warn(_message(first, second, steps, self._device, transient=True))
             return computed
-        raise ArithmeticFault(_message(first, second, steps, built.device, transient=False))
+        raise ArithmeticFault(_message(first, second, steps, self._device, transient=False))
 
+    def _again(self, recorder: StepRecorder) -> tuple[Computed, list[Event]]:
+        with recorder.recording():
+            computed = self._repeatable.again()
+        return computed, self._taken(recorder, computed)
 
-def _again(recorder: StepRecorder, built: RankOfModel) -> tuple[Computed, list[Event]]:
-    with recorder.recording():
-        computed = built.repeatable.again()
-    return computed, _taken(recorder, built, computed)
-
-
-def _taken(recorder: StepRecorder, built: RankOfModel, computed: Computed) -> list[Event]:
-    recorder.note_result(list(built.backend.reduced_gradients()), computed.totals.loss)
-    return recorder.take()
+    def _taken(self, recorder: StepRecorder, computed: Computed) -> list[Event]:
+        recorder.note_result(list(self._backend.reduced_gradients()), computed.totals.loss)
+        return recorder.take()
 
 
 def _everywhere(true_here: bool, device: torch.device) -> bool:

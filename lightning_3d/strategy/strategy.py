@@ -51,14 +51,13 @@ from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_3d.strategy.data_order import reset_unequal_generators, sampler_maker
-from lightning_3d.strategy.double_check import DoubleCheck
 from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.float8 import require_fp8
 from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_summary import show_whole_model
 from lightning_3d.strategy.nonfinite import StepGuard
-from lightning_3d.strategy.not_ready import ATTACHED, BUILT, require
+from lightning_3d.strategy.not_ready import ATTACHED, require
 from lightning_3d.strategy.pace import Pace
 from lightning_3d.strategy.refusals import (
     check_optimizers,
@@ -291,7 +290,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.built.begin_fit()
         self._pace = self._make_pace()
         self._replicas = ReplicaCheck(self.reliability.check_replicas_every_n_steps, self.root_device)
-        self.built.twice = DoubleCheck(self.reliability.rerun_every_n_steps)
+        self.built.twice.begin_fit(self.reliability.rerun_every_n_steps)
         if fitting:
             self.setup_optimizers(trainer)
             self._hold_checkpoint_folders(trainer)
@@ -349,8 +348,8 @@ class Lightning3DStrategy(CheckpointHooks):
         built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
         if self.last_step.grad_norm is None:  # further batches of the step follow
             self.heartbeat.enter(BETWEEN)
-        else:
-            require(self._replicas, "a comparison of ranks", BUILT).before_optimizer(built, step, self._store.outcome.saved)
+        elif self._replicas is not None:
+            self._replicas.before_optimizer(built, step, self._store.outcome.saved)
         return outputs
 
     @property
