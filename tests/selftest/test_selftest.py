@@ -36,6 +36,7 @@ def test_a_hang_and_an_error_are_named_and_the_next_cell_runs() -> None:
     assert exact.verdict == EXACT
 
 
+@pytest.mark.full
 def test_an_error_in_one_rank_is_named_with_its_traceback() -> None:
     failed, exact = session.run([TP, DP], 2, "cpu", 120.0, prepare=selftest_faults.fail_in_tp).verdicts
     assert failed.verdict == FAILED and "planted on purpose" in failed.trace
