@@ -57,6 +57,12 @@ class NonFiniteError(Lightning3DError):
     exit_code = 1
 
 
+class OutOfMemory(Lightning3DError):
+    """The memory of a GPU or of the machine ran out on one rank."""
+
+    exit_code = 1
+
+
 class ReplicaError(Lightning3DError):
     """Ranks that should hold the same weights or optimizer state do not. All ranks raise it at the same place."""
 

@@ -38,6 +38,9 @@ _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, preci
     "fp32": (4.0, 8.0, "fp32"),
     "fp64": (8.0, 16.0, "fp32"),
 }
+_LESS = 0.9
+"""Share of the predicted memory that a run needs at most that is proposed after one that ran out of memory."""
+
 _LATENCY = 3e-6
 """Seconds of a message, for clusters that do not state it."""
 
@@ -234,6 +237,21 @@ class Advice:
             f" {gibibytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8). Use force=true to"
             " start anyway."
         )
+
+
+def need_less(run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> str | None:
+    """Describe the predicted memory of a run that ran out of memory, and the nearest options that need less; None for an unknown family."""
+    if run.spec.shapes is None:
+        return None
+    job = job_of(run, precision, layout, schedule, micro_batch)
+    memory = memory_of(job)
+
+    def smaller(one: Job) -> float | None:
+        total = memory_of(one).total
+        return total if total <= _LESS * memory.total else None
+
+    advice = _nearest(job, smaller) or "Use more GPUs or a larger tp or pp"
+    return f"The planner predicts {gibibytes(memory.total)} for the fullest rank of {layout.name}:\n{memory_table(memory)}\n{advice}."
 
 
 def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 
 from lightning_3d.errors import Lightning3DError
+from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
 
 _LOST_PEER = (
     "connection closed by peer",
@@ -105,10 +106,17 @@ def is_lost_peer(error: BaseException) -> bool:
     return False
 
 
-def silent_end(exit_code: int) -> str:
-    """Describe the end of a rank that reported no error, from its exit code as `subprocess` returns it."""
+def silent_end(exit_code: int, *, memory_kill: bool = False) -> str:
+    """Describe the end of a rank that reported no error.
+
+    Args:
+        exit_code: as `subprocess` returns it.
+        memory_kill: whether the kernel has killed a process of this machine for lack of memory meanwhile.
+    """
     how = f"it was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"
-    hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+    hint = ""
+    if exit_code == -signal.SIGKILL:
+        hint = f", because the machine {MEMORY_RAN_OUT}," if memory_kill else " (out of memory?)"
     return f"{how}{hint} and reported no error."
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from lightning_3d.ranks.boards import FOLDER_VARIABLE, FolderBoard
 from lightning_3d.ranks.failure import Failure, silent_end
+from lightning_3d.ranks.memory_kills import kills
 from lightning_3d.ranks.process_ties import belong_to, tied_interpreters
 from lightning_3d.ranks.reporter import FailureReporter
 
@@ -77,6 +78,7 @@ class Ranks:
     processes: list[BaseProcess] = field(default_factory=list)
     ended: dict[int, tuple[float, int]] = field(default_factory=dict)
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    kills_before: int = field(default_factory=kills)
 
     def start(self, board: Path) -> None:
         """Start all ranks, with environment variables like torchrun's and each in its own process group."""
@@ -259,7 +261,7 @@ def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
     """Describe the end of a rank that reported no error, with the end of its log."""
     log = ranks.logs / f"rank_{rank}.log"
     tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if log.is_file() else ""
-    return silent_end(code) + (f" The end of {log}:\n{tail}" if tail else "")
+    return silent_end(code, memory_kill=kills() > ranks.kills_before) + (f" The end of {log}:\n{tail}" if tail else "")
 
 
 @contextlib.contextmanager

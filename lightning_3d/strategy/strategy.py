@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,7 +39,7 @@ from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
-from lightning_3d.errors import LayoutError
+from lightning_3d.errors import LayoutError, OutOfMemory
 from lightning_3d.health.loss_spikes import LossSpikes
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
@@ -58,6 +59,7 @@ from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_summary import show_whole_model
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.not_ready import ATTACHED, require
+from lightning_3d.strategy.out_of_memory import explain
 from lightning_3d.strategy.pace import Pace
 from lightning_3d.strategy.refusals import (
     check_optimizers,
@@ -429,7 +431,12 @@ class Lightning3DStrategy(CheckpointHooks):
             self._store.finish()  # before the message, which names the newest checkpoint
         self._report_end(exception)
         if self._failures is not None:
-            self._failures.note(exception)
+            self._failures.note(self._explain_memory(exception) or exception)
+
+    def _explain_memory(self, exception: BaseException) -> OutOfMemory | None:
+        """Return an error that explains that memory ran out; None for any other exception."""
+        folder = Path(self.user_module.trainer.default_root_dir)
+        return explain(exception, self._built, self.heartbeat.describe(), self.global_rank, self.root_device, folder)
 
     @override
     def teardown(self) -> None:

@@ -18,8 +18,10 @@ from lightning_3d.compat.imports import light_imports
 from lightning_3d.config.machine import gpu_names, hide_gpus
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.planner.advice import need_less
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
+from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
 from lightning_3d.ranks.progress import shown, task
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.supervisor import can_fork, cores, launch
@@ -135,6 +137,10 @@ def run_job(
             folder.discard()
         else:
             _end(folder.path, frozen, status.after(code, reason), command, outside)
+            if MEMORY_RAN_OUT in reason:
+                advice = need_less(plan.run, plan.precision, plan.layout, plan.schedule, plan.micro_batch_size)
+                if advice is not None:
+                    print_once(f"lightning_3d: {advice}", outside, file=sys.stderr)
     return code
 
 

@@ -21,6 +21,7 @@ DIVERGES = [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null"]
 LINES: dict[str, list[str]] = {
     "run": QUICK,
     "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
+    "memory": [*QUICK, *FAULTY, "+callbacks.faulty.how=memory"],
     "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3"],
     "diverges": [*DIVERGES, "trainer.checkpoint_every_n_steps=1"],
 }
@@ -85,6 +86,16 @@ def test_failing_rank_is_told_once_and_ends_those_that_hang(results: dict[str, R
     assert (folder / "hang" / "metrics.csv").is_file(), "what the run did until then is kept"
     page = (folder / "hang" / "report.html").read_text()
     assert "This run failed" in page and "ArithmeticError: rank 1 cannot go on" in page
+
+
+def test_f53_lack_of_memory_is_explained(results: dict[str, Result], folder: Path) -> None:
+    result = results["memory"]
+    assert result.code == 1 and "Traceback" not in result.output, result.output
+    said = r"lightning_3d: Rank 1 \(\S+, cpu\) ran out of memory \(between two steps\), at \S+faulty\.py:\d+ in on_train_batch_start\."
+    assert re.search(said + r" It asked for 4194304\.0 GiB\.\nIt holds:\n  weights +[\d.]+ MiB\n  gradients", result.output), result.output
+    assert re.search(r"Its largest weights:\n  \S+\.weight \(\d+, \d+\), [\d.]+ MiB\n", result.output)
+    assert re.search(r"The planner predicts [\d.]+ GiB for the fullest rank of dp2:\n  weights .*\n  gradients", result.output)
+    assert "ran out of memory" in (folder / "memory" / "status.json").read_text()
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from command_line import environment
 from processes import is_running, wait_until
 
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.ranks import memory_kills, supervisor
 from lightning_3d.ranks.boards import FOLDER_VARIABLE, FolderBoard
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, set_master_address
 from lightning_3d.ranks.failure import Failure
@@ -189,6 +190,29 @@ def test_f48_killed_rank_is_the_cause(tmp_path: Path) -> None:
     assert "rank 1 of 3 failed" in outcome.message
     assert "SIGKILL (out of memory?)" in outcome.message
     assert "the last words of rank 1" in outcome.message
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (4, 4)])
+def test_f53_kill_for_lack_of_memory_is_told_from_others(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts its kills in the control group."""
+    group = tmp_path / "cgroup"
+    (group).mkdir()
+    events = group / "memory.events"
+    events.write_text(f"low 0\noom 9\noom_kill {before}\n")
+    monkeypatch.setattr(memory_kills, "CGROUP", group)
+    monkeypatch.setattr(memory_kills, "_VMSTAT", group / "none")
+
+    def kills_then() -> int:
+        return int(events.read_text().split()[-1])
+
+    ranks = supervisor.Ranks(kill_on, (1, signal.SIGKILL), 1, tmp_path, fork=True)
+    assert ranks.kills_before == before == kills_then()
+    events.write_text(f"low 0\noom 9\noom_kill {after}\n")
+    said = supervisor._silent_end(ranks, 0, -signal.SIGKILL)
+    because = ", because the machine ran out of memory, and" if after > before else " (out of memory?) and"
+    assert said == f"it was killed by SIGKILL{because} reported no error."
 
 
 def test_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:

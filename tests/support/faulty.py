@@ -5,6 +5,7 @@ import signal
 import time
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
@@ -12,8 +13,8 @@ class FailAtStep(Callback):
     """Fails on one rank at the start of a step.
 
     Args:
-        how: "raise" an exception, "kill" this process, "hang" the other ranks while this one raises, or send SIGTERM to the process that
-            started this one, to "end" the run, or SIGINT, to "interrupt" it.
+        how: "raise" an exception, "kill" this process, ask for more "memory" than there is, "hang" the other ranks while this one
+            raises, or send SIGTERM to the process that started this one, to "end" the run, or SIGINT, to "interrupt" it.
         once: fail in torchrun's first attempt only.
     """
 
@@ -29,6 +30,8 @@ class FailAtStep(Callback):
                 return
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "memory":
+                torch.empty(2**50)
             raise ArithmeticError(f"rank {self.rank} cannot go on")
         if self.how == "hang":
             time.sleep(600)
