@@ -158,6 +158,7 @@ def test_f43_healthy_steps_have_the_same_bits_twice(layout: str, options: dict[s
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("layout", "options"), CLEAN, ids=str)
 def test_f43_no_false_alarm_in_a_thousand_steps(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, every=2, steps=1000, timeout=1200, **options)
