@@ -54,7 +54,9 @@ def group_members() -> dict[str, tuple[int, ...]]:
     """
     from torch.distributed.distributed_c10d import _world
 
-    return {_world.pg_names[group]: tuple(sorted(ranks)) for group, ranks in list(_world.pg_group_ranks.items())}
+    # torch also keeps an entry for groups that this process is not in, under a number.
+    groups = [(group, ranks) for group, ranks in list(_world.pg_group_ranks.items()) if group in _world.pg_names]
+    return {_world.pg_names[group]: tuple(sorted(ranks)) for group, ranks in groups}
 
 
 def recorded_collectives() -> list[Collective]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -41,6 +42,7 @@ STORE_SECONDS = 4.0
 """Longest time for a call of the board."""
 
 _ASKED = "hang"
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -97,8 +99,8 @@ class Watchdog:
             try:
                 self._expect_lost_lock()
                 self._look()
-            except (RuntimeError, OSError, ValueError):  # the store is gone with the rank that served it: the reporter ends this process
-                continue
+            except Exception:  # the store may be gone with the rank that served it; a watch that ends would let the run hang
+                _log.debug("the watch of rank %d looks again later", self._rank, exc_info=True)
 
     def _expect_lost_lock(self) -> None:
         """Let `faulthandler` write the stacks unless this thread runs again in time."""

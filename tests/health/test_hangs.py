@@ -55,6 +55,8 @@ class Module(LightningModule):
     def training_step(self, batch, batch_idx):
         if self.groups is None:
             self.groups = [dist.new_group([0, 1], group_desc=name) for name in ("first", "second")]
+            dist.new_group([self.trainer.global_rank], group_desc="alone", use_local_synchronization=True)
+            dist.new_group([0], group_desc="only rank 0")  # torch keeps an entry for it on rank 1, too
             for group in self.groups:
                 dist.barrier(group)
         if batch_idx == 6:

@@ -175,6 +175,7 @@ def test_f45_healthy_ranks_are_not_accused(layout: str, options: dict[str, Any])
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("layout", "options"), CLEAN, ids=str)
 def test_f45_no_false_alarm_in_a_thousand_steps(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, every=10, steps=1000, timeout=1200, **options)
