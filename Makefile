@@ -5,6 +5,7 @@
 # make docs       the documentation, into site/
 # make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
+# make test-chaos  a run whose ranks are killed, stopped and slowed, whose bits flip and whose losses become NaN; ARGS="--seed 3 --faults 9"
 # Each makes the environment it needs in .venv first. `make train ARGS="parallelism=tp4_pp2"` passes overrides on.
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults test-cuda lint types style imports docs browser clean-venv
+.PHONY: train test test-full test-faults test-chaos test-cuda lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -33,6 +34,9 @@ test-full: $(VENV)/.installed-test
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m faults $(ARGS)
+
+test-chaos: $(VENV)/.installed-test
+	$(BIN)/python tools/chaos/chaos.py $(ARGS)
 
 test-cuda: $(CUDA_VENV)/.installed
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda -m cuda -n $(WORKERS) --dist worksteal $(ARGS)
