@@ -25,6 +25,10 @@ def _checkpoint() -> None:
     assert_close(found, whole)
 
 
+def _paces() -> None:
+    assert simulated_ranks.run(simulated_fits.paces, 2, environment=LATE) == [[1.0, 2.0]] * 2
+
+
 def _trace() -> None:
     results = simulated_ranks.run(simulated_fits.traces, 2, "pp2", environment=LATE)
     assert all(worked for _, _, worked in results), "work in the trace took no time"
@@ -50,5 +54,7 @@ FITS: list[tuple[str, Callable[[], None]]] = [
     ("zero", _cell("qwen2", {"zero_offload": "parameters"}, dp=2, zero=3)),
     ("zero", lambda: simulated_ranks.run(simulated_fits.gathered_in_vain, 2, environment=LATE) and None),
     ("checkpoint", _checkpoint),
+    ("health/replicas", _cell("llama", {}, {"reliability": {"check_replicas_every_n_steps": 1}}, tp=2)),
+    ("strategy/pace", _paces),
     ("tracing", _trace),
 ]
