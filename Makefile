@@ -6,6 +6,7 @@
 # make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
 # make test-chaos  a run whose ranks are killed, stopped and slowed, whose bits flip and whose losses become NaN; ARGS="--seed 3 --faults 9"
+# make fuzz        100,000 damaged and hostile names, configurations and files; ARGS="--seed 3 --only checkpoint"
 # Each makes the environment it needs in .venv first. `make train ARGS="parallelism=tp4_pp2"` passes overrides on.
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults test-chaos test-cuda lint types style imports docs browser clean-venv
+.PHONY: train test test-full test-faults test-chaos test-cuda fuzz lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -37,6 +38,9 @@ test-faults: $(VENV)/.installed-test
 
 test-chaos: $(VENV)/.installed-test
 	$(BIN)/python tools/chaos/chaos.py $(ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python tools/fuzz.py $(ARGS)
 
 test-cuda: $(CUDA_VENV)/.installed
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda -m cuda -n $(WORKERS) --dist worksteal $(ARGS)

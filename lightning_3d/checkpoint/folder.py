@@ -33,6 +33,7 @@ from safetensors.torch import save as to_safetensors
 from lightning_3d.checkpoint import remote_folder as remote
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile, find_damage, flush
 from lightning_3d.checkpoint.json_state import Packer, unpack
+from lightning_3d.checkpoint.manifest import check_manifest
 from lightning_3d.errors import CheckpointError, StorageError, did_you_mean, listed, reason
 from lightning_3d.storage.checkpoint_names import (
     MANIFEST,
@@ -46,6 +47,7 @@ from lightning_3d.storage.checkpoint_names import (
     recover,
     recover_all,
 )
+from lightning_3d.storage.json_file import parse_json
 from lightning_3d.storage.remote_path import Place, RemotePath
 
 TRAINER, TRAINER_TENSORS = "trainer.json", "trainer.safetensors"
@@ -208,6 +210,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
         )
     if manifest.pop(_OWN_HASH, None) != _own_hash(manifest):
         raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged. Use another one.")
+    check_manifest(path, manifest)
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has format version {manifest['version']}, but this release reads only versions up to {VERSION}. Upgrade lightning_3d."
@@ -237,7 +240,11 @@ def verify(path: Place, manifest: Mapping[str, Any]) -> None:
 
 
 def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Read Lightning's state from a complete checkpoint."""
+    """Read Lightning's state from a complete checkpoint.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has something else in it.
+    """
     inside = contents(path, manifest)
     tensors = {}
     if (inside / TRAINER_TENSORS).exists():
@@ -246,7 +253,14 @@ def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, An
             tensors = from_safetensors(file.read_bytes()) if isinstance(file, RemotePath) else load_file(file)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}.") from error
-    return unpack(_read_json(inside / TRAINER), tensors)
+    packed = _read_json(inside / TRAINER)
+    try:
+        state = unpack(packed, tensors)
+        if not isinstance(state, dict):
+            raise TypeError(f"it has a {type(state).__name__}")
+    except Exception as error:  # a file that somebody made or changed can raise anything
+        raise CheckpointError(f"{inside / TRAINER} is damaged: {reason(error)}. Use another checkpoint.") from error
+    return state
 
 
 def _require_folder(path: Place) -> None:
@@ -319,6 +333,6 @@ def _write(path: Place, contents: bytes) -> FileSum:
 
 def _read_json(path: Place) -> Any:
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error

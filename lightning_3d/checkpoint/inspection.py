@@ -32,7 +32,8 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
     if "source" in manifest:
         yield f"  made from   {manifest['source']}; any layout loads it"
     else:
-        writer = f"{manifest['layout']}, {manifest['schedule']}, ZeRO-{manifest['zero_stage']}, precision {manifest['precision']}"
+        known = {key: manifest.get(key, "?") for key in ("layout", "schedule", "zero_stage", "precision")}
+        writer = "{layout}, {schedule}, ZeRO-{zero_stage}, precision {precision}".format(**known)
         yield f"  written by  {writer}; any layout loads it"
     for name, model in manifest.get(MODELS, {}).items():
         yield f"  model       {model['class']}{f' ({name})' if name else ''}"

@@ -144,8 +144,8 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
             return Path(value)
         case "$seconds":
             return timedelta(seconds=value)
-        case "$dtype":
-            return getattr(torch, value)
+        case "$dtype" if isinstance(dtype := getattr(torch, value, None), torch.dtype):
+            return dtype
     kinds: dict[str, Any] = {
         "$tuple": tuple,
         "$set": set,

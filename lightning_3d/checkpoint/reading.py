@@ -6,17 +6,19 @@ of a slice are stored in an archive like those of `torch.save`.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_3d.checkpoint import torch_archive as archive
+from lightning_3d.checkpoint.manifest import is_inside
 from lightning_3d.checkpoint.resharding import Slices, overlap, whole
 from lightning_3d.checkpoint.writing import METADATA_FILE, Notes
 from lightning_3d.compat.torch_checkpoint import read_dcp_metadata
@@ -50,6 +52,8 @@ class TensorFolder:
     def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._metadata = read_dcp_metadata(folder / METADATA_FILE)
+        with _explained(folder / METADATA_FILE):
+            _check_table(self._metadata)
         self._tensors: dict[str, TensorStorageMetadata] = {
             name: entry
             for name, entry in self._metadata.state_dict_metadata.items()
@@ -73,10 +77,11 @@ class TensorFolder:
             CheckpointError: a file cannot be read, or the checkpoint lacks part of a slice.
         """
         files: dict[str, list[_Read]] = {}
-        for name, slices in targets.items():
-            for offset, part in slices.parts.items():
-                for file, read in self._reads(name, offset, part):
-                    files.setdefault(file, []).append(read)
+        with _explained(self._folder / METADATA_FILE):
+            for name, slices in targets.items():
+                for offset, part in slices.parts.items():
+                    for file, read in self._reads(name, offset, part):
+                        files.setdefault(file, []).append(read)
         for file, reads in sorted(files.items()):
             path = self._folder / file
             try:
@@ -121,18 +126,45 @@ class TensorFolder:
     def blobs(self, prefix: str) -> dict[str, bytes]:
         """Entries that are not tensors, by the rest of their names: raw files of `torch.save`."""
         found = {}
-        for index, place in self._metadata.storage_data.items():
-            if index.fqn.startswith(prefix) and index.fqn not in self._tensors:
-                with (self._folder / place.relative_path).open("rb") as file:
-                    file.seek(place.offset)
-                    found[index.fqn.removeprefix(prefix)] = file.read(place.length)
+        with _explained(self._folder):
+            for index, place in self._metadata.storage_data.items():
+                if index.fqn.startswith(prefix) and index.fqn not in self._tensors:
+                    with (self._folder / place.relative_path).open("rb") as file:
+                        file.seek(place.offset)
+                        found[index.fqn.removeprefix(prefix)] = file.read(place.length)
         return found
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor to the CPU."""
-        tensor = torch.empty(self._tensors[name].size, dtype=self.dtype(name))
+        with _explained(self._folder / METADATA_FILE):
+            tensor = torch.empty(self._tensors[name].size, dtype=self.dtype(name))
         self.read_into({name: whole(tensor)})
         return tensor
+
+
+@contextlib.contextmanager
+def _explained(path: Place) -> Iterator[None]:
+    """Turn whatever a table of contents that somebody has made or changed raises into one message."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {reason(error)}. Use another checkpoint.") from error
+
+
+def _check_table(metadata: Any) -> None:
+    """Raise an exception if a table of contents is none, or names files outside its folder."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it has a {type(metadata).__name__} in it")
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shapes = [entry.size, *(chunk.sizes for chunk in entry.chunks), *(chunk.offsets for chunk in entry.chunks)]
+            if not isinstance(entry.properties.dtype, torch.dtype) or not all(isinstance(shape, torch.Size) for shape in shapes):
+                raise TypeError(f"{name} has no valid shape or type")
+    for index, place in (metadata.storage_data or {}).items():
+        if not is_inside(place.relative_path) or min(place.offset, place.length) < 0:
+            raise CheckpointError(f"The table of contents places {index.fqn} in {place.relative_path!r}, which is outside its folder.")
 
 
 def _read(file: Any, read: _Read) -> None:

@@ -78,7 +78,7 @@ class Layout:
         for axis in DEGREES:
             _check_degree(axis, getattr(self, axis))
         order = tuple(self.order)
-        if sorted(order) != sorted(AXES):
+        if sorted(map(str, order)) != sorted(AXES):
             raise LayoutError(
                 f"The rank order [{', '.join(map(str, order))}] must contain each of {listed(AXES)} exactly once,"
                 f" innermost first. The default is [{', '.join(AXES)}]."

@@ -27,6 +27,14 @@ def check_sizes(**sizes: int | None) -> None:
             raise ConfigError(f"{name} must be at most {LARGEST_SIZE}; got {size}.")
 
 
+def is_finite(value: float) -> bool:
+    """Check whether a number is finite as a float: whole numbers may be too large for one."""
+    try:
+        return isfinite(value)
+    except OverflowError:
+        return False
+
+
 def check_number(name: str, value: float, *, least: float = 0.0, most: float | None = None) -> None:
     """Refuse a number that is NaN, infinite or out of range, such as a learning rate.
 
@@ -36,5 +44,5 @@ def check_number(name: str, value: float, *, least: float = 0.0, most: float | N
     limits = f"of at least {least:g}" if most is None else f"between {least:g} and {most:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} must be a number {limits}; got {value!r}.")
-    if not isfinite(value) or value < least or (most is not None and value > most):
+    if not is_finite(value) or value < least or (most is not None and value > most):
         raise ConfigError(f"{name} must be a finite number {limits}; got {value}.")

@@ -286,6 +286,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+MOST_LAYERS = 100_000
+"""More are refused as a typing error, before anything is made for each of them."""
+
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     """Read the fields of a Transformers configuration.
@@ -303,6 +306,8 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     reader = Reader(config, family.defaults if family else {})
     hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     layers = reader.size("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers must be at most {MOST_LAYERS}; got {layers}.")
     experts = reader.first(EXPERT_COUNTS)
     known = family is not None and family.sparse == (experts > 0)
     spec = ModelSpec(

@@ -10,7 +10,6 @@ files are noticed. Pickles are never loaded.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import CheckpointError, listed, plural
+from lightning_3d.storage.json_file import parse_json
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -46,10 +46,14 @@ def find_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: no such folder, and no such model in the cache.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        is_folder, is_file = folder.is_dir(), folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # no name that a file can have
+        raise CheckpointError(f"{str(path)[:200]!r} cannot be a folder with pretrained weights: {error.args[-1]}.") from None
+    if is_folder:
         return folder.absolute()
-    if folder.exists():
+    if is_file:
         raise CheckpointError(f"{path} is a file. Use the folder with {CONFIG} and {SINGLE}.")
     name = str(path)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -72,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or not a JSON object.
     """
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = parse_json((folder / CONFIG).read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}.{_what_it_is(folder)}") from None
     except (OSError, ValueError) as error:
@@ -111,8 +115,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        places = json.loads(file.read_text())["weight_map"]
-        if all(isinstance(name, str) and Path(name).name == name for name in places.values()):
+        places = parse_json(file.read_text())["weight_map"]
+        if all(isinstance(name, str) and Path(name).name == name and len(name.encode()) < 256 for name in places.values()):
             return dict(places)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -135,7 +139,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise _damaged(file, f"its first 8 bytes announce a header of {length} bytes, but the whole file has {size}")
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         header.pop("__metadata__", None)
         tensors = {name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
         ranges = {name: (int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for name, entry in header.items()}

@@ -15,7 +15,6 @@ relative errors, with terms that are not negative (Lawson and Hanson, "Solving L
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import block_activations
 from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
+from lightning_3d.storage.json_file import parse_json
 
 FORMAT = "lightning_3d profile 1"
 LINKS_FORMAT = "lightning_3d doctor 1"
@@ -138,7 +138,9 @@ def read_profile(path: Path) -> Profile:
     """
     hint = "Write a profile with lightning-3d profile."
     try:
-        content = json.loads(path.read_text("utf-8"))
+        if path.exists() and not path.is_file():  # a folder, or a device, which would be read forever
+            raise ConfigError(f"profile={path} is not a file. {hint}")
+        content = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"profile={path} cannot be read: {getattr(error, 'strerror', None) or 'it is not JSON'}. {hint}") from error
     if isinstance(content, dict) and content.get("format") == LINKS_FORMAT:

@@ -64,6 +64,7 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}hydra.run.dir to another folder"):
             RunFolder.claim(run, numbered=False)
         refusal(run)
+        monkeypatch.setattr("lightning_3d.runs.folder.EARLIER_SECONDS", 0.1)
         with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}another folder"):
             RunFolder.reopen(run, {})
         with pytest.raises(ConfigError, match=rf"already holds a run \(status: running; {since}\)"):

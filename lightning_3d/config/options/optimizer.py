@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
+from lightning_3d.layout.sizes import is_finite
 
 if TYPE_CHECKING:
     pass
@@ -31,7 +31,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         ConfigError: an unknown name or key, or a number out of range.
     """
     name = config.get("name")
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ConfigError(f"optimizer.name must be {listed(OPTIMIZERS, last='or')}; got {name!r}.")
     _check_keys("optimizer", config, (*_COMMON, *OPTIMIZERS[name]))
     _require("optimizer.lr", config.get("lr"), lambda x: x > 0, "above 0, for example 3e-4")
@@ -51,7 +51,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     if isinstance(kinds, str) or not isinstance(kinds, Sequence):
         raise ConfigError(f"optimizer.no_decay must be a list, for example [norm, bias]; got {kinds!r}.")
     for kind in kinds:
-        if kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise ConfigError(
                 f"optimizer.no_decay may contain {listed(_KINDS)}; got {kind!r}.{did_you_mean(str(kind), _KINDS)}"
             )
@@ -63,7 +63,7 @@ def _check_scheduler(config: Any) -> None:
     if not isinstance(config, Mapping):
         raise ConfigError(f"optimizer.scheduler must be a mapping; got {config!r}. Use optimizer.scheduler.name={config}.")
     name = config.get("name")
-    if name not in _SCHEDULES:
+    if not isinstance(name, str) or name not in _SCHEDULES:
         raise ConfigError(f"optimizer.scheduler.name must be {listed(_SCHEDULES, last='or')}; got {name!r}.")
     _check_keys("optimizer.scheduler", config, _SCHEDULER_KEYS)
     _require("optimizer.scheduler.warmup_steps", config.get("warmup_steps", 0), lambda x: x >= 0, "of at least 0")
@@ -82,6 +82,6 @@ def _check_keys(what: str, config: Mapping[str, Any], known: Sequence[str]) -> N
 
 
 def _require(what: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and is_finite(value)
     if not number or not holds(value):
         raise ConfigError(f"{what} must be a number {wanted}; got {value!r}.")
