@@ -60,9 +60,9 @@ def _run(steps: int, overrides: list[str]) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with task("importing torch and Transformers"):
         import torch
-        from hydra.utils import get_class
 
         from lightning_3d.training.module import CausalLM
+        from lightning_3d.training.objects import strategy_class
         from lightning_3d.training.run import quiet
         from lightning_3d.verification.compare import verify
 
@@ -76,7 +76,7 @@ def _run(steps: int, overrides: list[str]) -> int:
         arguments,
         [_batch(count * arguments["micro_batch_size"] * small.dp, sizes["vocab_size"], generator) for _ in range(steps)],
         clip=config["trainer"]["gradient_clip_val"],
-        strategy_class=get_class(config["parallelism"]["_target_"]),
+        strategy_class=strategy_class(config["parallelism"]["_target_"]),
     )
     print(difference)
     if difference.same:
@@ -96,7 +96,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     dropped = [f"parallelism.{key}" for key in _UNIFORM if arguments[key] not in (None, 0.0)]
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
-    folded |= {"zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False}
+    folded |= {"zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
     return {**arguments, **neutral, **folded}, dropped
 
 

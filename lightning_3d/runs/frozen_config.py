@@ -42,7 +42,8 @@ def read_frozen(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{not_complete}: {explain_value(error)} {hint}") from error
     if not isinstance(plain, dict) or not plain.get("run_folder"):
         raise ConfigError(f"{not_complete}: it has no run_folder. {hint}")
-    return {str(key): value for key, value in plain.items()}
+    # Hydra's own part is not in a frozen configuration; in one of a stranger it would look like a command line.
+    return {str(key): value for key, value in plain.items() if key != "hydra"}
 
 
 def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -20,12 +19,13 @@ from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.options.reliability import Reliability
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import ConfigError
 from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.module import CausalLM
+from lightning_3d.training.objects import make_object, make_objects
 from lightning_3d.training.run_record import RunRecord, same_run
 from lightning_3d.training.wandb_logger import WandbLogger
 
@@ -75,11 +75,9 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
         more["timeout"] = timedelta(seconds=config["trainer"]["collective_timeout"])
     more["reliability"] = {field.name: config["trainer"][field.name] for field in fields(Reliability) if field.name in config["trainer"]}
     more |= {"checkpoint_check_space": False} if config.get("force") else {}
-    strategy = make_object("parallelism", {**config["parallelism"], **more})
-    if not isinstance(strategy, Lightning3DStrategy):
-        raise ConfigError(
-            f"parallelism._target_ must be Lightning3DStrategy or a subclass of it; got {config['parallelism']['_target_']}."
-        )
+    given = {key: value for key, value in config["parallelism"].items() if key != "elastic"}  # the layout is adapted already
+    strategy = make_object("parallelism", {**given, **more})
+    assert isinstance(strategy, Lightning3DStrategy)
     return strategy
 
 
@@ -131,30 +129,6 @@ def with_full_speed(config: Mapping[str, Any]) -> dict[str, Any]:
         name: {"full_speed": speed, **entry} if entry and str(entry.get("_target_")).endswith(".MetricsCSV") else entry
         for name, entry in config["callbacks"].items()
     }
-
-
-def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
-    """Build the objects of a group whose entries name classes; entries that are null are left out.
-
-    Raises:
-        ConfigError: see `make_object`.
-    """
-    return [make_object(f"{group}.{name}", entry) for name, entry in entries.items() if entry is not None]
-
-
-def make_object(key: str, entry: Mapping[str, Any]) -> Any:
-    """Build the object that an entry with a `_target_` describes.
-
-    Raises:
-        Lightning3DError: the class does not exist, does not accept these arguments, or raises an error of its own.
-    """
-    try:
-        return instantiate(entry)
-    except Exception as error:
-        if isinstance(error.__cause__, Lightning3DError):
-            raise error.__cause__ from None
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ConfigError(f"Cannot create {key} ({entry['_target_']}): {reason}") from error
 
 
 def preload(config: Mapping[str, Any]) -> None:

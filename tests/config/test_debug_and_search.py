@@ -56,7 +56,10 @@ def test_objects_among_the_arguments_of_the_trainer_are_built(tmp_path: Path) ->
     frozen = plan_run(config).freeze(content)
     assert type(make_trainer(frozen).profiler).__name__ == "SimpleProfiler"
     frozen["trainer"]["extra"]["profiler"]["_target_"] = "nowhere.Profiler"
-    with pytest.raises(ConfigError, match=r"Cannot create trainer.extra.profiler \(nowhere.Profiler\)"):
+    with pytest.raises(ConfigError, match=r"trainer.extra.profiler._target_=nowhere.Profiler names code of nowhere"):
+        make_trainer(frozen)
+    frozen["trainer"]["extra"]["profiler"]["_target_"] = "lightning.pytorch.profilers.Nothing"
+    with pytest.raises(ConfigError, match=r"Cannot create trainer.extra.profiler \(lightning.pytorch.profilers.Nothing\)"):
         make_trainer(frozen)
 
 

@@ -163,7 +163,7 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
         (["trainer.val_check_interval=null"], "must not be null. To turn validation off, set trainer.limit_val_batches=0"),
         (["trainer.max_steps=null"], "trainer.max_steps must not be null.$"),
         (["trainer.max_steps=many"], "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$"),
-        (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has .*compile, cp_kind, layout'),
+        (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has .*compile, cp_kind, elastic'),
         (["parallelism.order=tp"], "parallelism.order: "),
         (["+cluster.gpu_memory=1"], '"cluster.gpu_memory". Did you mean "cluster.memory"'),
         (["~optimizer"], "The group optimizer must be given"),
@@ -255,7 +255,8 @@ class Mine(Lightning3DStrategy):
     """A strategy of the user."""
 
 
-def test_the_strategy_may_be_a_class_of_the_user() -> None:
+def test_the_strategy_may_be_a_class_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_3D_ALLOW_TARGETS", f"{__name__},nowhere,torch.nn")
     parallelism = {**OmegaConf.load(conf_folder() / "parallelism" / "base.yaml"), "_target_": f"{__name__}.Mine"}
 
     def strategy(**changes: Any) -> Lightning3DStrategy:

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,7 +291,7 @@ def test_a_browser_shows_the_report_of_a_sweep(tmp_path: Path, width: int) -> No
     seen = look(sweep_of(tmp_path) / "sweep.html", width=width, dark=width < 500)
     assert seen.errors == [] and seen.asked == [] and seen.wide <= width
     links = re.findall(r'<a aria-label="report of job \d" href="([^"]*)"|<a href="([^"]*)" aria-label="report of job \d"', seen.document)
-    assert ["".join(link) for link in links] == ["0/report.html", "1/report.html"]
+    assert ["".join(link) for link in links] == ["./0/report.html", "./1/report.html"]
     body = seen.document.partition("<tbody>")[2].partition("</tbody>")[0]
     assert body.count("<tr") == 5 and "boom" in body, "a row for each job, and one for the reason of one with numbers"
     assert "1.5K" in body and "25.0 %" in body and "1.91 MiB" in body
@@ -312,3 +313,27 @@ def test_the_browser_would_tell(tmp_path: Path) -> None:
     assert any("undefinedFunction" in error for error in seen.errors) and any("said" in error for error in seen.errors)
     assert any("example.invalid" in asked for asked in seen.asked)
     assert seen.wide > 1900
+
+
+HOSTILE = """</script><script>document.title="ran"</script><img src=x onerror="document.title='ran'">"'&{{7*7}}${`x`}"""
+
+
+def test_f22_hostile_names_run_nothing_in_a_report(tmp_path: Path) -> None:
+    """Every text of a run and of a sweep that somebody chooses is HTML with scripts."""
+    run = metrics(tmp_path / "0", "1,5.5,1,1e-3,64,10,6.0,,,,,,")
+    names = {group: {"name": HOSTILE, "layout": HOSTILE, "schedule": HOSTILE} for group in ("model", "parallelism", "cluster", HOSTILE)}
+    (run / "config.yaml").write_text(yaml.safe_dump(names))
+    begun = RunStatus.begun(HOSTILE)
+    replace(begun, host=HOSTILE).after(1, HOSTILE).write(run)
+    write_report(run)
+    rows = [["job", "layout", "overrides", "status", "exit_code", "reason", "folder", HOSTILE]]
+    rows += [["0", HOSTILE, HOSTILE, "finished", "0", HOSTILE, str(run), HOSTILE]]
+    rows += [["1", HOSTILE, HOSTILE, HOSTILE, "1", HOSTILE, HOSTILE, HOSTILE]]
+    with (tmp_path / "sweep.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    write_sweep_report(tmp_path)
+    for page in (run / "report.html", tmp_path / "sweep.html"):
+        seen = look(page, width=1280, dark=False)
+        assert seen.errors == [] and seen.asked == []
+        assert "<title>ran" not in seen.document and "<img" not in seen.document
+        assert "&lt;img src=x" in seen.document, "it is shown as text"

@@ -132,7 +132,7 @@ function drawTable() {
         const content = of(job);
         if (title === "job" && job.report) {
           const link = html("a", "", cell, content);
-          link.href = encodeURI(job.report);
+          link.href = `./${encodeURI(job.report)}`;  // never another scheme, whatever the folder is called
           link.setAttribute("aria-label", `report of job ${job.job}`);
         } else if (title === "status") html("span", `badge ${job.badge}`, cell, content);
         else if (name) {

@@ -1,0 +1,86 @@
+"""Objects that a configuration names: the strategy, callbacks, loggers and arguments of the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.utils import get_object, instantiate
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.profilers import Profiler
+
+from lightning_3d.config.targets import ARGUMENTS, check_targets, is_allowed, targets_of
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.strategy.strategy import Lightning3DStrategy
+
+_KINDS: dict[str, tuple[type, ...]] = {"parallelism": (Lightning3DStrategy,), "callbacks": (Callback,), "logger": (Logger,)}
+_OF_THE_TRAINER = (Callback, Logger, Profiler, Accelerator, CheckpointIO, ClusterEnvironment, LayerSync, Precision)
+
+
+def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
+    """Build the objects of a group whose entries name classes; entries that are null are left out.
+
+    Raises:
+        ConfigError: see `make_object`.
+    """
+    return [make_object(f"{group}.{name}", entry) for name, entry in entries.items() if entry is not None]
+
+
+def make_object(key: str, entry: Mapping[str, Any]) -> Any:
+    """Build the object that an entry with a `_target_` describes.
+
+    Raises:
+        Lightning3DError: the class may not be named there (`config.targets`), does not exist, does not accept these arguments, or
+            raises an error of its own.
+    """
+    check_targets({key: entry})
+    kinds = _KINDS.get(key.partition(".")[0], _OF_THE_TRAINER)
+    for place, name in targets_of(entry, key):
+        own = place == f"{key}._target_"
+        _require_class(place, name, kinds if own else _OF_THE_TRAINER, known=() if own else ARGUMENTS)
+    try:
+        return instantiate(entry)
+    except Exception as error:
+        if isinstance(error.__cause__, Lightning3DError):
+            raise error.__cause__ from None
+        raise _cannot_create(key, entry["_target_"], error.__cause__ or error) from error
+
+
+def strategy_class(name: str) -> type[Lightning3DStrategy]:
+    """Return the strategy that `parallelism._target_` names.
+
+    Raises:
+        ConfigError: it is none, or may not be named.
+    """
+    check_targets({"parallelism": {"_target_": name}})
+    _require_class("parallelism._target_", name, _KINDS["parallelism"])
+    found: type[Lightning3DStrategy] = get_object(name)
+    return found
+
+
+def _require_class(key: str, name: str, kinds: tuple[type, ...], known: tuple[str, ...] = ()) -> None:
+    """Refuse a name that is no class of these kinds, before it is called: a package has functions that run anything.
+
+    What the user has allowed may be a function that makes such an object.
+    """
+    strategy = kinds == _KINDS["parallelism"]
+    if name in known or (is_allowed(name) and not strategy):
+        return
+    try:
+        found = get_object(name)
+    except Exception as error:
+        raise _cannot_create(key.removesuffix("._target_"), name, error.__cause__ or error) from error
+    if strategy and not (isinstance(found, type) and issubclass(found, Lightning3DStrategy)):
+        raise ConfigError(f"parallelism._target_ must be Lightning3DStrategy or a subclass of it; got {name}.")
+    if not (isinstance(found, type) and issubclass(found, kinds)):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{key} must name a class that is a {wanted}; got {name}.")
+
+
+def _cannot_create(key: str, name: str, error: BaseException) -> ConfigError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ConfigError(f"Cannot create {key} ({name}): {reason}")
