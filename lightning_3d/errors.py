@@ -20,6 +20,18 @@ class Lightning3DError(Exception):
 
     exit_code = 2
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+_CONTROLS = {*range(0x20), 0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {ord("\n"), ord("\t")}
+_ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+
+
+def printable(text: str) -> str:
+    """Return a text in which characters that a terminal obeys instead of showing them are escaped: names in messages may have any."""
+    return text.translate(_ESCAPED)
+
 
 class LayoutError(Lightning3DError):
     """A layout that does not exist, does not fit the launched ranks, or does not fit the model or the batch."""
@@ -104,6 +116,17 @@ def install(extra: str) -> str:
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: `1 node`, `2 nodes`."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Shorten numbers: `0-3, 5`."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 class StorageError(CheckpointError):

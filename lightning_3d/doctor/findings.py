@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_3d.errors import listed
+from lightning_3d.errors import listed, spans
 
 OK, UNKNOWN, WARNING, WRONG = "ok", "unknown", "warning", "wrong"
 VERDICTS = (WRONG, WARNING, UNKNOWN, OK)
@@ -99,17 +99,6 @@ class Places:
         parts = [f"{spans(own)} ({host})" for host, own in by_host.items()]
         shown = parts if len(parts) < 5 else [*parts[:4], f"those of {len(parts) - 4} more hosts"]
         return f"rank{'s' * (len(wanted) > 1)} {listed(shown)}"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Shorten numbers: `0-3, 5`."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def most_common(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:

@@ -105,8 +105,11 @@ class Watchdog:
     def _expect_lost_lock(self) -> None:
         """Let `faulthandler` write the stacks unless this thread runs again in time."""
         if self._stacks is None:
-            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = self._stacks_file.open("w", encoding="utf-8")
+            try:
+                self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
+                self._stacks = self._stacks_file.open("w", encoding="utf-8")
+            except OSError:  # a hang is found and named without files, too
+                return
         faulthandler.dump_traceback_later(self._allowed(), file=self._stacks)
 
     def _look(self) -> None:
@@ -146,7 +149,8 @@ class Watchdog:
         """Say what this rank does, and write it to its file."""
         self._answered = True
         report = observe(self._rank, self._heartbeat, overdue=overdue)
-        write_report(self._file, report)
+        with contextlib.suppress(OSError):
+            write_report(self._file, report)
         self._reporter.board.share(_ASKED, self._rank, report.to_json())
 
     def _withdraw(self) -> None:
@@ -174,15 +178,19 @@ class Watchdog:
         if not overdue or not self._has_waited():
             return
         report = observe(self._rank, self._heartbeat, overdue=True)
-        write_report(self._file, report)
+        with contextlib.suppress(OSError):
+            write_report(self._file, report)
         self._stacks_file.unlink(missing_ok=True)
         verdict = judge({self._rank: report}, {0: self._processes[0].why_silent()})
-        try:
-            (self._file.parent / "told").touch(exist_ok=False)
-        except FileExistsError:
-            os._exit(1)
+        told = self._file.parent / "told"
+        with contextlib.suppress(OSError):  # where nothing can be written, each rank says it
+            try:
+                told.touch(exist_ok=False)
+            except FileExistsError:
+                os._exit(1)
         print(f"lightning_3d: {self._message(verdict, report.seconds)}", file=sys.stderr, flush=True)
-        (self._file.parent / "told").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            told.unlink(missing_ok=True)
         self._processes[0].kill_if_here()
         os._exit(1)
 

@@ -40,6 +40,7 @@ class Failure:
         lost_peer: whether it may only be the consequence of another rank's failure.
         time: seconds since the epoch.
         plain: whether the text is our own message, which is shown alone.
+        others_hang: whether the other ranks cannot end in order, because they wait for one that is gone or hangs.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Failure:
     lost_peer: bool
     time: float
     plain: bool = False
+    others_hang: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:

@@ -143,7 +143,7 @@ class FailureReporter:
 
     def end_all(self, text: str) -> None:
         """End this process from another thread than the one that trains, and so all ranks, with a message that is printed once."""
-        failure = Failure(self._rank, 1, text, False, time.time(), plain=True)
+        failure = Failure(self._rank, 1, text, False, time.time(), plain=True, others_hang=True)
         if self._first() is None and self._board.post(failure):
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
         os._exit(failure.exit_code)
@@ -206,7 +206,7 @@ class FailureReporter:
                 return
             if failure is not None and failure.rank != self._rank:
                 self._cause = failure
-                if not self._closed.wait(self._grace):
+                if not self._closed.wait(0.0 if failure.others_hang else self._grace):
                     os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
                 return
 

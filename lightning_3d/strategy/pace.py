@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ _MOST_NAMED = 4
 class Pace:
     """The pace of one rank, compared with that of its peers every `WINDOW` steps: one all-gather of a number.
 
-    On a CPU, the time inside the actions of the schedule counts, without what it waits for others. On a GPU, that would need the host to
+    On a CPU, the time inside the actions of the schedule counts, without what it waits for others: the median of the steps of a window, so
+    that another program that runs for a moment accuses nobody. On a GPU, that would need the host to
     wait for the device; there, a product of two matrices is timed on the device instead, and read a window later.
 
     Args:
@@ -45,14 +47,16 @@ class Pace:
         self._probe = _GpuProbe(device) if device.type == "cuda" else None
         self._count = 0
         self._before = recorder.own_seconds
+        self._seconds: list[float] = []
         self._pending: Any = None
         self.slowest: SlowRank | None = None
 
     def after_step(self) -> None:
         """Count a step, and compare at the end of a window. Collective then."""
         self._count += 1
-        if self._count == 1:  # kernels and connections are made in the first step
-            self._before = self._recorder.own_seconds
+        own, self._before = self._recorder.own_seconds - self._before, self._recorder.own_seconds
+        if self._count > 1:  # kernels and connections are made in the first step
+            self._seconds.append(own)
         if self._count % WINDOW:
             return
         seconds = self._exchange()
@@ -65,8 +69,8 @@ class Pace:
     def _exchange(self) -> list[float] | None:
         """Gather the paces of all ranks. On a GPU those of the window before, which need no wait any more."""
         if self._probe is None:
-            own, self._before = self._recorder.own_seconds - self._before, self._recorder.own_seconds
-            return _gather(own, self._mesh, self._device).tolist()
+            seconds, self._seconds = self._seconds, []
+            return _gather(median(seconds), self._mesh, self._device).tolist()
         earlier, last = self._pending, self._probe.read()
         self._pending = None if last is None else _gather(last, self._mesh, self._device).to("cpu", non_blocking=True)
         self._probe.begin()

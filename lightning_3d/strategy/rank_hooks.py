@@ -15,11 +15,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.config.options.reliability import Reliability
+from lightning_3d.health.lost_nodes import LostNodes
 from lightning_3d.health.processes import Process
 from lightning_3d.health.time_limits import seconds_allowed
 from lightning_3d.health.watchdog import Watchdog
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.ranks.environment import ranks_with_work
 from lightning_3d.ranks.heartbeat import Heartbeat
 from lightning_3d.ranks.process_ties import tie_workers
 from lightning_3d.ranks.reporter import FailureReporter
@@ -40,6 +42,7 @@ class RankHooks(ParallelStrategy):
     _mesh: Mesh | None = None
     _failures: FailureReporter | None = None
     _watchdog: Watchdog | None = None
+    _nodes: LostNodes | None = None
     reliability: Reliability
     heartbeat: Heartbeat
     _ending: Ending = Ending.NORMAL
@@ -100,7 +103,7 @@ class RankHooks(ParallelStrategy):
         Raises:
             LayoutError: the layout has another number of ranks than the Trainer.
         """
-        world_size = self.num_nodes * self.num_processes
+        world_size = ranks_with_work() or self.num_nodes * self.num_processes
         self.layout = self.layout or Layout(dp=world_size)
         self.layout.require_world_size(world_size)
 
@@ -114,23 +117,35 @@ class RankHooks(ParallelStrategy):
             self._failures.watch()
 
     def _watch_progress(self, folder: str, save_seconds: float) -> None:
-        """End all ranks when they do not get on any more, until `teardown`. Collective over the world.
+        """End all ranks when a node is lost or they do not get on any more, until `teardown`. Collective over the world.
 
         Args:
             folder: folder of the run, where the ranks write what they did.
             save_seconds: time limit of a save.
         """
         limit = self.reliability.hang_timeout
-        if limit is None or self._failures is None or self.world_size == 1 or self._watchdog is not None:
+        if self._failures is None or self.world_size == 1:
+            return
+        if self._nodes is None:
+            self._nodes = LostNodes.watch(self._failures, self.global_rank, self._all_gather_objects)
+        if limit is None or self._watchdog is not None:
             return
         allowed = partial(seconds_allowed, self.heartbeat, limit, save_seconds)
-        processes = [Process.own()] * self.world_size
-        dist.all_gather_object(processes, Process.own())
+        processes = self._all_gather_objects(Process.own())
         self._watchdog = Watchdog(self.heartbeat, allowed, self._failures, self.global_rank, processes, Path(folder) / "hang")
         self._watchdog.start()
 
+    def _all_gather_objects(self, mine: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank."""
+        found = [mine] * self.world_size
+        dist.all_gather_object(found, mine)
+        return found
+
     def _stop_watching(self) -> None:
-        """Stop both watches: a rank that ends from here on is no failure any more."""
+        """Stop all watches: a rank that ends from here on is no failure any more."""
+        if self._nodes is not None:
+            self._nodes.close()
+            self._nodes = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

@@ -69,7 +69,8 @@ class Module(LightningModule):
 def train(how):
     strategy = Lightning3DStrategy("dp2", reliability={"hang_timeout": 1.5})
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=20, default_root_dir=".", **quiet)
+    folder = "/proc/nowhere" if how == "kinds" else "."  # where nothing can be written
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=20, default_root_dir=folder, **quiet)
     trainer.fit(Module(how), DataLoader(torch.ones(400, 8), batch_size=4))
 
 def under_a_supervisor(how):

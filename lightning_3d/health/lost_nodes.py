@@ -1,0 +1,236 @@
+"""Notices within half a minute that a node has lost its power or its network. Imports no torch.
+
+The connections of such a node just stay silent: ranks that wait for it would wait until the watch for hangs finds them. So the lowest rank
+of each node keeps a connection to rank 0, over which nothing is sent but TCP's own keep-alive probes. The kernel answers them, so
+a process that is stopped, or busy for minutes, does not count as lost. The other ranks of a node hear from its lowest one, or from the
+board of rank 0, which only its own node may still reach. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import plural, spans
+from lightning_3d.ranks.reporter import FailureReporter
+
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 5, 3
+"""A node is lost if it has answered nothing for IDLE_SECONDS + PROBE_SECONDS * PROBES."""
+
+CONNECT_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_LISTENER, _LEADER = -1, -2  # what is no connection to another rank's node
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+AllGather = Callable[[Any], list[Any]]
+
+
+class LostNodes:
+    """Watches the other nodes from rank 0, and rank 0's node from the lowest rank of every other node.
+
+    Args:
+        reporter: ends all ranks.
+        rank: this rank.
+        nodes: name of each rank's node, by rank.
+    """
+
+    def __init__(self, reporter: FailureReporter, rank: int, nodes: Sequence[str]) -> None:
+        self._reporter, self._rank, self._nodes = reporter, rank, nodes
+        self._closed = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._siblings: list[socket.socket] = []
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def watch(cls, reporter: FailureReporter, rank: int, all_gather: AllGather) -> LostNodes:
+        """Connect the nodes and watch them in a thread. Collective over the world.
+
+        Args:
+            all_gather: returns the objects of all ranks, by rank.
+        """
+        machines = all_gather((_machine(), socket.gethostname()))
+        watch = cls(reporter, rank, [host for _, host in machines])
+        names = [machine for machine, _ in machines]
+        leaders = [names.index(machine) for machine in names]
+        if len(set(leaders)) == 1 or sys.platform != "linux":
+            return watch
+        listener = _listen() if rank == 0 else None
+        port, token = all_gather((listener.getsockname()[1], secrets.token_bytes(16)) if listener is not None else None)[0]
+        place = f"\0lightning_3d-{token.hex()}-{leaders[rank]}"
+        if listener is not None:
+            watch._run(lambda: watch._accept(listener, token, len(set(leaders)) - 1))
+        elif rank == leaders[rank]:
+            watch._run(lambda: watch._connect(port, token, _listen_to_siblings(place)))
+        elif leaders[rank] > 0:
+            watch._run(lambda: watch._follow(place))
+        return watch
+
+    def close(self) -> None:
+        """Stop watching, before this rank ends in order."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2 * _LOOK_SECONDS)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        for sibling in self._siblings:
+            sibling.close()
+        self._selector.close()
+
+    def _run(self, connect: Callable[[], None]) -> None:
+        def run() -> None:
+            connect()
+            while not self._closed.is_set():
+                self._look()
+
+        self._thread = threading.Thread(target=run, name="lightning_3d-nodes", daemon=True)
+        self._thread.start()
+
+    def _accept(self, listener: socket.socket, token: bytes, count: int) -> None:
+        """Accept the connections of the other nodes' lowest ranks. Others, which do not know the token, are closed."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        with listener:
+            listener.settimeout(_LOOK_SECONDS)
+            while count and time.monotonic() < deadline and not self._closed.is_set():
+                try:
+                    connection, _ = listener.accept()
+                    connection.settimeout(_LOOK_SECONDS)
+                    hello = connection.recv(len(token) + 4, socket.MSG_WAITALL)
+                except OSError:
+                    continue
+                if not secrets.compare_digest(hello[: len(token)], token):
+                    connection.close()
+                    continue
+                self._keep(connection, int.from_bytes(hello[len(token) :], "big"))
+                count -= 1
+
+    def _connect(self, port: int, token: bytes, siblings: socket.socket) -> None:
+        """Connect to rank 0, and listen for the other ranks of this node."""
+        self._selector.register(siblings, selectors.EVENT_READ, _LISTENER)
+        try:
+            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), CONNECT_SECONDS)
+            connection.sendall(token + self._rank.to_bytes(4, "big"))
+        except OSError as error:
+            print(
+                f"lightning_3d: rank {self._rank} cannot connect to port {port} of rank 0's node ({error}), so only the watch for hangs"
+                " (hang_timeout) notices when a node is lost.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        self._keep(connection, 0)
+
+    def _follow(self, place: str) -> None:
+        """Connect to the lowest rank of this node, as soon as it listens."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        leader = socket.socket(socket.AF_UNIX)
+        while not self._closed.is_set() and time.monotonic() < deadline:
+            try:
+                leader.connect(place)
+            except OSError:
+                self._closed.wait(_LOOK_SECONDS)
+                continue
+            leader.setblocking(False)
+            self._selector.register(leader, selectors.EVENT_READ, _LEADER)
+            return
+        leader.close()
+
+    def _keep(self, connection: socket.socket, rank: int) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _look(self) -> None:
+        """Wait a moment for news of a connection."""
+        if not self._selector.get_map():
+            self._closed.wait(_LOOK_SECONDS)
+            return
+        for key, _ in self._selector.select(_LOOK_SECONDS):
+            connection: Any = key.fileobj
+            if key.data == _LISTENER:
+                self._siblings.append(connection.accept()[0])
+            elif key.data == _LEADER:
+                self._hear(connection)
+            else:
+                self._notice(connection, key.data)
+
+    def _notice(self, connection: socket.socket, rank: int) -> None:
+        """See how a connection to another node ended. One that was closed belongs to a process that has ended: others report that."""
+        lost = None
+        try:
+            connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            lost = None if error.errno == errno.ECONNRESET else error
+        self._selector.unregister(connection)
+        connection.close()
+        if lost is not None and not self._closed.is_set():
+            self._end(self._message(rank, lost))
+
+    def _hear(self, leader: socket.socket) -> None:
+        """End with the lowest rank of this node, if it says so; it has printed why."""
+        with contextlib.suppress(OSError):
+            if leader.recv(1):
+                os._exit(1)
+        self._selector.unregister(leader)
+        leader.close()
+
+    def _end(self, message: str) -> None:
+        """End all ranks; without rank 0's node, on which the board is, only those of this node."""
+        if self._rank == 0:
+            self._reporter.end_all(message)
+        print(f"lightning_3d: {message}", file=sys.stderr, flush=True)
+        for sibling in self._siblings:
+            with contextlib.suppress(OSError):
+                sibling.send(b"!")
+        os._exit(1)
+
+    def _message(self, rank: int, error: OSError) -> str:
+        node, mine = self._nodes[rank], self._nodes[self._rank]
+        ranks = [other for other, name in enumerate(self._nodes) if name == node]
+        return (
+            f"The node {node} with {plural(len(ranks), 'rank')} ({spans(ranks)}) is lost: it has not answered the node {mine} for"
+            f" {IDLE_SECONDS + PROBE_SECONDS * PROBES} s ({error.strerror}). One of them has crashed or has no network. To resume the last"
+            ' checkpoint, start the run again with trainer.auto_resume=true, or your script with ckpt_path="last".'
+        )
+
+
+def _listen_to_siblings(place: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(place)
+    listener.listen()
+    return listener
+
+
+def _machine() -> str:
+    """Identify this machine: containers on different machines may have the same host name."""
+    boot = _BOOT_ID.read_text("utf-8").strip() if _BOOT_ID.is_file() else ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _listen() -> socket.socket:
+    """Listen where the other nodes reach rank 0."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    for family, kind, protocol, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.bind(place)
+        except OSError:  # an address that leads here through a router or a load balancer
+            listener.close()
+            continue
+        listener.listen()
+        return listener
+    return socket.create_server(("", 0))
