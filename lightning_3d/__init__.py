@@ -15,6 +15,7 @@ from lightning_3d.compat.log_lines import drop_lines
 from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_3d.layout.elastic import fitting_layout
     from lightning_3d.layout.layout import Layout
     from lightning_3d.models.parallel_plan import Cut
     from lightning_3d.planner.api import planned
@@ -29,7 +30,8 @@ drop_lines()  # here, before scripts and ranks import the libraries that print t
 __path__.append(f"{__path__[0]}/old_names")  # modules that were documented under other names
 
 __all__ = [
-    "Cut", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "initialize", "load_pretrained", "planned", "verify",
+    "Cut", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "fitting_layout", "initialize", "load_pretrained",
+    "planned", "verify",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
     "PeriodicCheckpoint": "lightning_3d.training.callbacks.periodic_checkpoint",
+    "fitting_layout": "lightning_3d.layout.elastic",
     "initialize": "lightning_3d.weights.initialize",
     "load_pretrained": "lightning_3d.weights.pretrained",
     "planned": "lightning_3d.planner.api",

@@ -132,16 +132,16 @@ def _last_first(ranks: Sequence[int], layout: Layout) -> list[int]:
 def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> Job:
     """Build the job of a configuration."""
     import torch
-    from hydra.utils import get_class
 
     from lightning_3d.dryrun.run import DryStrategy, Job
     from lightning_3d.training.module import CausalLM
+    from lightning_3d.training.objects import strategy_class
     from lightning_3d.training.run import quiet
 
     quiet()
     arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
-    arguments |= {"seed": config["seed"], "compile": False}
-    own = get_class(config["parallelism"]["_target_"])
+    arguments |= {"seed": config["seed"], "compile": False, "elastic": False}
+    own = strategy_class(config["parallelism"]["_target_"])
 
     def strategy(kind: type[DryStrategy]) -> DryStrategy:
         return type(own.__name__, (kind, own), {})(**arguments)

@@ -39,6 +39,10 @@ _NEW_FOLDER = (
     " same folder every time."
 )
 
+_ELASTIC_FOLDER = (
+    "An elastic run resumes in its folder each time that its ranks are started again, so it needs a fixed one. Set hydra.run.dir=FOLDER."
+)
+
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
     """Run Hydra's command line and return the exit code.
@@ -123,6 +127,8 @@ class BeforeRun(Callback):
             if config.trainer.dry:
                 show_plan(plan, self.outside)
                 sys.exit(0)
+            if plan.run.parallelism.elastic and not _is_given(config, "hydra.run.dir"):
+                raise ConfigError(_ELASTIC_FOLDER)
             if config.trainer.auto_resume and not _is_given(config, "hydra.run.dir"):
                 print_once(f"lightning_3d: {_NEW_FOLDER}", self.outside, file=sys.stderr)
             self._take_folder(config, plan)
@@ -161,6 +167,7 @@ class BeforeRun(Callback):
             plain |= {"model": dict(run_plan.model), "seed": config.seed}
             known = ("auto_resume", "restarts_without_progress")
             plain["trainer"] = {key: config.trainer[key] for key in known}  # other keys may refer to the folder, which is not chosen yet
+            plain["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
         self.place = find_place(self.outside, config.logger, take, config.trainer.rendezvous_timeout)

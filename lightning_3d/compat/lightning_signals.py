@@ -27,27 +27,27 @@ def obey_signals_together(trainer: Any) -> None:
 
     connector = trainer._signal_connector
     save_and_requeue = type(connector)._slurm_sigusr_handler_fn
-    noted = {"end": 0, "requeue": 0}
+    ends: list[int] = []
+    requeues: list[int] = []
 
     def note_end(signum: int, frame: Any) -> None:
         if trainer.state.fn != "fit":
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        if trainer.strategy.launcher is not None and not noted["end"]:
+        if trainer.strategy.launcher is not None and not ends:
             trainer.strategy.launcher.kill(signum)
-        noted["end"] = max(noted["end"], signum)
-
-    def note_interrupt(signum: int) -> None:  # not passed on: a terminal sends it to all ranks, and a second signal would end them
-        noted["end"] = max(noted["end"], signum)
+        ends.append(signum)
 
     def note_requeue(signum: int, frame: Any) -> None:
-        noted["requeue"] = 1
+        requeues.append(signum)
+
+    def taken(notes: list[int]) -> int:  # a note that a handler appends from here on stays for the next batch
+        return max([notes.pop() for _ in range(len(notes))], default=0)
 
     def act_on_notes() -> None:
-        anywhere = torch.tensor([noted["end"], noted["requeue"]], device=trainer.strategy.root_device)
+        anywhere = torch.tensor([taken(ends), taken(requeues)], device=trainer.strategy.root_device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         end, requeue = anywhere.tolist()
-        noted.update(end=0, requeue=0)
         if requeue:
             with trainer.strategy.saving_at_once():
                 save_and_requeue(connector, signal.SIGUSR1, None)
@@ -55,7 +55,15 @@ def obey_signals_together(trainer: Any) -> None:
             rank_zero_info(f"{signal.Signals(end).name}: the fit stops before the next batch.")
             raise ended_by(SIGTERMException(), end)
 
-    obey_first_interrupt(trainer, note_interrupt)
+    obey_first_interrupt(trainer, ends.append)  # not passed on: a terminal sends it to all ranks, and a second signal would end them
+    register = connector.register_signal_handlers
+
+    def begin() -> None:
+        ends.clear()  # what came to this rank while another rank's signal ended the fit before
+        requeues.clear()
+        register()
+
+    connector.register_signal_handlers = begin
     connector._sigterm_notifier_fn = note_end
     connector._slurm_sigusr_handler_fn = note_requeue
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = act_on_notes

@@ -23,8 +23,13 @@ from lightning_3d.layout.layout import Layout, nearest_layouts
 from lightning_3d.ranks.environment import OutsideRank
 
 
-def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | None) -> tuple[str, tuple[str, ...]]:
+def choose_accelerator(
+    run: RunConfig, layout: Layout, outside: OutsideRank | None, whole: Layout | None = None
+) -> tuple[str, tuple[str, ...]]:
     """Choose the accelerator of the ranks on this machine.
+
+    Args:
+        whole: layout of an elastic run with all ranks; None if it is `layout`.
 
     Returns:
         (cpu or gpu, warnings)
@@ -35,7 +40,7 @@ def choose_accelerator(run: RunConfig, layout: Layout, outside: OutsideRank | No
     """
     cluster = run.cluster
     cluster.check()
-    _require_cluster(cluster, layout)
+    _require_cluster(cluster, whole or layout)
     if run.trainer.dry and cluster.accelerator != "auto":
         return cluster.accelerator, ()
     if cluster.nodes > 1 and outside is None:

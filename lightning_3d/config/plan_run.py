@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_group_keys, check_type, data_options, explain_value
 from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
@@ -35,12 +36,13 @@ from lightning_3d.config.run_config import (
     TrainerConfig,
     complete_run,
 )
+from lightning_3d.config.secrets import check_secrets
+from lightning_3d.config.targets import check_targets
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
-from lightning_3d.layout.batch_rules import check_batch, few_micro_batches
+from lightning_3d.layout.batch_rules import check_batch, few_micro_batches, largest_micro_batch
 from lightning_3d.layout.layout import AXES, Layout, divisors
 from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_model
 from lightning_3d.layout.resolve import resolve_layout
-from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.models.context_limits import check_fields
 from lightning_3d.models.families import FAMILIES
@@ -103,6 +105,7 @@ class RunPlan:
             "parallelism": {
                 **self.chosen,
                 "layout": self.layout.name,
+                "elastic": self.run.parallelism.elastic,
                 "schedule": self.schedule,
                 "vp": self.layout.vp,
                 "zero_reduce": self.zero.reduce,
@@ -143,11 +146,11 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     """
     run, chosen = _choose_layout(check_keys(config), advice)
     parallelism = run.parallelism
-    layout, schedule = resolve_layout(
+    configured, schedule = resolve_layout(
         parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order or AXES)
     )
-    if outside is not None:
-        layout.require_world_size(outside.world_size)
+    adapted = adapt(run, configured, schedule, outside)
+    run, layout, parallelism = adapted.run, adapted.layout, adapted.run.parallelism
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
@@ -155,11 +158,12 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_plan(parallelism.plan, check_mode(parallelism.self_check))
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
-    accelerator, warnings = choose_accelerator(run, layout, outside)
+    accelerator, warnings = choose_accelerator(run, layout, outside, adapted.whole)
+    warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)
     _check_trainer(run.trainer)
     run.plan.check()
-    _check_targets(run)
+    _check_classes(run)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     check_optimizer(run.optimizer)
@@ -252,7 +256,13 @@ def check_keys(config: DictConfig) -> RunConfig:
         run = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise explain_value(error) from error
+    except (OverflowError, RecursionError) as error:
+        raise ConfigError(f"A value of the configuration is too large or nested too deeply: {error}.") from error
     assert isinstance(run, RunConfig)
+    typed = OmegaConf.select(config, "hydra.overrides.task") or ()
+    content = asdict(run)
+    check_targets(content, list(typed))
+    check_secrets(content)
     check_group_keys("model", run.model, MODEL_KEYS)
     options = data_options(run.data.get("name"))
     check_group_keys("data", run.data, (*options, "global_batch_size", "seed", "vocab_size") if options else ())
@@ -326,7 +336,7 @@ def _check_resume(given: str) -> None:
         raise CheckpointError(f"trainer.resume={given} cannot be read: {error.strerror or error}.") from error
 
 
-def _check_targets(run: RunConfig) -> None:
+def _check_classes(run: RunConfig) -> None:
     """Check that each logger and callback names its class."""
     examples = {"logger": "loggers.CSVLogger", "callbacks": "callbacks.LearningRateMonitor"}
     for group, entries in (("logger", run.logger), ("callbacks", run.callbacks)):
@@ -399,11 +409,3 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
     if micro_batch_size is None:
         micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
     return micro_batch_size, check_batch(layout, global_batch, micro_batch_size, schedule)
-
-
-def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
-    """Return the largest micro-batch that the schedule accepts; 1 when none works, so that `check_batch` explains why."""
-    check_sizes(global_batch=global_batch)
-    rows, info = global_batch // layout.dp, find_schedule(schedule)
-    sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]
-    return max(sizes, default=1)

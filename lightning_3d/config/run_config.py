@@ -58,6 +58,7 @@ class ParallelismConfig:
     plan: Any = None
     pipeline_module: str | None = None
     self_check: str = "auto"
+    elastic: Any = False
 
 
 @dataclass(frozen=True)

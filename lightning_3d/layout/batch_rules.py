@@ -92,6 +92,14 @@ def _micro_batch_repairs(layout: Layout, info: ScheduleInfo, micro_batches: int,
     return listed(repairs, last="or")
 
 
+def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
+    """Return the largest micro-batch that the schedule accepts; 1 when none works, so that `check_batch` explains why."""
+    check_sizes(global_batch=global_batch)
+    rows, info = global_batch // layout.dp, find_schedule(schedule)
+    sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]
+    return max(sizes, default=1)
+
+
 def few_micro_batches(layout: Layout, schedule: str, micro_batches: int) -> str | None:
     """Return a warning with the predicted bubble when there are fewer micro-batches than stages, else None."""
     stages = layout.pp * layout.vp

@@ -10,10 +10,9 @@ from typing import Any
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.plan import MEMORY_RESERVE, PlanOptions
 from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
-from lightning_3d.config.plan_run import largest_micro_batch
 from lightning_3d.config.run_config import ParallelismConfig, RunConfig, complete_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.layout.batch_rules import check_batch
+from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.sizes import check_sizes

@@ -24,6 +24,7 @@ def print_once(text: str, outside: OutsideRank | None, file: Any = None) -> None
         print(text, file=file, flush=True)
 
 
+_USED_VARIABLE = "LIGHTNING_3D_RANKS"
 _NOT_IN_SLURM_STEP = ("bash", "interactive")
 
 
@@ -39,7 +40,7 @@ class OutsideRank:
 
     @property
     def nodes(self) -> int:
-        return max(1, self.world_size // self.local_world_size)
+        return -(-self.world_size // self.local_world_size)  # the last node of an elastic run may have ranks without work
 
 
 def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | None:
@@ -60,10 +61,28 @@ def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | N
             nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", 1)))
             world = int(environment["SLURM_NTASKS"])
             local_rank = int(environment.get("SLURM_LOCALID", 0))
-            return OutsideRank(int(environment["SLURM_PROCID"]), local_rank, world, max(1, world // nodes), "slurm")
+            local = int(environment.get("LOCAL_WORLD_SIZE", max(1, world // nodes)))
+            return OutsideRank(int(environment["SLURM_PROCID"]), local_rank, world, local, "slurm")
     except ValueError as error:
         raise ConfigError(f"The launcher's environment variables (RANK, WORLD_SIZE, ...) must be whole numbers: {error}.") from error
     return None
+
+
+def leave_out_spare(outside: OutsideRank, used: int) -> None:
+    """Tell this process and the libraries in it, through the environment, that the run has its first `used` ranks only."""
+    os.environ[_USED_VARIABLE] = str(used)
+    os.environ["LOCAL_WORLD_SIZE"] = str(outside.local_world_size)
+    if outside.launcher == "slurm":
+        os.environ["SLURM_NTASKS"] = str(used)
+        os.environ["SLURM_STEP_NUM_NODES"] = str(-(-used // outside.local_world_size))
+    else:
+        os.environ["WORLD_SIZE"] = str(used)
+
+
+def ranks_with_work() -> int | None:
+    """Return the number of ranks of an elastic run that leaves some out; None for any other run."""
+    used = os.environ.get(_USED_VARIABLE)
+    return int(used) if used is not None else None
 
 
 def set_master_address(outside: OutsideRank) -> None:

@@ -5,6 +5,7 @@ The first ranks wait for the last, for a limited time. Then they name those that
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -19,6 +20,8 @@ from lightning_3d.ranks.rendezvous import explained_errors
 
 JOIN_SECONDS = 600.0
 """Time for all ranks to join, unless the caller sets another."""
+
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 PORT_SECONDS = 10.0
 """Time for an earlier attempt to leave the port where rank 0 listens."""
@@ -52,8 +55,8 @@ def connect_store(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> 
         ConfigError: see `explained_errors`. RendezvousError: ranks have not joined in time.
     """
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    key = (address, port, str(rank), str(world_size), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if key not in _connected:
+    key = (address, port, str(rank), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if key not in _connected:  # if it is, the world may be smaller now: an elastic run has left ranks out
         _connected.clear()
         _connected[key] = _connect(address, port, rank, world_size, seconds)
     return _connected[key]
@@ -66,7 +69,10 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
     serves = rank == 0 and not lasts
 
     def open_store() -> Any:
-        return TCPStore(address, int(port), world_size, serves, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=not lasts)
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": not lasts}
+        if serves and address in _LOOPBACK:
+            options["master_listen_fd"] = _listen_here(int(port)).detach()
+        return TCPStore(address, int(port), world_size, serves, timedelta(seconds=seconds), **options)
 
     with explained_errors(rank):
         try:
@@ -90,6 +96,23 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
         raise _unreachable(f"{_absent([0], world_size)} {_within(seconds)} {_ADVICE}", rank) from None
     store.set_timeout(timedelta(seconds=_CALL_SECONDS))
     return part, store if lasts else None
+
+
+def _listen_here(port: int) -> socket.socket:
+    """Listen for the ranks of this machine only, where torch would listen on all networks.
+
+    Raises:
+        RuntimeError: as torch's, if the port is taken.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(f"{errno.errorcode.get(error.errno or 0, '')}: {error}") from error
+    return listener
 
 
 def _when_port_is_free(open_store: Callable[[], Any], place: str) -> Any:

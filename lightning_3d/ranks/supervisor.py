@@ -141,8 +141,9 @@ class Ranks:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun sets for a rank on one machine."""
-    return {
+    """Return the environment variables that torchrun sets for a rank on one machine; gloo then listens on this machine only."""
+    interface = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+    return interface | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",

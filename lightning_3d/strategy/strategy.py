@@ -39,7 +39,8 @@ from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
-from lightning_3d.errors import LayoutError, OutOfMemory
+from lightning_3d.errors import ConfigError, LayoutError, OutOfMemory
+from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
@@ -107,6 +108,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self_check: when to compare the rewritten model with the whole one before its first forward (with tp, pp, cp or ep above 1).
             "auto": unless this combination of model, plan, layout and versions has passed before; "always"; "never". See
             docs/your_model.md.
+        elastic: must be false here. `lightning-3d train` adapts the layout to the ranks that are there before it makes this strategy; a
+            script chooses it with `lightning_3d.fitting_layout`, because its data depend on it.
         pipeline_module: name of the submodule to parallelize, if several have a plan.
         split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along dimension 0.
         trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what each rank did when, and what it held in
@@ -159,6 +162,7 @@ class Lightning3DStrategy(CheckpointHooks):
         plan: dict[str, Any] | str | None = None,
         pipeline_module: str | None = None,
         self_check: str = "auto",
+        elastic: bool = False,
         split_batch: SplitBatch | None = None,
         trace_every_n_steps: int | None = None,
         nonfinite: str = STOP,
@@ -177,6 +181,12 @@ class Lightning3DStrategy(CheckpointHooks):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size must be at least 1; got {micro_batch_size}.")
+        if elastic:
+            raise ConfigError(
+                "elastic=True works in the configuration of lightning-3d train only (parallelism.elastic). In a script, choose the layout"
+                " with lightning_3d.fitting_layout(layout, ranks=..., global_batch_size=...), and give each data-parallel rank"
+                " global_batch_size / layout.dp rows."
+            )
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
@@ -258,6 +268,8 @@ class Lightning3DStrategy(CheckpointHooks):
         super().setup_environment()
         self._ending = Ending.NORMAL
         self.guard.begin()
+        if self._built is None:
+            wait_for_memory(self.root_device)
         record_collectives()
         reset_unequal_generators(connect_process_group(self, self._timeout, self.reliability.rendezvous_timeout), self.root_device)
         trainer = self.user_module.trainer if self.lightning_module is not None else None

@@ -20,10 +20,11 @@ from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.planner.advice import need_less
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
-from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
+from lightning_3d.ranks.environment import OutsideRank, leave_out_spare, print_once, set_master_address
 from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
 from lightning_3d.ranks.progress import shown, task
 from lightning_3d.ranks.reporter import FailureReporter
+from lightning_3d.ranks.spare import release_spare, wait_for_end
 from lightning_3d.ranks.supervisor import can_fork, cores, launch
 from lightning_3d.runs.ending import CommandLine, last_lines
 from lightning_3d.runs.folder import LOGS, RunFolder
@@ -117,7 +118,7 @@ def run_job(
         frozen["trainer"] = {**frozen["trainer"], "resume": place.resume}
     if folder is None:
         assert outside is not None
-        return _be_rank(outside, frozen, place.reporter)[0]
+        return _be_rank(outside, frozen, place.reporter, plan.layout.world_size)[0]
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
     if place.resume is not None:
         print_once(f"resuming from {place.resume}", outside)
@@ -128,7 +129,7 @@ def run_job(
         if outside is None:
             code, reason = _start_ranks(plan, frozen, folder)
         else:
-            code, reason = _be_rank(outside, frozen, place.reporter)
+            code, reason = _be_rank(outside, frozen, place.reporter, plan.layout.world_size)
     except KeyboardInterrupt:
         code = 130
         raise
@@ -190,11 +191,16 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
     return outcome.exit_code, outcome.message or ""
 
 
-def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None) -> tuple[int, str]:
-    """Run as a rank that torchrun or SLURM started. Returns the exit code and the message of a failure."""
+def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None, used: int) -> tuple[int, str]:
+    """Run as a rank that torchrun or SLURM started; those from `used` on have no work. Returns the exit code and a failure's message."""
     reporter = reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
     reporter.watch()
-    code = reporter.run(lambda: run_rank(frozen))
+    spare = outside.world_size - used
+    if spare:
+        leave_out_spare(outside, used)
+    code = reporter.run(lambda: run_rank(frozen)) if outside.rank < used else wait_for_end(reporter.board, outside.rank)
+    if spare and outside.rank == 0:
+        release_spare(reporter.board, code, spare)
     reporter.close()
     return code, reporter.reason if code <= 128 else ""
 

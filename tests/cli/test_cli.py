@@ -17,12 +17,15 @@ from starts import in_fresh_process
 
 from lightning_3d.cli.main import COMMANDS
 
+KEYS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "COMET_API_KEY", "MY_PASSWORD")
+CANARY = "canary-7d1f0c"
 DIVERGES = [*QUICK, "optimizer.lr=1e20", "optimizer.scheduler=null"]
 LINES: dict[str, list[str]] = {
     "run": QUICK,
     "hang": [*QUICK, *FAULTY, "+callbacks.faulty.how=hang"],
     "memory": [*QUICK, *FAULTY, "+callbacks.faulty.how=memory"],
     "sweep": ["-m", *QUICK[1:], "parallelism=dp2,tp3"],
+    "private": [*QUICK, "+callbacks.listens._target_=faulty.Listens", "+callbacks.listens.folder=."],
     "diverges": [*DIVERGES, "trainer.checkpoint_every_n_steps=1"],
 }
 
@@ -34,15 +37,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Result]:
-    """All command lines, each with a run folder of its own below `folder`."""
-    return dict(zip(LINES, run_lines(LINES, folder), strict=True))
+    """All command lines, each with a run folder of its own below `folder`; with keys in the environment."""
+    (folder / "listens").mkdir()
+    lines = {name: [word.replace("folder=.", f"folder={folder / 'listens'}") for word in words] for name, words in LINES.items()}
+    return dict(zip(LINES, run_lines(lines, folder, **dict.fromkeys(KEYS, CANARY)), strict=True))
 
 
-def run_lines(lines: dict[str, list[str]], folder: Path) -> list[Result]:
+def run_lines(lines: dict[str, list[str]], folder: Path, **more: str) -> list[Result]:
     commands = [
         ["train", *overrides, f"hydra.{'sweep' if name == 'sweep' else 'run'}.dir={folder / name}"] for name, overrides in lines.items()
     ]
-    return run_commands(commands, timeout=500, warm=True)
+    return run_commands(commands, timeout=500, warm=True, **more)
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -126,6 +131,20 @@ def test_sweep_runs_a_job_in_ranks_of_its_own(results: dict[str, Result], folder
     assert losses(folder / "sweep" / "0") == losses(folder / "run"), "a job computes what the run alone does"
 
 
+def test_f22_no_key_is_in_a_file_of_a_run(results: dict[str, Result], folder: Path) -> None:
+    assert results["private"].code == 0, results["private"].output
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 30
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert not [name for name, result in results.items() if CANARY in result.output]
+
+
+def test_f22_a_run_on_one_machine_listens_on_this_machine_only(results: dict[str, Result], folder: Path) -> None:
+    assert results["private"].code == 0, results["private"].output
+    for rank in (0, 1):
+        assert (folder / "listens" / f"listens-{rank}").read_text() == "0100007F", "127.0.0.1"
+
+
 @pytest.mark.full
 def test_callbacks_and_logger_are_choices(folder: Path) -> None:
     [quiet] = run_lines({"quiet": [*QUICK, "callbacks=none", "logger=csv"]}, folder)
@@ -137,19 +156,28 @@ def test_callbacks_and_logger_are_choices(folder: Path) -> None:
 
 def test_ranks_that_torchrun_starts_train_into_one_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
     """Its agent, rendezvous and environment, with ranks that are forked from a warm process."""
-    in_fresh_process(forked_by_torchrun, tmp_path)
+    in_fresh_process(forked_by_torchrun, tmp_path, QUICK, 2)
     (run,) = (tmp_path / "outputs").glob("*/*")
     assert losses(run) == losses(folder / "run")
 
 
-def forked_by_torchrun(folder: Path) -> None:
+def test_f48_an_elastic_run_uses_the_ranks_that_are_there(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
+    """Of three ranks: three data-parallel ranks would not divide the batch of 4, so one rank has no work."""
+    lines = [*QUICK, "parallelism=dp4", "parallelism.micro_batch_size=1", "parallelism.elastic=true", f"hydra.run.dir={tmp_path / 'run'}"]
+    in_fresh_process(forked_by_torchrun, tmp_path, lines, 3)
+    parts = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["parallelism"]
+    assert (parts["layout"], parts["elastic"]) == ("dp2", "dp4")
+    assert list(map(float, losses(tmp_path / "run"))) == pytest.approx(list(map(float, losses(folder / "run"))), rel=1e-5)
+
+
+def forked_by_torchrun(folder: Path, lines: list[str], ranks: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.update(environment())
     os.chdir(folder)
-    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two ranks"}
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, start_method="fork", **place)
-    elastic_launch(config, train_here)(QUICK)
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "some ranks"}
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, start_method="fork", **place)
+    elastic_launch(config, train_here)(lines)
 
 
 def train_here(overrides: list[str]) -> None:

@@ -346,7 +346,8 @@ def test_try_after_one_that_was_refused_takes_a_new_folder(tmp_path: Path) -> No
     assert took.path == tmp_path / "new" and took.resume is None
 
 
-def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path) -> None:
+def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.runs.folder.EARLIER_SECONDS", 0.1)
     run = new_run(tmp_path / "run").path
     if (child := os.fork()) == 0:  # a lock is a process's own
         try:

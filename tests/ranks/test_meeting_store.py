@@ -1,91 +1,77 @@
-"""Ranks that do not join are named, by the ranks that have."""
+"""Ranks that do not join are named, by the ranks that have; ports of an earlier attempt are waited for."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import socket
-import subprocess
-import sys
+import threading
 
 import pytest
-from command_line import environment
+from ranks import run_ranks
 
-SCRIPT = """
-import os, sys
-rank = int(sys.argv[1])
-from lightning_3d.errors import RendezvousError
-from lightning_3d.ranks.meeting_store import connect_store
-try:
-    connect_store(rank, 3, 6.0)
-except RendezvousError as error:
-    print(error)
-    sys.exit(error.exit_code)
-"""
-
-
-TAKEN = """
-import os, socket, sys, threading
-import torch.distributed
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, RendezvousError
 from lightning_3d.ranks import meeting_store
 
-holder = socket.socket(socket.AF_INET6)
-holder.bind(("::", 0))
-holder.listen()
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
-leaves = sys.argv[1] == "leaves"
-if leaves:
-    threading.Timer(1.5, holder.close).start()
-else:
-    meeting_store.PORT_SECONDS = 1.0
-try:
-    meeting_store.connect_store(0, 1, 5.0)
-    print("connected")
-except ConfigError as error:
-    print(error)
-"""
+
+def join(port: int, missing: int) -> tuple[str, str]:
+    """(error, what was printed) of this rank, if three ranks join except for one."""
+    rank = int(os.environ["RANK"])
+    if rank == missing:
+        return "", ""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            meeting_store.connect_store(rank, 3, 3.0)
+        except RendezvousError as error:
+            return str(error), printed.getvalue()
+    return "joined", printed.getvalue()
 
 
-def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def free_port() -> int:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        return int(holder.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def ended() -> dict[str, list[tuple[int, str, str]]]:
-    """(exit code, output, errors) of the ranks that join, by which one does not; and of rank 0 on a port that another process has."""
-    started: dict[str, list[subprocess.Popen[str]]] = {}
-    for missing in (0, 2):
-        with socket.socket() as holder:
-            holder.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
-        joining = [rank for rank in range(3) if rank != missing]
-        started[f"without {missing}"] = [start(SCRIPT, rank, LOCAL_RANK=str(rank), **place) for rank in joining]
-    started |= {how: [start(TAKEN, how)] for how in ("leaves", "stays")}
-    return {
-        name: [(process.wait(), *outputs) for process in processes if (outputs := process.communicate(timeout=90))]
-        for name, processes in started.items()
-    }
+def test_f50_rank_that_never_joins_is_named() -> None:
+    (said, printed), (_, silent), _ = run_ranks(join, 3, free_port(), 2, process_group=False)
+    assert said.startswith("Rank 2 of 3 has not joined the run within 3 s. Look at the logs of the ranks that are missing"), said
+    assert printed == silent == "", "the command line prints the error, on rank 0"
+    assert RendezvousError.exit_code == 1
 
 
-Ended = dict[str, list[tuple[int, str, str]]]
+def test_f50_rank_0_that_never_joins_is_named_by_one_other() -> None:
+    _, (said, printed), (_, silent) = run_ranks(join, 3, free_port(), 0, process_group=False)
+    assert "Rank 0 of 3 could not be reached at 127.0.0.1:" in said and "within 3 s" in said, said
+    assert printed == f"lightning_3d: {said}\n" and silent == ""
 
 
-def test_f54_port_of_the_earlier_attempt_is_waited_for(ended: Ended) -> None:
-    for how, said in (("leaves", "connected"), ("stays", "Rank 0 must listen on port")):
-        [(code, output, errors)] = ended[how]
-        assert code == 0 and output.startswith(said), output + errors
-        assert errors.count("s for 127.0.0.1:") == 1, errors
+def serve_on_a_taken_port(leaves: bool) -> tuple[str, str]:
+    """(outcome, what was printed) of rank 0 whose port another process has, which leaves it soon or never."""
+    with socket.socket(socket.AF_INET6) as holder, contextlib.redirect_stderr(io.StringIO()) as printed:
+        holder.bind(("::", 0))
+        holder.listen()
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(holder.getsockname()[1]))
+        patience, meeting_store.PORT_SECONDS = meeting_store.PORT_SECONDS, 10.0 if leaves else 0.5
+        timer = threading.Timer(0.7, holder.close)
+        if leaves:
+            timer.start()
+        try:
+            meeting_store.connect_store(0, 1, 3.0)
+        except ConfigError as error:
+            return str(error), printed.getvalue()
+        finally:
+            timer.cancel()
+            meeting_store.PORT_SECONDS = patience
+    return "connected", printed.getvalue()
 
 
-def test_f50_rank_that_never_joins_is_named(ended: Ended) -> None:
-    (code, output, errors), (other, _, silent) = ended["without 2"]
-    assert (code, other) == (1, 1)
-    assert output.startswith("Rank 2 of 3 has not joined the run within 6 s. Look at the logs of the ranks that are missing"), output
-    assert "lightning_3d:" not in errors + silent  # the command line prints the error, on rank 0
-
-
-def test_f50_rank_0_that_never_joins_is_named_by_one_other(ended: Ended) -> None:
-    (code, output, errors), (other, _, silent) = ended["without 0"]
-    assert (code, other) == (1, 1)
-    assert "Rank 0 of 3 could not be reached at 127.0.0.1:" in output and "within 6 s" in output, output
-    assert errors.count("lightning_3d: Rank 0 of 3 could not be reached") == 1 and "lightning_3d:" not in silent
+@pytest.mark.parametrize(("leaves", "outcome"), [(True, "connected"), (False, "Rank 0 must listen on port")])
+def test_f54_port_of_the_earlier_attempt_is_waited_for(leaves: bool, outcome: str) -> None:
+    [(said, printed)] = run_ranks(serve_on_a_taken_port, 1, leaves, process_group=False)
+    assert said.startswith(outcome), said
+    assert printed.count(" s for 127.0.0.1:") == 1, printed

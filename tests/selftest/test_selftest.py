@@ -30,9 +30,9 @@ def test_a_wrong_collective_is_found_and_written(tmp_path: Path, capsys: pytest.
 
 
 def test_a_hang_and_an_error_are_named_and_the_next_cell_runs() -> None:
-    finished = session.run([replace(TP, seconds=8.0), DP], 2, "cpu", 120.0, prepare=selftest_faults.hang_in_tp)
+    finished = session.run([replace(TP, seconds=4.0), DP], 2, "cpu", 120.0, prepare=selftest_faults.hang_in_tp)
     hang, exact = finished.verdicts
-    assert hang.verdict == HANGS and "no answer within 8 s" in hang.why and "selftest_faults.py" in hang.trace
+    assert hang.verdict == HANGS and "no answer within 4 s" in hang.why and "selftest_faults.py" in hang.trace
     assert exact.verdict == EXACT
 
 

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 REPOSITORY = Path(__file__).parents[2]
 OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
@@ -42,22 +44,23 @@ def environment(**more: str) -> dict[str, str]:
     return mine | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | more
 
 
-def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = False) -> list[Result]:
+def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = False, **more: str) -> list[Result]:
     """Run `lightning-3d ARGUMENTS` for each list of arguments, each in an empty working directory.
 
     Args:
         timeout: seconds for all.
         warm: in a process that has imported torch and its friends already, see `starts.in_fresh_process`.
+        **more: variables of the environment.
     """
     if warm:
         from starts import in_fresh_process
 
-        return in_fresh_process(run_here, lines, timeout=timeout)
+        return in_fresh_process(run_here, lines, more, timeout=timeout)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
         command = [sys.executable, __file__, str(answers), json.dumps(lines)]
         done = subprocess.run(
-            command, cwd=folder, env=environment(), timeout=timeout, check=False, capture_output=True, text=True
+            command, cwd=folder, env=environment(**more), timeout=timeout, check=False, capture_output=True, text=True
         )
         if not answers.is_file():
             raise AssertionError(f"the process that runs command lines ended with {done.returncode}:\n{done.stderr}")
@@ -80,9 +83,9 @@ def _main() -> None:
     answers.write_text(json.dumps(results))
 
 
-def run_here(lines: list[list[str]]) -> list[Result]:
+def run_here(lines: list[list[str]], more: Mapping[str, str] = MappingProxyType({})) -> list[Result]:
     """In this process, whose environment it changes."""
-    os.environ.update(environment())
+    os.environ.update(environment(**more))
     return [_run(arguments) for arguments in lines]
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,23 @@ class FailAtStep(Callback):
             raise ArithmeticError(f"rank {self.rank} cannot go on")
         if self.how == "hang":
             time.sleep(600)
+
+
+class Listens(Callback):
+    """Writes to a file of each rank on which addresses its process listens (Linux)."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:  # listens
+                    found.add(fields[1].partition(":")[0])
+        (self.folder / f"listens-{trainer.global_rank}").write_text("\n".join(sorted(found)))
 
 
 class KillInSave(Callback):

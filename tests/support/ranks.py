@@ -74,7 +74,9 @@ class RankTimeout(TimeoutError):
 
 
 class RankDied(RuntimeError):
-    """A rank process ended without an answer (a signal, ``os._exit``, out of memory)."""
+    """A rank process ended without an answer (a signal, ``os._exit``, out of memory); ``answers`` are those of the others."""
+
+    answers: list[Any] = []  # replaced on instances
 
 
 class RankFailure(RuntimeError):
@@ -194,6 +196,8 @@ class RankPool:
         for text in dict.fromkeys(answers[rank].traceback for rank in failed):  # each different one once
             ranks = [rank for rank in failed if answers[rank].traceback == text]
             error.add_note(f"ranks {ranks} of {world_size} raised:\n{text}{self._log_tail(ranks[0])}")
+        if isinstance(error, RankDied):
+            error.answers = [pickle.loads(answer.payload) for answer in answers.values() if answer.ok]
         missing = [rank for rank in range(world_size) if rank not in answers]
         if missing:
             error.add_note(f"ranks {missing} had not finished {OTHERS_SECONDS:.0f} s after the first failure")

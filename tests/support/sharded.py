@@ -24,6 +24,7 @@ from lightning_3d.parallel.tensor import (
     shard_sequence,
     shard_specs,
 )
+from lightning_3d.parallel.tensor.head_arguments import Place
 from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes, find_local_sizes
 
 Gradients = dict[str, Tensor]
@@ -102,7 +103,7 @@ def cut(
         gather_regions(model, regions, context)
         shard_sequence(model, regions, context)
     rewrite(model, parsed, specs, context, regions)
-    apply_local_sizes(model, sizes)
+    apply_local_sizes(model, sizes, Place(rank, size))
     return parsed, specs
 
 

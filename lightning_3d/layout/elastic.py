@@ -1,0 +1,62 @@
+"""The layout of an elastic run on the ranks that are there. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_3d.errors import LayoutError
+from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
+from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.resolve import check_expert_groups, resolve_layout
+
+
+def fitting_layout(
+    layout: str | Layout, *, ranks: int, global_batch_size: int, micro_batch_size: int | None = None, schedule: str | None = None
+) -> Layout:
+    """Return the largest layout up to `layout` that fits on a number of ranks. It differs in data parallelism only.
+
+    The global batch stays the same, so each data-parallel rank gets more rows. A dp that does not divide them is left out; then some ranks
+    have no work.
+
+    Args:
+        layout: layout with all ranks.
+        ranks: number of ranks that are there.
+        global_batch_size: rows of an optimizer step over all data-parallel ranks.
+        micro_batch_size: rows of a micro-batch; None if it may be any.
+        schedule: name of the pipeline schedule; None for the default.
+
+    Raises:
+        LayoutError: `layout` does not suit the batch, or one replica of the model needs more ranks than are there.
+    """
+    whole, name = resolve_layout(layout, schedule)
+    _check(whole, name, global_batch_size, micro_batch_size)
+    replica = whole.world_size // whole.dp
+    found = _first(whole, name, range(min(whole.dp, ranks // replica), 0, -1), global_batch_size, micro_batch_size)
+    if found is not None:
+        return found
+    smallest = _first(whole, name, range(1, whole.dp + 1), global_batch_size, micro_batch_size) or whole
+    raise LayoutError(
+        f"{ranks} rank{'s are' if ranks != 1 else ' is'} here, but the smallest layout to which {whole} can shrink is {smallest}, with"
+        f" {smallest.world_size} ranks. Wait until more ranks are there, or name a layout with a smaller tp, pp or cp."
+    )
+
+
+def _first(whole: Layout, schedule: str, degrees: Iterable[int], global_batch: int, micro_batch: int | None) -> Layout | None:
+    """Return the layout with the first degree of data parallelism that works; None if none does."""
+    for dp in degrees:
+        smaller = replace(whole, dp=dp)
+        try:
+            _check(smaller, schedule, global_batch, micro_batch)
+        except LayoutError:
+            continue
+        return smaller
+    return None
+
+
+def _check(layout: Layout, schedule: str, global_batch: int, micro_batch: int | None) -> None:
+    """Raise LayoutError if a layout suits neither its experts nor the batch."""
+    check_expert_groups(layout)
+    if micro_batch is None:
+        micro_batch = largest_micro_batch(layout, schedule, global_batch)
+    check_batch(layout, global_batch, micro_batch, schedule)
