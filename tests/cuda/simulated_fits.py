@@ -8,6 +8,7 @@ import signal
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import checkpoint_fits
 import lightning.pytorch as pl
@@ -22,10 +23,22 @@ from parity import Module, Rows, StepValues, quiet_trainer
 from reference import Recipe, cut, data
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_3d.checkpoint.store import CheckpointStore
+
+SAVE = CheckpointStore.save
+
 
 def straight(layout: str, epochs: int = 2, **more: Any) -> list[float]:
     """Losses of all steps, and of a validation at the end."""
     return checkpoint_fits.fit(layout, epochs, **more)
+
+
+def save_and_join(store: CheckpointStore, *args: Any) -> bool:
+    """Save in the background, and wait for the writer before this thread waits for the GPU, which would help a writer that does not."""
+    saved = SAVE(store, *args)
+    if store._pending is not None:
+        store._pending.join(60)
+    return saved
 
 
 def resumed(layout: str, other: str, folder: str, **more: Any) -> list[float]:
@@ -33,7 +46,8 @@ def resumed(layout: str, other: str, folder: str, **more: Any) -> list[float]:
     saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     values = StepValues()
     trainer, rows = make_trainer(layout, 1, [values, saved], **more)
-    trainer.fit(TiedModel(), datamodule=rows)
+    with patch.object(CheckpointStore, "save", save_and_join):
+        trainer.fit(TiedModel(), datamodule=rows)
     last = max(Path(folder).glob("step=*"), key=lambda path: int(path.stem.partition("=")[2]))
     return values.losses + checkpoint_fits.fit(other, 2, resume=str(last), **more)
 

@@ -26,12 +26,13 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("seed", range(20))
 def test_faults_are_apart_and_the_same_for_a_seed(chaos: ModuleType, seed: int) -> None:
     kinds = sorted(chaos.NAMED)
-    faults = chaos.choose(seed, 9, 120, 4, kinds)
+    count, steps = len(kinds), 170
+    faults = chaos.choose(seed, count, steps, 4, kinds)
     places = [one.step for one in faults]
     assert sorted(one.kind for one in faults) == kinds
     assert all(later - earlier >= chaos.APART for earlier, later in zip(places, places[1:], strict=False))
-    assert min(places) >= chaos.FIRST and max(places) <= 120 - chaos.APART and all(1 <= one.rank < 4 for one in faults)
-    assert [(one.kind, one.step, one.rank) for one in chaos.choose(seed, 9, 120, 4, kinds)] == [
+    assert min(places) >= chaos.FIRST and max(places) <= steps - chaos.APART and all(1 <= one.rank < 4 for one in faults)
+    assert [(one.kind, one.step, one.rank) for one in chaos.choose(seed, count, steps, 4, kinds)] == [
         (one.kind, one.step, one.rank) for one in faults
     ]
 
@@ -41,10 +42,15 @@ def test_too_few_steps_are_refused(chaos: ModuleType) -> None:
         chaos.choose(0, 9, 60, 4, sorted(chaos.NAMED))
 
 
-@pytest.mark.full
+SHORT = "--layout dp2 --faults 2 --steps 50 --kinds kill_in_a_save nan"
+LONG = "--layout dp2 --faults 5 --steps 80 --kinds kill nan flip stop full_disk"
+NODES = "--layout tp2_dp2 --faults 3 --steps 70 --kinds cut nan raise --two-nodes"
+
+
 @pytest.mark.timeout(600)
-def test_a_run_with_faults_is_that_without() -> None:
-    words = ["--layout", "dp2", "--faults", "4", "--steps", "66", "--kinds", "kill", "nan", "flip", "stop"]
-    done = subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=590, check=False)
+@pytest.mark.parametrize("words", [SHORT, *(pytest.param(words, marks=pytest.mark.full) for words in (LONG, NODES))])
+def test_a_run_with_faults_is_that_without(words: str) -> None:
+    given = [word.replace("_", " ") if "disk" in word or "save" in word else word for word in words.split()]
+    done = subprocess.run([sys.executable, str(TOOL), *given], capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same losses and weights as without faults, to the last bit; nothing is left behind" in done.stdout

@@ -1,15 +1,19 @@
 """Trains while ranks are killed, stopped and slowed, bits flip and losses become NaN, and shows that nothing is lost.
 
-    python tools/chaos/chaos.py [--seed N] [--steps N] [--faults N] [--layout NAME]
+    python tools/chaos/chaos.py [--seed N] [--steps N] [--faults N] [--layout NAME] [--two-nodes]
 
 A run and the same run with faults, which is started again whenever it ends early, must have the same loss in every step and the same
 final weights, to the last bit. Each fault must be named by the run's messages. Prints a table: the fault, what was said, and after how many
 seconds; and the share of time that went into steps that were kept. The exit code is 1 if anything is missing or left behind.
+
+With --two-nodes, torchrun starts the ranks on two network namespaces, and the network between them can be cut. That needs root, and so does
+the fault "full disk".
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -26,6 +30,12 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from starts import small_disk  # noqa: E402
+from two_nodes import ADDRESSES, TwoNodes, two_nodes  # noqa: E402
+
+_DISK = 256 * 2**20
 MOST_STARTS_PER_FAULT = 2
 FIRST, APART = 8, 11
 """The first step with a fault, and the least distance: a fault that the next one hides cannot be named."""
@@ -40,8 +50,13 @@ NAMED = {
     "nan": r"the loss is nan .*Computed again from the same numbers, the step is finite",
     "flip": r"rank {rank} \(\S+, cpu\).*(holds other|hold different) weights",
     "slow": r"Slow: rank {rank} \(",
+    "kill in a save": r"rank {rank} of \d+ failed:\nit was killed by SIGKILL",
+    "full disk": r"Checkpoint \S+ could not be written; training continues without it: .*No space left on device",
+    "cut": r"The node node1 with \d+ ranks? \(\S+\) is lost",
 }
 """What a run must say of each fault. A process that is killed from outside says nothing."""
+
+ON_TWO_NODES = ("cut", "raise", "nan", "flip", "slow")
 
 
 @dataclass
@@ -53,6 +68,7 @@ class Said:
     rank: int
     words: str = ""
     seconds: float | None = None
+    output: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,32 +77,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--faults", type=int, default=6)
     parser.add_argument("--layout", default="tp2_dp2")
-    parser.add_argument("--kinds", nargs="*", default=sorted(NAMED), choices=sorted(NAMED))
+    parser.add_argument("--kinds", nargs="*", choices=sorted(NAMED))
+    parser.add_argument("--two-nodes", action="store_true")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        return run(options, Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos_")))
+        try:
+            stack.enter_context(small_disk(folder / "chaos_disk", _DISK))
+        except PermissionError as error:
+            print(f"no fault fills the disk: {error}")
+            (folder / "chaos_disk").mkdir(exist_ok=True)
+            possible = [kind for kind in NAMED if kind != "full disk"]
+        else:
+            possible = list(NAMED)
+        nodes = stack.enter_context(two_nodes(folder)) if options.two_nodes else None
+        options.kinds = options.kinds or sorted(ON_TWO_NODES if nodes is not None else set(possible) - {"cut"})
+        return run(options, folder, nodes)
 
 
-def run(options: argparse.Namespace, folder: Path) -> int:
+def run(options: argparse.Namespace, folder: Path, nodes: TwoNodes | None) -> int:
     """Train twice and compare. Returns the exit code."""
     ranks = _ranks_of(options.layout)
     faults = choose(options.seed, options.faults, options.steps, ranks, options.kinds)
     (folder / "plan.json").write_text(json.dumps([{"kind": one.kind, "step": one.step, "rank": one.rank} for one in faults]))
     (folder / "done").mkdir()
     began = time.monotonic()
-    start(options, folder, "calm", [])
+    start(folder, command_of(options, place(folder, "calm")))
     calm = time.monotonic() - began
     began, starts = time.monotonic(), 0
     given = {"_target_": "chaos_faults.Faults", "plan": folder / "plan.json", "done": folder / "done"}
     spoil = [f"+callbacks.faults.{key}={value}" for key, value in given.items()]
+    command = command_of(options, place(folder, "chaos"), spoil)
     while True:
         starts += 1
-        code, output = start(options, folder, "chaos", spoil)
+        code, output = start(folder, command) if nodes is None else start_on(nodes, ranks // 2, folder, command, faults)
         _hear(faults, folder, output)
         if code == 0 or starts > 1 + MOST_STARTS_PER_FAULT * len(faults):
             break
     wall = time.monotonic() - began
-    problems = _compare(folder) + [f"not named: {one.kind} at step {one.step}" for one in faults if NAMED[one.kind] and not one.words]
+    unnamed = [one for one in faults if NAMED[one.kind] and not one.words]
+    problems = _compare(folder) + [f"not named: {one.kind} at step {one.step}:\n{one.output[-3000:]}" for one in unnamed]
     problems += [f"left behind: {line}" for line in _left(folder)]
     problems += [f"the run ended with exit code {code}: {output[-2000:]}"] if code else []
     _show(faults, folder, starts, wall, calm)
@@ -111,26 +141,62 @@ def choose(seed: int, count: int, steps: int, ranks: int, kinds: Sequence[str]) 
     return [Said(kind, place, numbers.randrange(1, ranks)) for kind, place in zip(order[:count], places, strict=True)]
 
 
-def start(options: argparse.Namespace, folder: Path, name: str, more: list[str]) -> tuple[int, str]:
-    """Train until the run ends. Returns its exit code and what it printed."""
-    words = [
-        *(f"parallelism={options.layout}", "parallelism.zero_stage=0", "model=llama_tiny", "precision=fp32"),
+def place(folder: Path, name: str) -> Path:
+    """Return the run folder of a run; that of the one with faults is on a disk of its own."""
+    return folder / "chaos_disk" / name if name == "chaos" else folder / name
+
+
+def command_of(options: argparse.Namespace, run: Path, more: Sequence[str] = ()) -> list[str]:
+    """Return the overrides of a run."""
+    return [
+        *(f"parallelism={options.layout}", "parallelism.zero_stage=0", "model=llama_tiny", "precision=fp32", "cluster=local_cpu"),
         *(f"trainer.max_steps={options.steps}", f"trainer.val_check_interval={options.steps}", "trainer.limit_val_batches=1"),
         *("trainer.checkpoint_every_n_steps=5", "trainer.check_replicas_every_n_steps=5", "trainer.slow_rank_steps=10"),
-        *("trainer.hang_timeout=3", "trainer.auto_resume=true", "trainer.restarts_without_progress=null"),
+        *(f"trainer.hang_timeout={60 if options.two_nodes else 3}", "trainer.auto_resume=true", "trainer.restarts_without_progress=null"),
         *("model.config.hidden_size=64", "model.config.intermediate_size=96", "model.config.num_hidden_layers=2"),
         "model.config.head_dim=8",
         *("data.sequence_length=32", "data.val_sequences=4", "data.global_batch_size=8", "parallelism.micro_batch_size=2"),
-        f"hydra.run.dir={folder / name}",
+        f"hydra.run.dir={run}",
         *more,
     ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with (folder / f"{name}.out").open("a+") as output:
-        begin = output.tell()
-        command = [sys.executable, "-m", "lightning_3d", "train", *words]
-        code = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False, timeout=900).returncode
-        output.seek(begin)
-        return code, output.read()
+
+
+def start(folder: Path, overrides: Sequence[str]) -> tuple[int, str]:
+    """Train until the run ends. Returns its exit code and what it printed."""
+    command = [sys.executable, "-m", "lightning_3d", "train", *overrides]
+    log = folder / "output"
+    with log.open("w") as output:
+        code = subprocess.run(command, cwd=folder, env=_environment(), stdout=output, stderr=output, check=False, timeout=3600).returncode
+    return code, log.read_text()
+
+
+def start_on(nodes: TwoNodes, ranks: int, folder: Path, overrides: Sequence[str], faults: Sequence[Said]) -> tuple[int, str]:
+    """Train with torchrun on two nodes until the ranks of the first have ended, and cut the network when a fault asks for it."""
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "chaos", "--max-restarts", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks), *meet]
+    command = [*torchrun, str(ROOT / "train.py"), *overrides]
+    logs = [folder / f"node{node}.log" for node in (0, 1)]
+    for log in logs:
+        log.write_text("")
+    notes = [folder / "done" / f"{number}.json" for number, one in enumerate(faults) if one.kind == "cut"]
+    seen = {note for note in notes if note.exists()}
+    first, second = (nodes.start(node, command, folder, _environment(), logs[node]) for node in (0, 1))
+    while first.poll() is None:
+        if fresh := {note for note in notes if note.exists()} - seen:
+            nodes.cut()
+            seen |= fresh
+        time.sleep(0.2)
+    if first.returncode == 0:
+        second.wait(60)
+    else:  # cut off, torchrun itself would wait for minutes
+        subprocess.run(["pkill", "-KILL", "-f", f"hydra.run.dir={place(folder, 'chaos')}"], check=False)
+        second.wait(60)
+    nodes.mend()
+    return first.returncode, "".join(log.read_text() for log in logs)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def _ranks_of(layout: str) -> int:
@@ -147,6 +213,7 @@ def _hear(faults: list[Said], folder: Path, output: str) -> None:
         if not note.exists() or one.seconds is not None:
             continue
         one.seconds = time.time() - json.loads(note.read_text())["time"]
+        one.output = output
         found = re.search(pattern.format(rank=one.rank), output) if pattern is not None else None
         one.words = next(line for line in found[0].splitlines()[::-1] if line.strip())[:110] if found else ""
 
@@ -155,10 +222,10 @@ def _compare(folder: Path) -> list[str]:
     """Say what differs between the two runs."""
     columns = []
     for name in ("calm", "chaos"):
-        with (folder / name / "metrics.csv").open() as file:
+        with (place(folder, name) / "metrics.csv").open() as file:
             columns.append([(row["step"], row["loss"], row["grad_norm"]) for row in csv.DictReader(file)])
     problems = [] if columns[0] == columns[1] else ["the losses differ"]
-    hashes = [_hashes(folder / name) for name in ("calm", "chaos")]
+    hashes = [_hashes(place(folder, name)) for name in ("calm", "chaos")]
     return problems + ([] if hashes[0] == hashes[1] and hashes[0] else ["the final weights differ"])
 
 
@@ -180,7 +247,7 @@ def _show(faults: list[Said], folder: Path, starts: int, wall: float, calm: floa
     for one in faults:
         seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
         print(f"{one.kind:<16} {one.step:>4} {one.rank:>4} {seconds:>8}  {one.words}")
-    with (folder / "chaos" / "metrics.csv").open() as file:
+    with (place(folder, "chaos") / "metrics.csv").open() as file:
         times = [float(row["step_seconds"]) for row in csv.DictReader(file)]
     kept = median(times) * len(times)
     print(f"{starts} starts in {wall:.0f} s; without faults one, in {calm:.0f} s")

@@ -6,12 +6,16 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+_BALLAST = "ballast"
+_SMALL_FILES = 128 * 1024  # bytes
 
 
 class Faults(pl.Callback):
@@ -25,9 +29,11 @@ class Faults(pl.Callback):
     def __init__(self, plan: str, done: str) -> None:
         self._faults = list(enumerate(json.loads(Path(plan).read_text())))
         self._done = Path(done)
-        self._slow_until = 0
+        self._slow_until = self._full_until = 0
+        self._ballast: Path | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        (Path(trainer.default_root_dir) / _BALLAST).unlink(missing_ok=True)  # of an attempt that ended meanwhile
         step = module.training_step
 
         def spoiled(*args: Any, **kwargs: Any) -> Any:
@@ -51,17 +57,40 @@ class Faults(pl.Callback):
             os.kill(os.getppid(), signal.SIGKILL)
         if self._take(trainer, "flip"):
             _flip_a_bit(module)
+        self._take(trainer, "cut")  # the network, by `chaos.py`, which waits for the note
+        if self._take(trainer, "full disk"):
+            self._fill(trainer)
+        if self._ballast is not None and trainer.global_step >= self._full_until:
+            self._ballast.unlink(missing_ok=True)
+            self._ballast = None
         if self._take(trainer, "slow"):
             self._slow_until = trainer.global_step + 40
         if trainer.global_step < self._slow_until:
             time.sleep(0.1)
 
-    def _take(self, trainer: pl.Trainer, kind: str) -> bool:
-        """Return whether a fault of this kind happens now on this rank, and note it."""
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._take(trainer, "kill in a save", later=True):
+            threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def _fill(self, trainer: pl.Trainer) -> None:
+        """Leave room on the disk of the run for the small files only, for as long as it takes to save twice."""
+        folder = Path(trainer.default_root_dir)
+        self._ballast, self._full_until = folder / _BALLAST, trainer.global_step + 8
+        space = os.statvfs(folder)
+        with self._ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, space.f_bavail * space.f_frsize - _SMALL_FILES))
+
+    def _take(self, trainer: pl.Trainer, kind: str, later: bool = False) -> bool:
+        """Return whether a fault of this kind happens now on this rank, and note it.
+
+        Args:
+            later: whether a step after that of the fault will do.
+        """
         for number, fault in self._faults:
             note = self._done / f"{number}.json"
-            here = (fault["kind"], fault["step"] - 1, fault["rank"]) == (kind, trainer.global_step, trainer.global_rank)
-            if here and not note.exists():
+            here = (fault["kind"], fault["rank"]) == (kind, trainer.global_rank)
+            step = fault["step"] - 1
+            if here and (step <= trainer.global_step if later else step == trainer.global_step) and not note.exists():
                 note.write_text(json.dumps({"time": time.time()}))
                 return True
         return False

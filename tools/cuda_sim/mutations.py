@@ -25,7 +25,7 @@ PACKAGE = ROOT / "lightning_3d"
 METHODS = ("wait_stream", "wait_event", "synchronize", "record_stream", "wait")
 NOT_ON_A_GPU = (
     "checkpoint/store.py", "ranks/", "storage/", "launchers/", "runs/", "parallel/gloo_exchange.py", "strategy/checkpoint_hooks.py",
-    "doctor/",
+    "doctor/", "health/lost_nodes.py",
 )  # fmt: skip
 """Files whose `wait` is for a thread, a process or gloo."""
 
