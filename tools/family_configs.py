@@ -153,13 +153,13 @@ def families() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(family: str) -> Any:
+def tiny_config(family: str, dropout: float = 0.0) -> Any:
     """The configuration of a family, made small."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family]
     own = OVERRIDES.get(family, {})
-    return kind(**_settings(kind(**own.get("__init__", {})), {k: v for k, v in own.items() if k != "__init__"}))
+    return kind(**_settings(kind(**own.get("__init__", {})), {k: v for k, v in own.items() if k != "__init__"}, dropout))
 
 
 def build(family: str) -> Any:
@@ -169,18 +169,18 @@ def build(family: str) -> Any:
     return AutoModelForCausalLM.from_config(tiny_config(family))
 
 
-def _settings(default: Any, own: dict[str, Any]) -> dict[str, Any]:
+def _settings(default: Any, own: dict[str, Any], dropout: float) -> dict[str, Any]:
     """Arguments that make a configuration like `default`, but small."""
     aliases = getattr(default, "attribute_map", {})
     settings = {name: value for name, value in SIZES.items() if name in vars(default) or name in aliases}
     if "kv_lora_rank" in settings or "qk_nope_head_dim" in settings:  # latent attention has as many key heads as query heads
         settings["num_key_value_heads"] = settings["num_attention_heads"]
-    settings |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
+    settings |= {name: dropout for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
     settings |= {name: 0.0 for name, value in vars(default).items() if "jitter" in name and isinstance(value, float)}
     for name in getattr(default, "sub_configs", {}):
         nested = getattr(default, name, None)
         if nested is not None and hasattr(nested, "to_dict"):
-            settings[name] = {"model_type": nested.model_type} | _settings(nested, own.get(name, {}))
+            settings[name] = {"model_type": nested.model_type} | _settings(nested, own.get(name, {}), dropout)
     settings |= {name: value for name, value in own.items() if name not in getattr(default, "sub_configs", {})}
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types"):
         kinds = list(dict.fromkeys(getattr(default, name, None) or ()))

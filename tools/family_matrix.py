@@ -1,7 +1,7 @@
 """Every family of causal language models in Transformers on every layout, against a plain PyTorch loop on one process.
 
-    python tools/family_matrix.py --layouts tp2 pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4]
-        [--out FILE.csv] [--resume] [--self-check never] [--verified]
+    python tools/family_matrix.py --layouts tp2 pp2 tp2_pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4]
+        [--variant padding] [--out FILE.csv] [--resume] [--self-check never] [--verified]
 
 A tiny model of each family trains 4 steps of AdamW on CPU ranks, in an ordinary LightningModule with `Lightning3DStrategy`. Losses,
 gradient norms and final weights are compared with those of the same model in a loop of Transformers and PyTorch alone. A difference
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -45,6 +46,8 @@ from family_training import (
     LARGE_EPSILON,
     NO_REFERENCE,
     REFUSED,
+    SAID,
+    VARIANTS,
     WRONG,
     Recipe,
     Reference,
@@ -59,7 +62,7 @@ from ranks import RankPool, RankTimeout
 from lightning_3d.config.options.self_check import MODES
 from lightning_3d.strategy.self_check.remembered import VERIFIED, family_of, versions
 
-LAYOUTS = ("tp2", "pp2", "zero3", "ep2_dp2", "cp2")
+LAYOUTS = ("tp2", "pp2", "tp2_pp2", "zero3", "ep2_dp2", "cp2")
 KINDS = (EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE)
 BAD = {WRONG, CRASH, HANG}
 FIELDS = ("family", "layout", "verdict", "loss", "norm", "weight", "noise_loss", "noise_norm", "noise_weight", "seconds", "detail")
@@ -101,8 +104,8 @@ def short(text: str, length: int = 200) -> str:
 class Matrix:
     """Runs cells on one pool of ranks, and each family's reference once."""
 
-    def __init__(self, timeout: float, pool: RankPool | None = None, self_check: str = "auto") -> None:
-        self._timeout, self._self_check = timeout, self_check
+    def __init__(self, timeout: float, pool: RankPool | None = None, self_check: str = "auto", variant: str = "") -> None:
+        self._timeout, self._self_check, self._variant = timeout, self_check, variant
         self._pool = pool or RankPool(limit=4)
         self._references: dict[Recipe, Reference | str] = {}
         self._cells = 0
@@ -110,7 +113,7 @@ class Matrix:
     def run(self, family: str, layout: str) -> Cell:
         """One cell, with a second opinion on differences that may be rounding."""
         started = time.monotonic()
-        verdict = self._measure(Recipe(family), layout)
+        verdict = self._measure(Recipe(family, variant=self._variant), layout)
         if verdict.error is not None and (verdict.kind == WRONG or not verdict.is_plain):
             verdict = self._again(family, layout, verdict)
         self._cells += 1
@@ -128,7 +131,7 @@ class Matrix:
 
     def _again(self, family: str, layout: str, first: Verdict) -> Verdict:
         zero = parse(layout)[1] > 0
-        recipe = Recipe(family, epsilon=LARGE_EPSILON) if zero else Recipe(family, "float64")
+        recipe = Recipe(family, epsilon=LARGE_EPSILON, variant=self._variant) if zero else Recipe(family, "float64", variant=self._variant)
         second = self._measure(recipe, layout)
         how = f"with Adam's epsilon {LARGE_EPSILON:g}" if zero else "in float64"
         if second.kind == EXACT and second.error is not None and first.error is not None:
@@ -147,7 +150,10 @@ class Matrix:
         except RankTimeout as error:
             return Verdict(HANG, "\n".join([str(error), *getattr(error, "__notes__", [])]))
         except Exception as error:
-            return Verdict(CRASH, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
+            text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+            said = re.findall(rf"^{SAID}(.*)$", text, re.MULTILINE) + [one for one in getattr(error, "answers", ()) if isinstance(one, str)]
+            # A rank that refuses ends the others, which wait for it, with exit code 2.
+            return Verdict(REFUSED, said[0]) if said and "ended with exit code 2 and no answer" in text else Verdict(CRASH, text)
         refused = [part for part in parts if isinstance(part, str)]
         if refused:
             return Verdict(REFUSED if len(refused) == len(parts) else CRASH, refused[0])
@@ -165,10 +171,10 @@ class Matrix:
 
 
 def sweep(
-    chosen: Iterable[str], layouts: Iterable[str], timeout: float, done: set[tuple[str, str]], self_check: str = "auto"
+    chosen: Iterable[str], layouts: Iterable[str], timeout: float, done: set[tuple[str, str]], self_check: str = "auto", variant: str = ""
 ) -> Iterator[Cell]:
     """The cells that are not done yet, family by family."""
-    matrix = Matrix(timeout, self_check=self_check)
+    matrix = Matrix(timeout, self_check=self_check, variant=variant)
     try:
         for family in chosen:
             for layout in layouts:
@@ -244,6 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="skip the cells that --out has already")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a cell")
     parser.add_argument("--self-check", default="auto", choices=MODES, help="of the strategy; never: the rewrites alone are judged")
+    parser.add_argument("--variant", default="", choices=VARIANTS, help="padded rows, the loss of routers, or dropout in evaluation mode")
     parser.add_argument("--verified", action="store_true", help="add what is exact to the package's list of verified families")
     given = parser.parse_args(arguments)
     known = families()
@@ -254,7 +261,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = rows_of(given.out) if given.resume else []
     seen = [(row["family"], row["layout"], row["verdict"]) for row in rows]
     with open_csv(given.out, rows) as write:
-        for cell in sweep(chosen, given.layouts, given.timeout, {(row["family"], row["layout"]) for row in rows}, given.self_check):
+        done = {(row["family"], row["layout"]) for row in rows}
+        for cell in sweep(chosen, given.layouts, given.timeout, done, given.self_check, given.variant):
             print(cell.line(), flush=True)
             write(cell)
             seen.append((cell.family, cell.layout, cell.verdict.kind))

@@ -26,18 +26,28 @@ from lightning_3d.layout import Layout
 STEPS = 4
 ROWS = 8  # of a global batch
 PLAIN_WEIGHT = 1e-5  # of the 1.2e-3 that AdamW moves a weight in 4 steps; more is looked at again
+SHORTEST = 5  # tokens of a row with padding
 EPSILON = 1e-8
 LARGE_EPSILON = 1e-4  # at which a gradient of rounding errors does not move a weight
+PADDING, ROUTERS, DROPOUT = "padding", "routers", "dropout"
+VARIANTS = ("", PADDING, ROUTERS, DROPOUT)
+SAID = "refused: "
 EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE = "exact", "refused", "WRONG", "crash", "hang", "no reference"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run of a family, without its layout."""
+    """One training run of a family, without its layout.
+
+    Attributes:
+        variant: "padding": rows of different lengths, with labels for their tokens only. "routers": with the loss of routers. "dropout":
+            dropout of 0.1 in the configuration, and the model in evaluation mode, in which it must do nothing.
+    """
 
     family: str
     dtype: str = "float32"
     epsilon: float = EPSILON
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,11 @@ def initial_model(recipe: Recipe) -> nn.Module:
     """The model in memory, the same in every process. No weight keeps a zero or a one, behind which an error could hide."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(recipe.family)
+    config = tiny_config(recipe.family, 0.1 if recipe.variant == DROPOUT else 0.0)
+    if recipe.variant == ROUTERS:
+        if not hasattr(config, "output_router_logits"):
+            raise ValueError("it has no loss of routers")
+        config.output_router_logits = True
     if recipe.dtype == "float64":  # grouped matrix products do not know it
         for own in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
             if own is not None:
@@ -86,14 +100,23 @@ def initial_model(recipe: Recipe) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model.to(getattr(torch, recipe.dtype)).train()
+    return model.to(getattr(torch, recipe.dtype)).train(recipe.variant != DROPOUT)
 
 
-def batches() -> dict[str, Tensor]:
+def batches(variant: str = "") -> dict[str, Tensor]:
     """All rows of the run in their order; small tokens more often, so that there is something to learn."""
     uniform = torch.rand((STEPS * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(2))
     ids = 3 + (uniform.square() * (VOCABULARY - 3)).long()
-    return {"input_ids": ids, "labels": ids.clone()}
+    if variant != PADDING:
+        return {"input_ids": ids, "labels": ids.clone()}
+    lengths = torch.randint(SHORTEST, SEQUENCE + 1, (len(ids), 1), generator=torch.Generator().manual_seed(3))
+    there = torch.arange(SEQUENCE) < lengths
+    return {"input_ids": ids * there, "labels": ids.masked_fill(~there, -100), "attention_mask": there.long()}
+
+
+def trained_tokens(batch: dict[str, Tensor]) -> int:
+    """Tokens that count in the loss: the first of a row is not predicted."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 class DoubleInside(TorchFunctionMode):
@@ -134,12 +157,14 @@ def train(recipe: Recipe, rows: int = ROWS) -> Run:
     model = initial_model(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=recipe.epsilon)
     losses, norms = [], []
-    data = batches()
+    data = batches(recipe.variant)
     with default_dtype(getattr(torch, recipe.dtype)):
         for step in range(STEPS):
             loss = 0.0
             for start in reversed(range(step * ROWS, (step + 1) * ROWS, rows)):
-                part = loss_of(model, {key: value[start : start + rows] for key, value in data.items()}, recipe.dtype) * rows / ROWS
+                batch = {key: value[start : start + rows] for key, value in data.items()}
+                share = trained_tokens(batch) / trained_tokens({key: value[step * ROWS :][:ROWS] for key, value in data.items()})
+                part = loss_of(model, batch, recipe.dtype) * share
                 part.backward()
                 loss += part.item()
             losses.append(loss)
@@ -200,9 +225,11 @@ def train_on_rank(recipe: Recipe, layout: str, self_check: str = "auto") -> Part
             callbacks=[values],
         )
         module = Module(recipe)
-        trainer.fit(module, datamodule=Data(Rows(batches()), ROWS // degrees.dp))
+        trainer.fit(module, datamodule=Data(Rows(batches(recipe.variant)), ROWS // degrees.dp))
     except Lightning3DError as error:
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        print(f"{SAID}{' '.join(text.split())}", flush=True)  # in the log: another rank may be ended before it can answer
+        return text
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     return Part(values.losses, values.grad_norms, weights, copy.deepcopy(dict(strategy.specs)))
 

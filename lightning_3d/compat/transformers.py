@@ -25,6 +25,18 @@ def is_transformers_model(module: nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
+def is_transposed_linear(module: object) -> bool:
+    """Return whether `module` is Transformers' Conv1D (GPT-2): a linear layer with a weight of shape (in, out), and a bias."""
+    return any(kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" for kind in type(module).__mro__)
+
+
+def linear_sizes(module: Any) -> tuple[int, int] | None:
+    """Return (inputs, outputs) of a linear layer, of torch or Transformers' Conv1D; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return (module.nx, module.nf) if is_transposed_linear(module) else None
+
+
 def models_in(root: nn.Module) -> dict[str, nn.Module]:
     """Find the Transformers models in a module, by name, without those inside others."""
     found: dict[str, nn.Module] = {}

@@ -173,9 +173,17 @@ def find_pipeline_module(
     if user_plan:
         raise PlanError(_what_does_not_match(root, user_plan))
     raise NoPlanError(
-        f"No submodule of {type(root).__name__} declares a parallel plan. Pass plan={{'tp': ..., 'pp': ...}}, with"
-        " names relative to the model."
+        f"{_largest_part(root)} declares no parallel plan, which tp, pp and ep need. Data parallelism needs none, also with zero_stage=3."
+        " For the others pass plan={'tp': ..., 'pp': ...}, with names relative to the model."
     )
+
+
+def _largest_part(root: nn.Module) -> str:
+    """Name the child with most of the parameters, which is probably the model."""
+    kind = type(root).__name__
+    sizes = {name: sum(parameter.numel() for parameter in child.parameters()) for name, child in root.named_children()}
+    name = max(sizes, key=lambda name: sizes[name], default="")
+    return f"{type(root.get_submodule(name)).__name__} (the '{name}' of {kind})" if name else kind
 
 
 def _what_does_not_match(root: nn.Module, user_plan: Mapping[str, Any]) -> str:
@@ -247,6 +255,15 @@ def _declared(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     pp.update(_as_dict(getattr(type(module), "_pp_plan", None)))
     # The instance's plan is the same unless a user has set another one (model.tp_plan = ...).
     return _as_dict(vars(module).get("_tp_plan")) or tp, pp
+
+
+def declares_blocks(module: nn.Module) -> bool:
+    """Return whether a model declares a tensor-parallel plan for more than its embedding and head."""
+    try:
+        plan = read_plan(module)
+    except PlanError:
+        return False
+    return not set(plan.tp) <= {plan.embedding, plan.head}
 
 
 def _declared_ep(module: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import NoPlanError, PlanError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
-from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, find_transformers_model, is_transformers_model, read_plan
+from lightning_3d.models.parallel_plan import (
+    ParallelPlan,
+    declares_blocks,
+    find_pipeline_module,
+    find_transformers_model,
+    is_transformers_model,
+    read_plan,
+)
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import share_sequences
@@ -299,12 +306,13 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
 def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None) -> SequenceRegions | None:
     """Find where sequence parallelism gathers; None without it.
 
-    Unless it is asked for, only models of Transformers have it: the dimensions of hidden states of others are unknown.
+    Unless it is asked for, only models of Transformers that declare how they are sharded have it: the dimensions of hidden states of others
+    are unknown.
 
     Raises:
         PlanError: sequence parallelism is asked for, and the blocks cannot work on parts of sequences.
     """
-    if tp == 1 or wanted is False or (wanted is None and not is_transformers_model(module)):
+    if tp == 1 or wanted is False or (wanted is None and not (is_transformers_model(module) and declares_blocks(module))):
         return None
     try:
         return find_regions(module, plan, resolve(module, plan, tp))

@@ -27,7 +27,7 @@ from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.float8 import multiply_in_float8
 from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
-from lightning_3d.strategy.plan_draft.auto import auto_plan, with_draft
+from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
 from lightning_3d.strategy.self_check.check import SelfCheck
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.loss_weights import weigh_loss
@@ -132,12 +132,9 @@ def _assemble(
 ) -> LocalModel:
     """Assemble the parts of a whole module, and arrange for its self-check."""
     sources, alone = options.sources, around.shape_only
-    plan, name = sources.plan, sources.pipeline_module
-    if isinstance(plan, str):
-        plan, name = auto_plan(module, mesh, name, alone=alone)
-    # A drafted plan is used only if the check passes.
-    drafted = isinstance(sources.plan, str) and plan is not None
-    check = SelfCheck("never" if alone else sources.self_check, mesh, options.model, device, required=drafted)
+    checked = alone or sources.self_check != "never"
+    chosen = choose_plan(module, mesh, sources.plan, sources.pipeline_module, alone=alone, checked=checked)
+    check = SelfCheck("never" if alone else sources.self_check, mesh, options.model, device, required=chosen.drafted)
     try:
         parts = assemble(
             module,
@@ -147,12 +144,12 @@ def _assemble(
             device=device,
             weights_device=torch.device("cpu") if options.zero.stage == 3 else None,  # where ZeRO-3 shards them, before they go to `device`
             materialize=around.materialize,
-            user_plan=plan,
-            pipeline_module=name,
+            user_plan=chosen.plan,
+            pipeline_module=chosen.name,
             inspect=check.inspect,
         )
     except NoPlanError as error:
-        raise with_draft(error, module, mesh, name, alone=alone) from None
+        raise with_draft(error, module, mesh, chosen.name, alone=alone) from None
     check.attach(parts.module)
     return parts
 

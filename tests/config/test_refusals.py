@@ -30,6 +30,8 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f21_negative_degree": (["parallelism=tp-2"], ["degree of tp must be at least 1; got -2"]),
     "f21_absurd_degree": (["parallelism=dp99999999"], ["99999999", "at most 1048576"]),
     "rank_order": (["parallelism.order=[tp,pp]"], ["[tp, pp]", "tp, cp, pp and dp"]),
+    "elastic_value": (["parallelism.elastic=maybe"], ["parallelism.elastic must be true or false", "maybe"]),
+    "elastic_folder": (["parallelism.elastic=true"], ["needs a fixed one", "hydra.run.dir=FOLDER"]),
     "f02_heads": (["parallelism=tp3"], ["tp 3 does not divide 8 heads", "Use tp 1, 2, 4 or 8"]),
     "f04_kv_heads": (
         ["parallelism=tp4", "model.config.num_key_value_heads=6", "model.config.num_attention_heads=12"],
@@ -286,18 +288,8 @@ def token_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SHARED = ["parallelism=dp2", "data.sequence_length=64", "data.global_batch_size=8", "data.val_sequences=4"]
 # Token files are named by {}; id -> (overrides, what the message must say)
-NOT_IN_GPT2 = [
-    f"~model.config.{name}"
-    for name in (
-        "num_key_value_heads",
-        "hidden_act",
-        "rms_norm_eps",
-        "attention_bias",
-        "mlp_bias",
-        "attention_dropout",
-        "rope_parameters",
-    )
-]
+NOT_IN_GPT2 = ("num_key_value_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "attention_dropout", "rope_parameters")
+GPT2 = ["model.config.model_type=gpt2", *(f"~model.config.{name}" for name in NOT_IN_GPT2)]
 STARTED: dict[str, tuple[list[str], list[str]]] = {
     "f23_short": (["data=tokens", "data.train_path={}/short.bin"], ["fewer than one global batch of 8"]),
     "f23_empty": (["data=tokens", "data.train_path={}/empty.bin"], ["0"]),
@@ -308,7 +300,7 @@ STARTED: dict[str, tuple[list[str], list[str]]] = {
     "no_file": (["data=tokens", "data.train_path={}/god.bin"], ["There is no token file", "good.bin"]),
     "no_sources": (["data.root={}"], ["no .py file"]),
     "model_type": (["model.config.model_type=lama"], ["lama"]),
-    "no_plan": (["model.config.model_type=gpt2", *NOT_IN_GPT2, "parallelism=tp2"], ["declares a parallel plan"]),
+    "no_plan": ([*GPT2, "parallelism=tp2", "parallelism.self_check=never"], ["declares no plan", "self_check"]),
     "trainer_extra": (["+trainer.extra.no_such=1"], ["trainer.extra", "no_such"]),
     "callback_class": (["+callbacks.mine._target_=lightning.pytorch.callbacks.Nothing"], ["callbacks.mine", "Nothing"]),
 }

@@ -171,9 +171,10 @@ def test_problem_is_named_and_left_out_of_the_plan(make: Make, axis: str, words:
     found = draft(make)
     assert all(word in " ".join(found.problems[axis]) for word in words), found.problems
     assert all(f"# {axis}: {problem}." in as_python(found) for problem in found.problems[axis])
-    with pytest.raises(PlanError, match='plan="auto" cannot derive the whole plan'):
-        found.require(Layout.parse(f"{axis}2"))
-    found.require(Layout.parse(f"{'pp' if axis == 'tp' else 'tp'}2"))
+    with pytest.raises(PlanError, match=f"declares no plan for {axis}, and none can be derived"):
+        found.require(Layout.parse("tp2_pp2"), ["tp", "pp"], partly=False)
+    other = "pp" if axis == "tp" else "tp"
+    found.require(Layout.parse(f"{other}2"), [other], partly=False)
 
 
 def test_heads_that_tp_does_not_divide_are_counted() -> None:
@@ -232,7 +233,7 @@ def test_drafted_plan_trains_as_one_process_does(name: str, layout: str, tmp_pat
     fitted = run_ranks(own_gpt.fit, Layout.parse(layout).world_size, model, layout, "auto", str(tmp_path))[0]
     assert fitted.losses == pytest.approx(one_process(model), rel=1e-5)
     assert f"self-check of {type(model).__name__}: passed; {Layout.parse(layout).name} reproduces" in fitted.printed
-    assert 'plan="auto" uses this plan' in fitted.printed
+    assert f"{type(model).__name__} declares no plan for" in fitted.printed
 
 
 def refusal(layout: str, plan: Any, cache: str, model: nn.Module) -> str:
@@ -247,11 +248,11 @@ def refusal(layout: str, plan: Any, cache: str, model: nn.Module) -> str:
 
 def test_model_without_a_plan_is_refused_with_a_draft_and_auto_with_reasons(tmp_path: Path) -> None:
     for message in run_ranks(refusal, 2, "tp2", None, str(tmp_path), NanoGPT()):
-        assert message.startswith("No submodule of Text declares a parallel plan.")
+        assert message.startswith("NanoGPT (the 'net' of Text) declares no parallel plan")
         assert as_python(draft(NanoGPT)) in message
         assert message.endswith('Pass it as Lightning3DStrategy("tp2", plan=plan), or pass plan="auto".')
     for message in run_ranks(refusal, 2, "tp2", "auto", str(tmp_path), foreign_gpts.with_conv1d()):
-        assert 'plan="auto" cannot derive the whole plan of NanoGPT for tp2' in message and "(Conv1D)" in message
+        assert "NanoGPT declares no plan for tp, and none can be derived." in message and "(Conv1D)" in message
 
 
 def test_an_incomplete_draft_names_the_layout_in_which_it_works() -> None:

@@ -190,7 +190,7 @@ def example_verified() -> Difference:
 
 @pytest.mark.full
 def test_what_a_run_refuses_is_refused() -> None:
-    assert in_fresh_process(refused, {"layout": "pp2"}).startswith("No submodule of Own declares a parallel plan.")
+    assert in_fresh_process(refused, {"layout": "pp2"}).startswith("Plain (the 'model' of Own) declares no parallel plan")
 
 
 def refused(strategy: dict[str, Any]) -> str:

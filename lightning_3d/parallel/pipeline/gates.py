@@ -38,14 +38,29 @@ class Absent(nn.Module):
         return f"'{self.absent_name}' is on another stage"
 
 
-class AbsentInput(Absent):
-    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states. No result that is used
-    may depend on it, because the received hidden states replace it at the first block.
-    """
+class AbsentEnd(Absent):
+    """Replaces a module before or after the blocks. Names inside it exist too, and parameters as NaN: some models look up their head in it,
+    or the device of their embedding."""
 
     def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
         super().__init__(name, original)
         self.state = state
+        self.absent_shapes = {key: tuple(parameter.shape) for key, parameter in original.named_parameters(recurse=False)}
+        for child_name, child in original.named_children():
+            self.add_module(child_name, AbsentEnd(f"{name}.{child_name}", child, state))
+
+    def __getattr__(self, name: str) -> Any:
+        shapes = vars(self).get("absent_shapes", {})
+        if name in shapes:
+            like = self.state.received if self.state.received is not None else torch.empty(0)
+            return like.new_full((), torch.nan).expand(shapes[name])
+        return super().__getattr__(name)
+
+
+class AbsentInput(AbsentEnd):
+    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states. No result that is used
+    may depend on it, because the received hidden states replace it at the first block.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.order is not None:
@@ -53,12 +68,8 @@ class AbsentInput(Absent):
         return _nothing(self.state)
 
 
-class AbsentOutput(Absent):
+class AbsentOutput(AbsentEnd):
     """Replaces a module that runs after the blocks."""
-
-    def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
-        super().__init__(name, original)
-        self.state = state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.order is not None:
@@ -130,7 +141,7 @@ class GatedLayer:
         order.look_at_inputs(self.pipeline_index, hidden_states_of(args, kwargs), args, kwargs)
         with order.in_block(self.pipeline_index):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        order.leave_block(output[0] if isinstance(output, tuple) else output)
+        order.leave_block(output[0] if isinstance(output, (tuple, list)) else output)
         state.sides = _sides(output)
         return output
 
@@ -170,7 +181,7 @@ def _nothing(state: PipelineState) -> Tensor:
 
 
 def _sides(output: Any) -> Sides | None:
-    if not isinstance(output, tuple):
+    if not isinstance(output, (tuple, list)):
         return None
     return tuple((tuple(side.shape), side.dtype) if isinstance(side, Tensor) and side.is_floating_point() else None for side in output[1:])
 

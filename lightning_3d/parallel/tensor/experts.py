@@ -17,17 +17,23 @@ class TensorParallelExperts:
 
     Gate and up are column parallel, down is row parallel: tokens (n, hidden) and their routing weights (n, k) are replicated and the
     output (n, hidden) is summed, by one all-reduce forward. Backward, one all-reduce of the gradient of the tokens and a small one of
-    that of the weights, each of which multiplies a part of a sum; the router then sees its whole gradient on every rank.
+    that of the weights, each of which multiplies a part of a sum; the router then sees its whole gradient on every rank. Llama 4's experts
+    get tokens that are weighted already, and neither indices nor weights.
     """
 
     tp_context: TensorParallel
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *routing: Tensor, **kwargs: Any) -> Tensor:
         group = self.tp_context.group
         inside = copy_to_region(hidden_states, group)
-        weights = copy_to_region(top_k_weights, group)
-        partial = super().forward(inside, top_k_index, weights, **kwargs)  # type: ignore[misc]
+        routed = [_copied(one, group) for one in routing]
+        named = {key: _copied(value, group) for key, value in kwargs.items()}
+        partial = super().forward(inside, *routed, **named)  # type: ignore[misc]
         return reduce_from_region(partial, group)
+
+
+def _copied(value: Any, group: Any) -> Any:
+    return copy_to_region(value, group) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 class SilentIdentity:

@@ -142,6 +142,30 @@ class SplitRowLinear(RowParallelLinear):
         return super().forward(split_to_region(input, self.tp_region.context.group, sizes=self.tp_sizes))
 
 
+class ColumnParallelConv1D:
+    """Mixin for Transformers' Conv1D with some columns of its weight (in, out): as `ColumnParallelLinear`."""
+
+    tp_region: Region
+    tp_name: str | None
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.tp_region.enter(x, self.tp_name), self.weight.t(), self.bias)
+
+
+class RowParallelConv1D:
+    """Mixin for Transformers' Conv1D with some rows of its weight (in, out): as `RowParallelLinear`."""
+
+    tp_region: Region
+    tp_name: str
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp_region.leave(F.linear(x, self.weight.t()), self.tp_name) + self.bias
+
+
 class LatentKeyValueLinear(nn.Linear):
     """The replicated projection to a latent and a rotary key of multi-head latent attention (DeepSeek-V2, section 2.1).
 

@@ -5,14 +5,19 @@ Pure arithmetic on shapes; the modules may be on meta, and some of them may be g
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_3d.compat.peft_layers import base_layer, is_adapter, is_lora_linear, lora_variant, refuse_adapted_experts
+from lightning_3d.compat.torch import real_values
+from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.parallel.sharding import even_range
@@ -59,14 +64,14 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool 
 
 
 def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Refuse experts that get only tokens (Llama 4), where it is unknown which expert gets which, and experts with adapters."""
+    """Refuse experts with adapters, and those whose forward takes tokens and one thing more."""
     experts = [name for name, cut in cuts.items() if cut.style == "moe_tp_experts"]
     refuse_adapted_experts(module, experts, "tp")
     for name in experts:
-        if len(inspect.signature(module.get_submodule(name).forward).parameters) < 3:
+        if len(inspect.signature(module.get_submodule(name).forward).parameters) == 2:
             raise PlanError(
-                f"The forward of the experts '{name}' must take (tokens, experts of each token, their weights), or tp cannot shard them."
-                " Use tp=1."
+                f"The forward of the experts '{name}' must take tokens, or (tokens, experts of each token, their weights), or tp cannot"
+                " shard them. Use tp=1."
             )
 
 
@@ -86,12 +91,18 @@ def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cu
             )
 
 
-def cut_dimension(style: str, ndim: int, *, is_bias: bool) -> int | None:
-    """The dimension that a style shards; None if every rank holds the whole parameter."""
+def cut_dimension(style: str, ndim: int, *, is_bias: bool, transposed: bool = False) -> int | None:
+    """The dimension that a style shards; None if every rank holds the whole parameter.
+
+    Args:
+        ndim: dimensions of the parameter.
+        transposed: whether a weight has shape (in, out).
+    """
+    outputs, inputs = (ndim - 1, max(ndim - 2, 0)) if transposed else (max(ndim - 2, 0), ndim - 1)
     if style in COLUMN_STYLES:
-        return max(ndim - 2, 0)
+        return outputs
     if style in ROW_STYLES:
-        return None if is_bias else ndim - 1
+        return None if is_bias else inputs
     return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
 
 
@@ -125,7 +136,8 @@ def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
 def width(layer: nn.Module, style: str) -> int:
     """Size of the dimension of a layer's weight that `style` shards."""
     weight: Any = layer.weight
-    return int(weight.shape[-1] if style in ROW_STYLES or style == "embedding_colwise" else weight.shape[0])
+    reads_inputs = style in ROW_STYLES or style == "embedding_colwise"
+    return int(weight.shape[-1] if reads_inputs != is_transposed_linear(layer) else weight.shape[0])
 
 
 def _split(
@@ -266,6 +278,8 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear
+    if is_transposed_linear(child) and style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
+        return
     if not isinstance(child, wanted):
         raise PlanError(
             f"The plan shards '{name}' with the style '{style}', which is for nn.{wanted.__name__}, but it is a"
@@ -276,16 +290,54 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
             f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole embedding. Remove these options, or leave"
             " it out of the plan."
         )
-    for kind in type(child).__mro__[: type(child).__mro__.index(wanted)]:
+    kind = own_forward(type(child))
+    if kind is not None and not (wanted is nn.Linear and _is_product(child)):
+        raise PlanError(
+            f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward, so its layer cannot be"
+            f" replaced. Let it call super().forward(...), or leave '{name}' out of the plan."
+        )
+
+
+def own_forward(layer: type[nn.Module]) -> type | None:
+    """Find the class among those of a layer whose forward does not call that of nn.Linear or nn.Embedding; None if all do."""
+    for kind in layer.__mro__:
+        if kind in (nn.Linear, nn.Embedding):
+            break
         forward = vars(kind).get("forward")
         code = getattr(forward, "__code__", None)
-        if forward is not None and (
-            code is None or "__class__" not in code.co_freevars or "forward" not in code.co_names
-        ):
-            raise PlanError(
-                f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward, so its layer cannot be"
-                f" replaced. Let it call super().forward(...), or leave '{name}' out of the plan."
-            )
+        if forward is not None and (code is None or "__class__" not in code.co_freevars or "forward" not in code.co_names):
+            return kind
+    return None
+
+
+_TRIED = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
+_WEIGHT, _BIAS = torch.tensor([[2.0, -3.0, 5.0], [7.0, 11.0, -13.0]]), torch.tensor([17.0, -19.0])
+
+
+def returns_features(layer: Any) -> bool:
+    """Return whether a linear layer returns its features alone. A router that is a linear layer (Llama 4's) chooses experts, too."""
+    found = _run_small(layer)
+    return found is None or (isinstance(found, Tensor) and found.shape == (2, 2))
+
+
+def _is_product(layer: Any) -> bool:
+    """Return whether a layer whose forward does not call that of nn.Linear computes x W^T + b all the same (Falcon's), by trying."""
+    found = _run_small(layer)
+    bias = None if layer.bias is None else _BIAS
+    same = isinstance(found, Tensor) and found.shape == (2, 2) and torch.allclose(found, F.linear(_TRIED, _WEIGHT, bias))
+    return bool(same) and not set(layer._parameters) - {"weight", "bias"} and "forward" not in vars(layer)
+
+
+def _run_small(layer: Any) -> Any:
+    """Run the forward of a linear layer's class with 3 inputs and 2 outputs; None where it cannot run alone."""
+    small = copy.copy(layer)
+    small.__dict__ = {**vars(layer), "in_features": 3, "out_features": 2, "_buffers": {}, "_modules": {}}
+    small._parameters = {"weight": _WEIGHT, "bias": None if layer.bias is None else _BIAS}
+    try:
+        with real_values(), torch.device("cpu"), torch.no_grad():
+            return type(layer).forward(small, _TRIED)
+    except Exception:  # of the layer's own code
+        return None
 
 
 # Families that declare a gather pair for packed layers, and whose code is known to slice `gate_up_proj` into halves.

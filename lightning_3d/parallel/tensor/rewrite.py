@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.compat.peft_layers import is_adapter
+from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import NoPlanError, PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, replicated
@@ -19,19 +20,24 @@ from lightning_3d.parallel.tensor.experts import SilentIdentity, TensorParallelE
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.heads import belongs_to_transformers, heads_of, local_attributes
 from lightning_3d.parallel.tensor.layers import (
+    ColumnParallelConv1D,
     ColumnParallelLinear,
     GatheredColumnLinear,
     HiddenParallelEmbedding,
     LatentKeyValueLinear,
     Region,
+    RowParallelConv1D,
     RowParallelLinear,
     SplitRowLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
 from lightning_3d.parallel.tensor.lora import become_lora
-from lightning_3d.parallel.tensor.resolve_plan import cut_dimension, resolve, share, width
+from lightning_3d.parallel.tensor.resolve_plan import cut_dimension, own_forward, resolve, share, width
 from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions
+
+_TRANSPOSED: dict[type[nn.Module], type] = {ColumnParallelLinear: ColumnParallelConv1D, RowParallelLinear: RowParallelConv1D}
+"""Sharded layers for Conv1D instead of nn.Linear."""
 
 
 def shard_specs(
@@ -58,6 +64,12 @@ def shard_specs(
     canonical_names = tied_names(module)
     modules = dict(module.named_modules(remove_duplicate=False))
     adapted = {name for name in cuts if is_adapter(modules.get(name))}
+
+    def is_bare(name: str) -> bool:
+        """Return whether a parameter that the plan does not name belongs to a module of several layers."""
+        owner = name.rpartition(".")[0]
+        return name not in cuts and owner not in cuts and bool(modules[owner]._modules)
+
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shape = tuple(parameter.shape)
         if f"{name}.".startswith(partial):
@@ -65,13 +77,16 @@ def shard_specs(
         elif layer := next((layer for layer in adapted if name.startswith(f"{layer}.")), None):
             specs[name] = _adapted_spec(name, layer, shape, cuts[layer], tp_size, tp_rank)
         else:
-            specs[name] = _spec(name, shape, cuts, tp_size, tp_rank)
+            transposed = is_transposed_linear(modules.get(name.rpartition(".")[0]))
+            specs[name] = _spec(name, shape, cuts, tp_size, tp_rank, transposed=transposed)
         if regions is not None and specs[name].is_replicated(tp_size) and regions.has_partial_gradient(name):
             specs[name] = replicated(name, shape, tp_size, grad_sum=True)
         canonical = canonical_names[name]
         if canonical != name:
             same_layer = modules[name.rpartition(".")[0]] is modules[canonical.rpartition(".")[0]]
-            if not same_layer and replace(specs[name], name=canonical) != specs[canonical]:
+            if is_bare(canonical) and not is_bare(name):  # the bias of BERT's head, which its module has too: the layer decides
+                specs[canonical] = specs[name].renamed(canonical)
+            elif not same_layer and not is_bare(name) and replace(specs[name], name=canonical) != specs[canonical]:
                 adapter = any(word in f"{name} {canonical}" for word in ("base_layer", "original_module"))
                 advice = " If only one has an adapter, it stays unsharded: adapt both, or use tp=1." if adapter else " Use one style."
                 raise PlanError(f"'{name}' and '{canonical}' are one tied parameter, but the plan shards them differently.{advice}")
@@ -117,17 +132,21 @@ def rewrite(
             _become(layer, LatentKeyValueLinear, {"tp_context": context, "tp_rotary": _rotary_size(module, name)})
             continue
         kind, attributes = _sharded_kind(name, cuts[name], widths[name], plan, regions, context)
-        if is_adapter(layer):
+        if is_transposed_linear(layer):
+            specialize(layer, _TRANSPOSED[kind], **attributes)
+        elif is_adapter(layer):
             become_lora(layer, name, kind, attributes)
         else:
             _become(layer, kind, attributes)
 
 
-def _spec(name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int, tp_rank: int) -> ShardSpec:
+def _spec(
+    name: str, shape: tuple[int, ...], cuts: dict[str, Cut], tp_size: int, tp_rank: int, *, transposed: bool
+) -> ShardSpec:
     owner, _, last = name.rpartition(".")
     cut_name = name if name in cuts else owner
     cut = cuts.get(cut_name, Cut("replicate"))
-    dim = cut_dimension(cut.style, len(shape), is_bias=last == "bias" and cut_name != name)
+    dim = cut_dimension(cut.style, len(shape), is_bias=last == "bias" and cut_name != name, transposed=transposed)
     if dim is None:
         return replicated(name, shape, tp_size)
     return _cut_spec(name, cut_name, shape, dim, cut, tp_size, tp_rank)
@@ -238,7 +257,8 @@ def _become(layer: nn.Module, kind: type[nn.Module], attributes: dict[str, Any])
     A class on top that scales an embedding's output, or a pipeline gate, calls `super().forward` and so reaches it.
     """
     own = type(layer)
-    layer.__class__ = kind if own in kind.__mro__ else combined(own.__name__, own, kind)
+    bases = (own, kind) if own_forward(own) is None else (kind, own)
+    layer.__class__ = kind if own in kind.__mro__ else combined(own.__name__, *bases)
     for name, value in attributes.items():
         object.__setattr__(layer, name, value)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.peft_layers import base_layer
 from lightning_3d.compat.torch import real_values
+from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.parallel.specialize import specialize
@@ -155,7 +156,8 @@ class _Probe:
         if layer not in styles:
             return value
         is_bias = name.endswith(".bias")
-        dim = cut_dimension(styles[layer], value.ndim, is_bias=is_bias)
+        transposed = is_transposed_linear(self.module._modules.get(layer))
+        dim = cut_dimension(styles[layer], value.ndim, is_bias=is_bias, transposed=transposed)
         if dim is None:
             return value * (rank == 0) if is_bias else value
         pieces = share(layer, Cut(styles[layer], self.cuts[layer].units), value.shape[dim], self.tp_size, rank).pieces
@@ -198,7 +200,9 @@ def _experts_trial(shapes: Shapes, some: int, *, idle: bool) -> Trial:
     index = torch.tensor([[named[row % 2], named[1 - row % 2]] for row in range(_TOKENS)])
     weights = 0.5 + torch.rand(_TOKENS, 2, generator=generator)
     widths = sorted({size for shape in shapes.values() for size in shape[1:]})
-    return values, [(torch.randn(_TOKENS, width, generator=generator), index, weights) for width in widths]
+    routed = [(torch.randn(_TOKENS, width, generator=generator), index, weights) for width in widths]
+    sorted_by_expert = [(torch.randn(min(number, some) * _TOKENS, width, generator=generator),) for width in widths]  # Llama 4's
+    return values, [*routed, *sorted_by_expert]
 
 
 def _narrow(shapes: Shapes, cuts: Mapping[str, Cut], tp_size: int) -> Shapes | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,34 +12,61 @@ from torch import nn
 
 from lightning_3d.errors import Lightning3DError, NoPlanError, PlanError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.models.parallel_plan import find_pipeline_module, read_plan
+from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, is_transformers_model, models_in, read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
 
 
-def auto_plan(root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> tuple[dict[str, Any] | None, str | None]:
-    """Choose the plan for `plan="auto"`: the model's own if it declares all that the layout needs, else a draft, which rank 0 prints.
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The plan that a model is assembled with.
+
+    Attributes:
+        plan: what replaces the model's own declarations; None if there is nothing to replace.
+        name: name of the model in the user's module; None to find it.
+        drafted: whether a part of it is a draft, which must pass the self-check.
+    """
+
+    plan: dict[str, Any] | None
+    name: str | None
+    drafted: bool = False
+
+
+def choose_plan(
+    root: nn.Module, mesh: Mesh, given: dict[str, Any] | str | None, name: str | None, *, alone: bool, checked: bool = True
+) -> ChosenPlan:
+    """Choose the plan of a model: the user's, else the model's own, completed by a draft of what the layout needs, which rank 0 prints.
+
+    Drafts for models of Transformers, and for any other with plan="auto".
 
     Args:
         root: the user's whole module.
+        given: the user's plan, "auto", or None.
         name: name of the model in `root`, where the user gives it.
         alone: whether this rank has no others (a dry run).
-
-    Returns:
-        (plan, name of the model); the plan is None if the model declares it.
+        checked: whether a self-check follows, without which no draft is used.
 
     Raises:
-        PlanError: something that the layout needs cannot be derived; on all ranks.
+        PlanError: something that the layout needs cannot be derived, or may not be used without a self-check; on all ranks.
     """
-    if mesh.layout.tp * mesh.layout.pp == 1 or _declares_all(root, mesh.layout, name):
-        return None, name
-    draft = _agreed(root, mesh, name, alone=alone)
-    draft.require(mesh.layout)
+    if isinstance(given, dict):
+        return ChosenPlan(given, name)
+    model = name if given is not None else _transformers_model(root, name)
+    missing = _undeclared(root, mesh.layout, model) if given is not None or model is not None else []
+    if not missing:
+        return ChosenPlan(None, name)
+    draft = _agreed(root, mesh, model, alone=alone)
+    # Nobody changes the code of a model of Transformers so that more of it can be sharded.
+    draft.require(mesh.layout, missing, partly=is_transformers_model(root.get_submodule(draft.name)))
+    plan = {axis: entries for axis, entries in draft.plan.items() if axis in missing}
+    lacks, text = f"{draft.model} declares no plan for {' and '.join(missing)}", as_python(replace(draft, plan=plan))
+    if not checked:
+        raise PlanError(f"{lacks}. One was derived, but it is used only after a self-check: leave out self_check=never, or pass:\n{text}")
     if mesh.rank == 0:
-        print(f'lightning_3d: plan="auto" uses this plan of {draft.model}:\n{as_python(draft)}', file=sys.stderr, flush=True)
-    return draft.plan, draft.name
+        print(f"lightning_3d: {lacks}; this one was derived:\n{text}", file=sys.stderr, flush=True)
+    return ChosenPlan(plan, draft.name, drafted=True)
 
 
 def with_draft(error: NoPlanError, root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> NoPlanError:
@@ -69,12 +96,30 @@ def where_it_works(draft: Draft, layout: Layout) -> str:
     return f'As it is, it works in {fitting}: use Lightning3DStrategy("{fitting}", plan="auto").'
 
 
-def _declares_all(root: nn.Module, layout: Layout, name: str | None) -> bool:
+def _transformers_model(root: nn.Module, name: str | None) -> str | None:
+    """Name of the model in `root` whose plan may be drafted without being asked for; None if there is none, or several."""
+    found = models_in(root)
+    if name is not None:
+        return name if name in found else None
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _undeclared(root: nn.Module, layout: Layout, name: str | None) -> list[str]:
+    """Axes that the layout uses, and for which the model declares no plan, or one that leaves out parameters. A plan for its embedding and
+    head alone is none."""
     try:
-        plan = read_plan(find_pipeline_module(root, name)[1])
+        model = find_pipeline_module(root, name)[1]
+        plan = read_plan(model)
     except NoPlanError:
-        return False
-    return (layout.tp == 1 or not set(plan.tp) <= {plan.embedding, plan.head}) and (layout.pp == 1 or bool(plan.layers))
+        model, plan = root, ParallelPlan({})
+    declared = {"tp": not set(plan.tp) <= {plan.embedding, plan.head}, "pp": bool(plan.layers) and _is_complete(model, plan)}
+    return [axis for axis in ("tp", "pp") if getattr(layout, axis) > 1 and not declared[axis]]
+
+
+def _is_complete(model: nn.Module, plan: ParallelPlan) -> bool:
+    """Return whether each parameter is in a module of the pipeline plan."""
+    parts = tuple(f"{part}." for part in (*plan.before, plan.layers, *plan.after))
+    return all(name.startswith(parts) for name, _ in model.named_parameters())
 
 
 def _agreed(root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> Draft:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.compat.transformers import linear_sizes
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 
 _SEEDS = (0, 1, 2)
@@ -108,7 +109,7 @@ class DataFlow:
 
             def stand_in(x: Tensor, name: str = name, layer: Any = layer) -> Tensor:
                 run.calls[name] += 1
-                output = torch.randn(*x.shape[:-1], layer.out_features, generator=generator)
+                output = torch.randn(*x.shape[:-1], linear_sizes(layer)[1], generator=generator)  # type: ignore[index]
                 if name in features:
                     other = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 1000))
                     output[..., features[name]] = other[..., features[name]]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_3d.compat.torch import real_values
+from lightning_3d.compat.transformers import is_transposed_linear, linear_sizes
 from lightning_3d.errors import PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
+from lightning_3d.parallel.tensor.resolve_plan import returns_features
 from lightning_3d.strategy.plan_draft.data_flow import DataFlow
 from lightning_3d.strategy.plan_draft.find_model import find_blocks, find_model
 from lightning_3d.strategy.plan_draft.inputs import Inputs, example_inputs
@@ -48,19 +51,27 @@ class Draft:
     notes: tuple[str, ...] = ()
     inputs: Inputs = field(default_factory=Inputs, repr=False)
 
-    def require(self, layout: Layout) -> None:
-        """Refuse a plan that does not have everything that a layout needs.
+    def require(self, layout: Layout, axes: Iterable[str], *, partly: bool) -> None:
+        """Refuse a plan that does not have everything that a layout needs along these axes ("tp", "pp").
+
+        Args:
+            partly: whether some layers of the blocks may stay whole with tp.
 
         Raises:
             PlanError: something cannot be derived.
         """
-        found = [f"{axis}: {problem}." for axis in ("tp", "pp") if getattr(layout, axis) > 1 for problem in self.problems.get(axis, ())]
-        if not found:
+        enough = {"tp"} & self.plan.keys() if partly else set()
+        failed = [axis for axis in axes if self.problems.get(axis) and axis not in enough]
+        if not failed:
             return
-        rest = Layout(**{axis: getattr(layout, axis) for axis in ("tp", "pp") if not self.problems.get(axis)})
-        fitting = Layout(tp=rest.tp, pp=rest.pp, dp=layout.dp)
-        advice = f"Change the model, write the plan yourself (docs/your_model.md), or use {fitting}."
-        raise PlanError(f'plan="auto" cannot derive the whole plan of {self.model} for {layout}. {" ".join(found)} {advice}')
+        found = " ".join(f"{axis}: {problem}." for axis in failed for problem in self.problems[axis])
+        without = math.prod(getattr(layout, axis) for axis in failed)
+        degrees: Any = dict.fromkeys([*failed, *(["vp"] if "pp" in failed else [])], 1)
+        fitting = replace(layout, dp=layout.dp * without, **degrees)
+        raise PlanError(
+            f"{self.model} declares no plan for {' and '.join(failed)}, and none can be derived. {found} Change the model, write the plan"
+            f" yourself (docs/your_model.md), or use {fitting}, for example with zero_stage=3, which needs no plan."
+        )
 
 
 def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draft:
@@ -134,11 +145,15 @@ def _tensor_part(
 ) -> tuple[list[Region], list[str], list[str]]:
     """Find the regions of one block of each kind, reasons why blocks cannot be sharded, and layers that stay whole without harm."""
     blocks = tuple(f"{layers}.{kind[0]}." for kind in kinds)
-    linears = [name for name, child in model.named_modules() if isinstance(child, nn.Linear) and name.startswith(blocks)]
+    linears = [
+        name
+        for name, child in model.named_modules()
+        if name.startswith(blocks) and linear_sizes(child) and (is_transposed_linear(child) or returns_features(child))
+    ]
     flow = DataFlow(model, linears, inputs)
     regions = find_regions(model, flow, layers, inputs, tp)
     problems = [described(region) for region in regions if region.problem]
-    good = [region for region in regions if not region.problem]
+    good = [region for region in regions if region.cuts]
     named = {name for region in regions for name in (*region.columns, *region.rows)}
     idle = [name for name in linears if name not in flow.order]
     if idle:
@@ -158,7 +173,7 @@ def _other_matrices(model: nn.Module, blocks: tuple[str, ...]) -> list[str]:
     return [
         f"'{name}' ({type(child).__name__})"
         for name, child in model.named_modules()
-        if name.startswith(blocks) and not isinstance(child, (nn.Linear, nn.Embedding))
+        if name.startswith(blocks) and not isinstance(child, nn.Embedding) and not linear_sizes(child)
         if any(parameter.ndim > 1 and min(parameter.shape) > 1 for parameter in child.parameters(recurse=False))
     ]
 

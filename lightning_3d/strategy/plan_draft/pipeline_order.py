@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.compat.transformers import is_transformers_model
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 
@@ -49,18 +50,25 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Input
         problems.append(_why_out_of_order(model, order, blocks))
         return PipelineOrder((), (), tuple(loose), tuple(problems))
     first, last = calls.index(blocks[0]), calls.index(blocks[-1])
-    before = [name for name in calls[:first] if name in around]
+    # A vision or audio tower, which random tokens do not reach. What it makes goes into the embeddings, so it is on the first stage.
+    towers = [name for name in around if name not in calls and is_transformers_model(model)]
+    before = [*towers, *(name for name in calls[:first] if name in around)]
     after = [name for name in calls[last + 1 :] if name in around]
     known = set(loose)
     for name in around:
         parameters = [f"{name}.{key}" for key, _ in model.get_submodule(name).named_parameters(recurse=False)]
         if name in calls[first:last] or (name in before and name in after):
             problems.append(f"'{name}' runs between or inside the blocks, or both before and after them")
-        elif name not in calls and not known.issuperset(parameters):
+        elif name not in calls and name not in towers and not known.issuperset(parameters):
             problems.append(f"'{name}' has parameters, but does not run with the inputs {inputs}")
     raw = [name for name, _ in model.named_parameters() if f"{layers}.".startswith(f"{name.rpartition('.')[0]}.".lstrip("."))]
     problems += [f"{_whose(model, name)} is not in a module before or after the blocks. {_ADVICE}" for name in raw if name not in known]
-    return PipelineOrder(tuple(dict.fromkeys(before)), tuple(dict.fromkeys(after)), tuple(loose), tuple(problems))
+    return PipelineOrder(_outermost(before), _outermost(after), tuple(loose), tuple(problems))
+
+
+def _outermost(names: list[str]) -> tuple[str, ...]:
+    """Each name once, without those inside of others."""
+    return tuple(name for name in dict.fromkeys(names) if not any(name.startswith(f"{other}.") for other in names))
 
 
 _ADVICE = (

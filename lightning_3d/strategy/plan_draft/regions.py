@@ -8,11 +8,13 @@ column-parallel layers. Which of their features a rank needs for its columns of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.compat.transformers import is_transformers_model, linear_sizes
 from lightning_3d.errors import Lightning3DError, listed, plural
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.tensor import resolve
@@ -32,8 +34,8 @@ class Region:
         columns: names of layers.
         rows: names of layers.
         inside: names of other parameters between them.
-        cuts: how all of them are sharded; empty if they cannot be.
-        problem: why they cannot be sharded; empty if they can.
+        cuts: how they are sharded; empty if they cannot be.
+        problem: why what is between them cannot be split; empty if it can.
     """
 
     columns: tuple[str, ...]
@@ -50,7 +52,9 @@ class _Indivisible(Exception):
 def find_regions(model: nn.Module, flow: DataFlow, layers: str, inputs: Inputs, tp: int) -> list[Region]:
     """Find the regions of all blocks, with how they are sharded or why they cannot be.
 
-    A region that cannot be sharded stays whole. Its last layers may then be the column-parallel ones of another region.
+    A region that cannot be split stays whole between its layers. Its last layers may then be the column-parallel ones of another region.
+    In a model of Transformers, whose code nobody changes, the other layers of such a region are sharded all the same: each gathers its
+    output or splits its input, so that every rank sees whole tensors between them.
 
     Args:
         model: whole model with values on the CPU.
@@ -69,7 +73,22 @@ def find_regions(model: nn.Module, flow: DataFlow, layers: str, inputs: Inputs, 
             found[region.rows] = _settled(model, flow, region, inputs, tp)
             whole |= set(region.rows) if found[region.rows].problem else set()
     sharded = {name for region in found.values() if not region.problem for name in (*region.columns, *region.rows)}
-    return [region for region in found.values() if not region.problem or not set(region.rows) <= sharded]
+    left = [region for region in found.values() if not region.problem or not set(region.rows) <= sharded]
+    if not is_transformers_model(model):
+        return left
+    return [replace(region, cuts=_gathering(model, region, sharded, tp)) if region.problem else region for region in left]
+
+
+def _gathering(model: nn.Module, region: Region, sharded: set[str], tp: int) -> dict[str, Cut]:
+    """Shard the layers of a region that cannot be split, where that is possible and no other region has them."""
+    styles = dict.fromkeys(region.rows, "rowwise_split_input") | dict.fromkeys(region.columns, "colwise_gather_output")
+    cuts: dict[str, Cut] = {}
+    for name, style in styles.items():
+        with suppress(Lightning3DError):  # a layer of another kind, or too small
+            cut = resolve(model, ParallelPlan({name: Cut(style)}), tp)[name]
+            share(name, cut, width(model.get_submodule(name), style), tp, tp - 1)
+            cuts |= {name: Cut(style)} if name not in sharded else {}
+    return cuts
 
 
 def _regions(flow: DataFlow, layers: str, whole: set[str]) -> Iterator[Region]:
@@ -160,7 +179,7 @@ def _cuts_of(model: nn.Module, flow: DataFlow, region: Region, tp: int) -> dict[
 
 def _range_of(model: nn.Module, row: str, tp: int, rank: int) -> Tensor:
     """Columns of a row-parallel layer's input that a rank has."""
-    total = _linear(model, row).in_features
+    total = _inputs_of(model, row)
     if total % tp:
         raise _Indivisible(f"'{row}' has {total} inputs, which tp={tp} does not divide")
     return torch.arange(rank * total // tp, (rank + 1) * total // tp)
@@ -193,7 +212,7 @@ def _packed_sizes(name: str, mask: Tensor, tp: int) -> tuple[int, ...]:
 def _groups(model: nn.Module, flow: DataFlow, region: Region, names: list[str]) -> int | None:
     """Number of groups, such as heads, whose features and columns depend on each other only within a group; None for single columns."""
     row = region.rows[0]
-    total = _linear(model, row).in_features
+    total = _inputs_of(model, row)
     columns = torch.arange(total) == 0
     while True:
         features = {name: flow.features_behind({row: columns.nonzero().flatten()}, name) for name in names}
@@ -238,12 +257,13 @@ def _require_covered(model: nn.Module, cuts: dict[str, Cut], needs: Mapping[str,
                 raise _Indivisible(f"rank {rank} of {tp} would need features of '{name}' that are on another rank")
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
-    return layer
+def _inputs_of(model: nn.Module, name: str) -> int:
+    sizes = linear_sizes(model.get_submodule(name))
+    assert sizes is not None
+    return sizes[0]
 
 
 def described(region: Region) -> str:
-    """Say which layers a region that stays whole has, and why."""
-    return f"{listed(map(repr, (*region.columns, *region.rows)))} cannot be sharded: {region.problem}"
+    """Say which layers a region that cannot be split has, what becomes of them, and why."""
+    fate = "work on whole tensors, which costs communication" if region.cuts else "cannot be sharded"
+    return f"{listed(map(repr, (*region.columns, *region.rows)))} {fate}: {region.problem}"

@@ -25,6 +25,7 @@ from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages
+from lightning_3d.parallel.tensor.head_arguments import Place
 from lightning_3d.storage.numbers import gibibytes
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
 from lightning_3d.strategy.self_check.explain import Explanation, first_line
@@ -98,12 +99,12 @@ class SelfCheck:
         copied = copy_without_values(module)
         apply_whole_config(copied)
         blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
-        unnamed = modules_to_try(copied, plan, layout.tp) if layout.tp > 1 else []
-        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed)
+        unnamed = modules_to_try(copied, plan, layout.tp, drafted=not declared) if layout.tp > 1 else []
+        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed, drafted=not declared)
 
     def attach(self, module: nn.Module) -> None:
         """Check this rank's part of the model at its first call. Where the model was checked before, set the local sizes found then."""
-        apply_local_sizes(module, self._sizes)
+        apply_local_sizes(module, self._sizes, place_of(self._mesh))
         subject = self._subject
         if subject is None:
             return
@@ -134,7 +135,7 @@ class SelfCheck:
             sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._must)
         if sizes is None:
             return
-        apply_local_sizes(module, sizes)
+        apply_local_sizes(module, sizes, place_of(self._mesh))
         if self._mesh.rank == 0:
             remember(subject.key, sizes, subject.model)
         _say(subject, self._mesh.layout, sizes, time.monotonic() - started)
@@ -197,6 +198,7 @@ class _Subject:
         key: key under which the result is remembered.
         blocks: number of blocks.
         unnamed: names of modules whose local sizes only the check finds.
+        drafted: whether the plan is not the model's own.
     """
 
     whole: nn.Module
@@ -205,6 +207,7 @@ class _Subject:
     key: str
     blocks: int
     unnamed: list[str]
+    drafted: bool = False
 
 
 def apply_whole_config(module: nn.Module) -> None:
@@ -249,7 +252,9 @@ class _Comparison:
                 raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=never to train without it.")
             _print(f"self-check of {self._subject.model} skipped: {reason} To try a layout with a small model, run `lightning-3d verify`.")
             return None
-        sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs) if self._layout.tp > 1 else {}
+        sizes: LocalSizes = {}
+        if self._layout.tp > 1:
+            sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs, drafted=self._subject.drafted)
         sizes = self._for_all_blocks(sizes)
         stages = self._stages if self._layout.pp > 1 else None
         failure = self._compare_often(args, kwargs, sizes, stages)
@@ -366,7 +371,7 @@ class _Comparison:
             device=self._device,
         )
         for stage in model.modules():
-            apply_local_sizes(stage, sizes)
+            apply_local_sizes(stage, sizes, place_of(self._mesh))
             stage.train(self._training)
         return model
 
@@ -379,6 +384,11 @@ class _Comparison:
                 if name.startswith(prefix):
                     everywhere |= {f"{layers}.{index}.{name.removeprefix(prefix)}": value for index in kind}
         return everywhere
+
+
+def place_of(mesh: Mesh) -> Place:
+    """This rank among the tensor-parallel ranks."""
+    return Place(mesh.index("tp"), mesh.size("tp"))
 
 
 @contextmanager

@@ -183,7 +183,10 @@ def first_different(whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any
             rewritten(*args, **kwargs)
     for name, value in expected.items():
         part = rewritten.sequence_part(found[name], value) if name in found else None
-        if part is not None and not _relative(found[name][:, : part.shape[1]] if part.ndim > 1 else found[name], part) <= LARGEST:
+        if part is None:
+            continue
+        own = found[name][:, : part.shape[1]] if part.ndim > 1 else found[name]
+        if own.shape != part.shape or not _relative(own, part) <= LARGEST:
             return name
     return None
 

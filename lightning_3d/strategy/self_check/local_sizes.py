@@ -7,6 +7,7 @@ columns of the input that it has in the whole module. This runs in one process, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,19 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.compat.transformers import is_transposed_linear, linear_sizes
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, Cut, ParallelPlan
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import resolve, shard_specs
+from lightning_3d.parallel.tensor.head_arguments import HeadArgument, Place, bound, part_of_heads, take_heads
 from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisible_numbers, heads_of, local_attributes
 from lightning_3d.strategy.self_check.model_copy import deep_copy
 
 LocalSizes = dict[str, int]
-"""Full name of an attribute, such as "blocks.0.attention.nh", -> its value on a rank."""
+"""Full name of an attribute, such as "blocks.0.attention.nh", -> its value on a rank. Or an argument of a module and its dimension, such as
+"blocks.0.attention(alibi:0)", -> the number of heads along it, of which a rank takes its own (see `parallel.tensor.head_arguments`)."""
 
 _OPEN_ROWS = frozenset({"rowwise", "packed_rowwise"})
 _OPEN_COLUMNS = frozenset({"colwise", "packed_colwise"})
 _SERVED = _OPEN_ROWS | _OPEN_COLUMNS | {"replicate", "local_params", "replicated_with_grad_allreduce"}
 _MOST_TRIALS = 256
+_MOST_ARGUMENTS = 5
+_ARGUMENT = re.compile(r"(?P<owner>.*)\((?P<name>\w+):(?P<dim>\d+)\)")
 _SAME = 1e-4
 """Relative difference, in float32, that is rounding."""
 
@@ -50,8 +56,12 @@ class _Owner:
     seen: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
 
-def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalSizes:
-    """Find the attributes in modules of the user's own that must change on a rank, with their values there.
+def find_local_sizes(
+    whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, drafted: bool = False
+) -> LocalSizes:
+    """Find the attributes that must change on a rank, with their values there.
+
+    Looks at modules of the user's own, and with a drafted plan at those of Transformers too.
 
     A module for which no choice of attributes is right is left as it is: the comparison of the ranks with the whole model reports it.
 
@@ -59,57 +69,62 @@ def find_local_sizes(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[
         whole: the whole model with values.
         args: positional arguments that it is called with.
         kwargs: keyword arguments that it is called with.
+        drafted: whether the plan is not the model's own.
     """
     found: LocalSizes = {}
-    for sizes in _search(whole, plan, tp, args, kwargs).values():
+    for sizes in _search(whole, plan, tp, args, kwargs, drafted).values():
         found |= sizes or {}
     return found
 
 
 def do_not_fit(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """List the modules of the user's own for which no choice of attributes is right. The arguments are those of `find_local_sizes`."""
-    return [name for name, sizes in _search(whole, plan, tp, args, kwargs).items() if sizes is None]
+    """List the modules for which no choice of attributes is right with a drafted plan. The arguments are those of `find_local_sizes`."""
+    return [name for name, sizes in _search(whole, plan, tp, args, kwargs, drafted=True).items() if sizes is None]
 
 
 def _search(
-    whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any], drafted: bool
 ) -> dict[str, LocalSizes | None]:
     """Find the sizes in each module that runs; None for a module for which no choice is right."""
     cuts = resolve(whole, plan, tp)
-    owners = list(_owners(whole, cuts))
+    owners = list(_owners(whole, cuts, drafted))
     if not owners:
         return {}
     _record(whole, owners, args, kwargs)
-    specs = [shard_specs(whole, plan, tp, rank) for rank in (0, tp - 1)]
+    specs = {Place(rank, tp): shard_specs(whole, plan, tp, rank) for rank in (0, tp - 1)}
     return {owner.name: _sizes_of(whole, owner, cuts, specs, tp) for owner in owners if owner.call is not None}
 
 
-def modules_to_try(whole: nn.Module, plan: ParallelPlan, tp: int) -> list[str]:
-    """List the modules of the user's own in which attributes may have to change on a rank."""
-    return [owner.name for owner in _owners(whole, resolve(whole, plan, tp))]
+def modules_to_try(whole: nn.Module, plan: ParallelPlan, tp: int, *, drafted: bool = False) -> list[str]:
+    """List the modules in which attributes may have to change on a rank. The arguments are those of `find_local_sizes`."""
+    return [owner.name for owner in _owners(whole, resolve(whole, plan, tp), drafted)]
 
 
-def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Set the attributes of the modules that this rank has."""
+def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int], place: Place) -> None:
+    """Set the attributes of the modules that this rank has, and let them take its part of arguments with an entry for each head."""
     modules = dict(module.named_modules())
     for name, value in sizes.items():
+        if found := _ARGUMENT.fullmatch(name):
+            if found["owner"] in modules:
+                take_heads(modules[found["owner"]], HeadArgument(found["name"], int(found["dim"]), value), place)
+            continue
         owner, _, key = name.rpartition(".")
         if owner in modules and isinstance(vars(modules[owner]).get(key), int):
             setattr(modules[owner], key, value)
 
 
-def _owners(whole: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[_Owner]:
+def _owners(whole: nn.Module, cuts: Mapping[str, Cut], drafted: bool) -> Iterator[_Owner]:
     columns = [name for name, cut in cuts.items() if cut.style in _OPEN_COLUMNS]
     by_name: dict[str, _Owner] = {}
     modules = dict(whole.named_modules())
     for name, cut in cuts.items():
-        if cut.style not in _OPEN_ROWS or not isinstance(modules.get(name), nn.Linear):
+        if cut.style not in _OPEN_ROWS or linear_sizes(modules.get(name)) is None:
             continue
         owner = name.rpartition(".")[0]
         while owner and not any(column.startswith(f"{owner}.") for column in columns):
             owner = owner.rpartition(".")[0]
         inside = [cut.style for other, cut in cuts.items() if not owner or other.startswith(f"{owner}.")]
-        if belongs_to_transformers(modules[owner]) or not set(inside) <= _SERVED:
+        if (belongs_to_transformers(modules[owner]) and not drafted) or not set(inside) <= _SERVED:
             continue
         by_name.setdefault(owner, _Owner(owner, [])).rows.append(name)
     yield from by_name.values()
@@ -138,15 +153,18 @@ def _record(whole: nn.Module, owners: list[_Owner], args: tuple[Any, ...], kwarg
             handle.remove()
 
 
-def _sizes_of(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: list[dict[str, ShardSpec]], tp: int) -> LocalSizes | None:
+def _sizes_of(
+    whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], specs: Mapping[Place, dict[str, ShardSpec]], tp: int
+) -> LocalSizes | None:
     """Find the first choice of attributes that is right on the first and on the last rank."""
     prefix = f"{owner.name}." if owner.name else ""
     module = whole.get_submodule(owner.name)
-    shards = [_shard(module, prefix, cuts, of_rank) for of_rank in specs]
+    shards = {place: _shard(module, prefix, cuts, of_rank) for place, of_rank in specs.items()}
     candidates = dict(_candidates(module, prefix, cuts, tp))
-    for choice in _choices(candidates, _named_like_heads(whole, owner, cuts, tp)):
-        if all(_is_right(shard, owner, prefix, of_rank, choice) for shard, of_rank in zip(shards, specs, strict=True)):
-            return {prefix + name: value for name, value in choice.items()}
+    likely, arguments = _named_like_heads(whole, owner, cuts, tp), _head_arguments(whole, owner, cuts, tp)
+    for choice in _choices(candidates, likely, arguments):
+        if all(_is_right(shard, owner, prefix, specs[place], choice, place) for place, shard in shards.items()):
+            return {(owner.name if name in arguments else prefix) + name: value for name, value in choice.items()}
     return None
 
 
@@ -161,6 +179,8 @@ def _shard(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], specs: Mappi
     for name, child in shard.named_modules():
         if prefix + name in cuts and isinstance(child, nn.Linear):
             child.out_features, child.in_features = child.weight.shape
+        elif prefix + name in cuts and is_transposed_linear(child):
+            child.nx, child.nf = child.weight.shape
     return shard
 
 
@@ -173,10 +193,15 @@ def _candidates(module: nn.Module, prefix: str, cuts: Mapping[str, Cut], tp: int
             yield (f"{name}.{key}" if name else key), value
 
 
-def _choices(candidates: Mapping[str, int], likely: Mapping[str, int]) -> Iterator[LocalSizes]:
-    """Choose no attribute, the likely ones, then all subsets, small ones first. The order decides only how long the search takes."""
+def _choices(candidates: Mapping[str, int], likely: Mapping[str, int], arguments: Mapping[str, int]) -> Iterator[LocalSizes]:
+    """Choose no attribute, the likely ones, these and arguments, then all subsets, small ones first. The order decides only how long the
+    search takes."""
     yield {}
-    yield {name: candidates[name] for name in likely if name in candidates}
+    expected = {name: candidates[name] for name in likely if name in candidates}
+    yield expected
+    for count in range(1, len(arguments) + 1):
+        for chosen in combinations(arguments, count):
+            yield expected | {name: arguments[name] for name in chosen}
     tried = 0
     for size in range(1, len(candidates) + 1):
         for names in combinations(candidates, size):
@@ -192,16 +217,34 @@ def _named_like_heads(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], 
     return local_attributes(whole.get_submodule(owner.name), heads, tp) if heads is not None else {}
 
 
+def _head_arguments(whole: nn.Module, owner: _Owner, cuts: Mapping[str, Cut], tp: int) -> dict[str, int]:
+    """Find arguments of a module with an entry for each head, such as the slopes of ALiBi, as keys of `LocalSizes` without the owner."""
+    inside = {name: cut for name, cut in cuts.items() if name.rpartition(".")[0] == owner.name and cut.style in COLUMN_STYLES}
+    heads = heads_of(whole, owner.name, inside)
+    if heads is None or heads.queries % tp or owner.call is None:
+        return {}
+    found: dict[str, int] = {}
+    for name, value in bound(whole.get_submodule(owner.name), *owner.call).arguments.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found |= {f"({name}:{dim})": heads.queries for dim, size in enumerate(value.shape) if size % heads.queries == 0}
+    return dict(list(found.items())[:_MOST_ARGUMENTS])
+
+
 class _Different(Exception):
     """The input of a row-parallel layer is not this rank's shard."""
 
 
-def _is_right(shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, ShardSpec], choice: Mapping[str, int]) -> bool:
+def _is_right(
+    shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, ShardSpec], choice: Mapping[str, int], place: Place
+) -> bool:
     """Return whether the module runs on one rank's shards, with its columns as the input of each row-parallel layer."""
     assert owner.call is not None
     args, kwargs = owner.call
+    for name, heads in choice.items():
+        if found := _ARGUMENT.fullmatch(name):
+            args, kwargs = part_of_heads(shard, args, kwargs, HeadArgument(found["name"], int(found["dim"]), heads), place)
     for name in owner.rows:
-        columns = _columns(specs[f"{name}.weight"])
+        columns = _columns(specs[f"{name}.weight"], transposed=is_transposed_linear(shard.get_submodule(name.removeprefix(prefix))))
         expected = iter(owner.seen[name])
 
         def compare(x: Tensor, columns: Tensor = columns, expected: Iterator[tuple[Tensor, Tensor]] = expected) -> Tensor:
@@ -221,8 +264,10 @@ def _is_right(shard: nn.Module, owner: _Owner, prefix: str, specs: Mapping[str, 
     return True
 
 
-def _columns(spec: ShardSpec) -> Tensor:
-    """Indices of the columns of a weight that a rank has, in its order."""
+def _columns(spec: ShardSpec, *, transposed: bool) -> Tensor:
+    """Indices of a row-parallel layer's inputs that a rank has, in its order. A transposed weight has shape (in, out)."""
+    if transposed:
+        return spec.cut(torch.arange(spec.global_shape[0])[:, None].expand(spec.global_shape))[:, 0]
     return spec.cut(torch.arange(spec.global_shape[1]).expand(spec.global_shape))[0]
 
 
@@ -230,7 +275,9 @@ def _columns(spec: ShardSpec) -> Tensor:
 def _changed(module: nn.Module, choice: Mapping[str, int]) -> Iterator[None]:
     modules = dict(module.named_modules())
     places: Iterable[tuple[nn.Module, str, int]] = [
-        (modules[name.rpartition(".")[0]], name.rpartition(".")[2], value) for name, value in choice.items()
+        (modules[name.rpartition(".")[0]], name.rpartition(".")[2], value)
+        for name, value in choice.items()
+        if not _ARGUMENT.fullmatch(name)
     ]
     before = [getattr(owner, key) for owner, key, _ in places]
     for owner, key, value in places:

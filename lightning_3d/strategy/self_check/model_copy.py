@@ -209,7 +209,7 @@ def leave_out_blocks(module: nn.Module, plan: ParallelPlan, kept: list[int], tup
     layers: Any = module.get_submodule(plan.layers)
 
     def notice(block: nn.Module, args: Any, output: Any) -> None:
-        tuples["length"] = len(output) if isinstance(output, tuple) else 0
+        tuples["length"] = len(output) if isinstance(output, (tuple, list)) else 0
 
     for index, block in enumerate(list(layers)):
         if index in kept:

@@ -29,7 +29,6 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.strategy import Lightning3DStrategy
 
 LAYOUTS = ("pp2_dp2", "tp2", "ep2_dp2", "ep4_dp4", "ep8_dp8", "tp2_ep2", "tp2_ep4_dp4", "ep2_pp2_dp2", "tp2_ep4_pp2_dp2", "tp4_ep2_pp2")
-NO_TENSOR_PLAN = ("gpt_oss",)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +50,7 @@ def test_parity(model: str, layout: str, schedule: str) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        (model, layout)
-        for model in models.MIXTURES
-        for layout in LAYOUTS
-        if not (model in NO_TENSOR_PLAN and "tp" in layout and "ep" not in layout)
-    ],
+    [(model, layout) for model in models.MIXTURES for layout in LAYOUTS],
 )
 def test_parity_of_all(model: str, layout: str, dtype: str) -> None:
     assert_same_training(model, layout, dtype=dtype)
@@ -254,7 +248,6 @@ def refuse(layout: str, model: str, **strategy: Any) -> str:
         ("dp2", "llama", {"moe_aux_loss": 0.1}, ["moe_aux_loss", "no router"]),
         ("dp2", "mixtral", {"moe_bias_update": 0.1}, ["moe_bias_update", "Use moe_aux_loss"]),
         ("dp2", "mixtral", {"moe_capacity_factor": 0}, ["moe_capacity_factor=0"]),
-        ("tp2", "gpt_oss", {}, ["no tensor-parallel plan"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

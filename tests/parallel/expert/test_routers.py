@@ -73,8 +73,12 @@ def test_routers_that_return_something_else() -> None:
     assert torch.tensor(run_ranks(train_other, 1)[0]).isfinite().all()
     with pytest.raises(PlanError, match="does not return .* Remove moe_aux_loss"):
         run_ranks(train_other, 1, moe_aux_loss=0.1)
-    with pytest.raises(PlanError, match="must take .* Use tp=1"):
-        run_ranks(train_other, 2, layout="tp2")
+
+
+def test_experts_that_get_weighted_tokens_are_sharded() -> None:
+    """Llama 4's router weighs the tokens, and its experts take nothing else."""
+    expected = run_ranks(train_other, 1)[0]
+    assert run_ranks(train_other, 2, layout="tp2")[1] == pytest.approx(expected, rel=1e-5)
 
 
 class Asked(parity.Module):

@@ -1,0 +1,100 @@
+"""Write the page of families from the cells that `family_matrix.py` has measured.
+
+    python tools/family_page.py CELLS.csv [--out docs/families.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lightning_3d.strategy.self_check.remembered import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+TITLES = {"tp2": "tp2", "pp2": "pp2", "tp2_pp2": "tp2_pp2", "zero3": "dp2, ZeRO 3", "cp2": "cp2", "ep2_dp2": "ep2_dp2"}
+LONGEST = 300  # characters of a reason
+
+INTRO = """# Families of models
+
+What each causal language model of Transformers computes on six layouts, compared with the same model in a plain PyTorch loop on one
+process. `python tools/family_matrix.py` makes the numbers ({versions}): a tiny model of each family trains 4 steps of AdamW on CPU ranks.
+
+- A **number** is the largest relative difference of a loss or a gradient norm in 4 steps. It is rounding: at most 1e-5, or 3 times what
+  another order of the sums changes on one process.
+- **refused**: the strategy ends the run before the first step. [The reasons](#refusals) are below.
+- **no reference**: the family does not train on one process.
+- **dense**: the family has no experts, which ep needs.
+
+No family trains wrong numbers in silence: a model that is not in this list, or another version of a library, is
+[checked](verify.md) before its first step.
+
+| layout | exact | refused | no reference |
+| --- | --: | --: | --: |
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "families.md")
+    given = parser.parse_args(arguments)
+    with given.cells.open(newline="") as file:
+        given.out.write_text(page(list(csv.DictReader(file))))
+    return 0
+
+
+def page(rows: Iterable[Mapping[str, str]]) -> str:
+    """The page as Markdown."""
+    cells = {(row["family"], row["layout"]): row for row in rows}
+    families = sorted({family for family, _ in cells})
+    layouts = [layout for layout in TITLES if any((family, layout) in cells for family in families)]
+    text = INTRO.format(versions=versions())
+    for layout in layouts:
+        found = Counter(_kind(cells[family, layout]) for family in families if (family, layout) in cells)
+        text += f"| {TITLES[layout]} | {found['exact']} | {found['refused']} | {found['no reference']} |\n"
+    text += "\nFamilies without experts do not count in the row of ep2_dp2.\n\n"
+    text += f"| family | {' | '.join(TITLES[layout] for layout in layouts)} |\n| --- |{' --- |' * len(layouts)}\n"
+    for family in families:
+        shown = [_shown(cells.get((family, layout))) for layout in layouts]
+        text += f"| {family} | {' | '.join(shown)} |\n"
+    reasons = {family: _reasons(cells, family, layouts) for family in families}
+    return text + "\n## Refusals\n\n" + "".join(f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason)
+
+
+def _kind(row: Mapping[str, str]) -> str:
+    return "dense" if row["verdict"] == "refused" and "plan has no experts" in row["detail"] else row["verdict"]
+
+
+def _shown(row: Mapping[str, str] | None) -> str:
+    if row is None:
+        return ""
+    if row["verdict"] != "exact":
+        return _kind(row)
+    return f"{max(float(row['loss']), float(row['norm'])):.0e}"
+
+
+def _reasons(cells: Mapping[tuple[str, str], Mapping[str, str]], family: str, layouts: Iterable[str]) -> str:
+    """The reasons of one family's refusals, each once with its layouts."""
+    found: dict[str, list[str]] = {}
+    for layout in layouts:
+        row = cells.get((family, layout))
+        if row is not None and _kind(row) in ("refused", "no reference"):
+            found.setdefault(_short(row["detail"]), []).append(layout)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in found.items())
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.partition(": ")[2].split() if text.split(":")[0].endswith("Error") else text.split())
+    flat = flat.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
+    return flat if len(flat) <= LONGEST else f"{flat[: LONGEST - 1].rsplit(' ', 1)[0]} …"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
