@@ -81,6 +81,11 @@ def _whole(elastic: object, layout: Layout) -> Layout:
 
 
 def _ranks_here(run: RunConfig, whole: Layout) -> int:
-    """Return how many ranks of a run can be started on this machine: one for each GPU, or any number on CPU cores."""
+    """Return how many ranks of a run can be started on this machine: one for each GPU, or any number on CPU cores.
+
+    A run that is only described, or that other machines will start, has all of its ranks.
+    """
+    if run.trainer.dry or run.cluster.nodes > 1:
+        return whole.world_size
     gpus = 0 if run.cluster.accelerator == "cpu" else visible_gpus()
     return min(gpus, whole.world_size) or whole.world_size

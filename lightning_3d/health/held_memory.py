@@ -36,8 +36,8 @@ def wait_for_memory(device: torch.device, seconds: float = HELD_SECONDS) -> None
         time.sleep(_POLL_SECONDS)
     if held:
         _say(
-            f"{held / 2**30:.1f} GiB of {device} are still held by {_holders(device)}. The run begins with the rest. If that is left of an"
-            " earlier attempt, end it."
+            f"{held / 2**30:.1f} GiB of {device} are still held by {_holders(device)}. The run starts with the remaining memory. If an"
+            " earlier attempt holds it, kill that process."
         )
 
 

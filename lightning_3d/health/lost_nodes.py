@@ -29,7 +29,7 @@ IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 5, 3
 
 CONNECT_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
-_LISTENER, _LEADER = -1, -2  # what is no connection to another rank's node
+_LISTENER, _LEADER = -1, -2  # connections that lead to no other node
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 AllGather = Callable[[Any], list[Any]]
@@ -42,10 +42,11 @@ class LostNodes:
         reporter: ends all ranks.
         rank: this rank.
         nodes: name of each rank's node, by rank.
+        leaders: lowest rank on each rank's node, by rank. Containers on different nodes may have the same name.
     """
 
-    def __init__(self, reporter: FailureReporter, rank: int, nodes: Sequence[str]) -> None:
-        self._reporter, self._rank, self._nodes = reporter, rank, nodes
+    def __init__(self, reporter: FailureReporter, rank: int, nodes: Sequence[str], leaders: Sequence[int]) -> None:
+        self._reporter, self._rank, self._nodes, self._leaders = reporter, rank, nodes, leaders
         self._closed = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._siblings: list[socket.socket] = []
@@ -59,9 +60,9 @@ class LostNodes:
             all_gather: returns the objects of all ranks, by rank.
         """
         machines = all_gather((_machine(), socket.gethostname()))
-        watch = cls(reporter, rank, [host for _, host in machines])
         names = [machine for machine, _ in machines]
         leaders = [names.index(machine) for machine in names]
+        watch = cls(reporter, rank, [host for _, host in machines], leaders)
         if len(set(leaders)) == 1 or sys.platform != "linux":
             return watch
         listener = _listen() if rank == 0 else None
@@ -145,6 +146,9 @@ class LostNodes:
         leader.close()
 
     def _keep(self, connection: socket.socket, rank: int) -> None:
+        if self._closed.is_set():  # a fit that was over before the connection was there
+            connection.close()
+            return
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
@@ -200,11 +204,11 @@ class LostNodes:
 
     def _message(self, rank: int, error: OSError) -> str:
         node, mine = self._nodes[rank], self._nodes[self._rank]
-        ranks = [other for other, name in enumerate(self._nodes) if name == node]
+        ranks = [other for other, leader in enumerate(self._leaders) if leader == self._leaders[rank]]
         return (
             f"The node {node} with {plural(len(ranks), 'rank')} ({spans(ranks)}) is lost: it has not answered the node {mine} for"
-            f" {IDLE_SECONDS + PROBE_SECONDS * PROBES} s ({error.strerror}). One of them has crashed or has no network. To resume the last"
-            ' checkpoint, start the run again with trainer.auto_resume=true, or your script with ckpt_path="last".'
+            f" {IDLE_SECONDS + PROBE_SECONDS * PROBES} s ({error.strerror}). One of the two has crashed or has no network. To resume the"
+            ' last checkpoint, start the run again with trainer.auto_resume=true, or your script with ckpt_path="last".'
         )
 
 

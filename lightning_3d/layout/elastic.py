@@ -38,7 +38,7 @@ def fitting_layout(
     smallest = _first(whole, name, range(1, whole.dp + 1), global_batch_size, micro_batch_size) or whole
     raise LayoutError(
         f"{ranks} rank{'s are' if ranks != 1 else ' is'} here, but the smallest layout to which {whole} can shrink is {smallest}, with"
-        f" {smallest.world_size} ranks. Wait until more ranks are there, or name a layout with a smaller tp, pp or cp."
+        f" {smallest.world_size} ranks. Start more ranks, or name a layout with a smaller tp, pp or cp."
     )
 
 

@@ -35,7 +35,8 @@ def test_f54_memory_of_an_earlier_attempt_is_waited_for(free: list[int], capfd: 
 def test_memory_that_stays_held_is_named(free: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     free += [20 * GIB]
     held_memory.wait_for_memory(GPU, 0.1)
-    assert "60.0 GiB of cuda:1 are still held by process 4711 (/usr/bin/python). The run begins with the rest." in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "60.0 GiB of cuda:1 are still held by process 4711 (/usr/bin/python). The run starts with the remaining memory." in said
 
 
 def test_a_free_gpu_and_a_cpu_are_silent(free: list[int], capfd: pytest.CaptureFixture[str]) -> None:
