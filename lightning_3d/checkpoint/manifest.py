@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_3d.errors import CheckpointError
@@ -30,7 +30,9 @@ def check_manifest(path: Place, manifest: Mapping[str, Any]) -> None:
         wrong = "transformers"
     if wrong is not None:
         raise CheckpointError(f"The manifest of {path} has no valid {wrong}: the checkpoint is damaged. Use another one.")
-    outside = [name for name in (*manifest["files"], manifest.get("data", "")) if not is_inside(name)]
+    data = manifest.get("data", "")
+    outside = [name for name in (*manifest["files"], data) if not is_inside(name)]
+    outside = outside or [name for name in manifest["files"] if not _leads_inside(path, data, name)]
     if outside:
         raise CheckpointError(f"The manifest of {path} names {outside[0]!r}, which is outside its folder, so nothing is loaded from it.")
 
@@ -39,6 +41,11 @@ def is_inside(name: str) -> bool:
     """Check whether a relative path stays in its folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _leads_inside(folder: Place, data: str, name: str) -> bool:
+    """Check whether a file is in its folder if symbolic links are followed; on a remote store there are none."""
+    return not isinstance(folder, Path) or (folder / data / name).resolve().is_relative_to(folder.resolve())
 
 
 def _are_files(files: Any) -> bool:

@@ -259,9 +259,10 @@ def check_keys(config: DictConfig) -> RunConfig:
     except (OverflowError, RecursionError) as error:
         raise ConfigError(f"A value of the configuration is too large or nested too deeply: {error}.") from error
     assert isinstance(run, RunConfig)
-    typed = OmegaConf.select(config, "hydra.overrides.task") or ()
+    swept = OmegaConf.select(config, "hydra.sweeper.params") or {}  # of a file: nobody has typed it
+    typed = [word for word in OmegaConf.select(config, "hydra.overrides.task") or () if word.partition("=")[0] not in swept]
     content = asdict(run)
-    check_targets(content, list(typed))
+    check_targets(content, typed)
     check_secrets(content)
     check_group_keys("model", run.model, MODEL_KEYS)
     options = data_options(run.data.get("name"))

@@ -37,6 +37,7 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
         Lightning3DError: the class may not be named there (`config.targets`), does not exist, does not accept these arguments, or
             raises an error of its own.
     """
+    _refuse_interpolations(key, entry)
     check_targets({key: entry})
     kinds = _KINDS.get(key.partition(".")[0], _OF_THE_TRAINER)
     for place, name in targets_of(entry, key):
@@ -48,6 +49,18 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
         if isinstance(error.__cause__, Lightning3DError):
             raise error.__cause__ from None
         raise _cannot_create(key, entry["_target_"], error.__cause__ or error) from error
+
+
+def _refuse_interpolations(key: str, value: Any) -> None:
+    """Refuse a value that would be resolved once more when the object is made: it could become a `_target_` that was never checked."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            _refuse_interpolations(f"{key}.{name}", below)
+    elif isinstance(value, (list, tuple)):
+        for index, below in enumerate(value):
+            _refuse_interpolations(f"{key}[{index}]", below)
+    elif isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{key} must not contain an escaped interpolation (\\${{...}}); got {value!r}. Write the value itself.")
 
 
 def strategy_class(name: str) -> type[Lightning3DStrategy]:

@@ -98,6 +98,17 @@ def test_f31_a_missing_file_is_named(name: str, checkpoint: Path) -> None:
     assert f"The file {name} is missing in {checkpoint}" in refusal(checkpoint)
 
 
+def test_f22_a_file_that_leads_outside_is_not_read(checkpoint: Path) -> None:
+    elsewhere = checkpoint.with_name("elsewhere")
+    (checkpoint / TRAINER_TENSORS).rename(elsewhere)
+    (checkpoint / TRAINER_TENSORS).symlink_to(elsewhere)
+    assert f"names '{TRAINER_TENSORS}', which is outside its folder" in refusal(checkpoint)
+    moved = checkpoint.with_name("moved")  # the folder itself may be a link
+    elsewhere.replace(checkpoint / TRAINER_TENSORS)
+    moved.symlink_to(checkpoint)
+    assert CheckpointStore(CheckpointOptions()).load(moved)["note"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert 'Did you mean "step_1"?' in refusal(checkpoint.with_name("step_11"))
     link = checkpoint.with_name("last")

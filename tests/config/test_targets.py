@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch.profilers import SimpleProfiler
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from lightning_3d.cli.main import main
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.config.compose import compose
+from lightning_3d.config.plan_run import check_keys, plan_run
 from lightning_3d.config.targets import ALLOW_VARIABLE, allowed, check_targets
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.check import check_shapes
@@ -85,6 +87,28 @@ def test_f22_known_packages_are_no_way_around(key: str, entry: dict[str, Any], m
     check_targets({key: entry})
     with pytest.raises(ConfigError, match=match):
         make_object(key, entry)
+
+
+HIDDEN = "${oc.select:seed,${oc.create:{_target_:torch.load}}}"
+
+
+@pytest.mark.parametrize("where", [{"duration": HIDDEN}, {"duration": {"deep": [HIDDEN]}}], ids=["argument", "deep"])
+def test_f22_a_name_cannot_appear_when_the_object_is_made(where: dict[str, Any]) -> None:
+    """Hydra resolves interpolations once more then, so a text can become a `_target_` that nobody has checked."""
+    with pytest.raises(ConfigError, match="callbacks.mine.duration.* must not contain an escaped interpolation"):
+        make_object("callbacks.mine", {"_target_": "lightning.pytorch.callbacks.Timer", **where})
+
+
+def test_f22_parameters_of_a_sweep_in_a_file_are_not_typed() -> None:
+    word = "+callbacks.mine._target_=statistics.mean"
+    config = compose([word])
+    check_keys(config)
+    assert allowed() == ["statistics.mean"]
+    os.environ[ALLOW_VARIABLE] = ""
+    with open_dict(config):
+        config.hydra.sweeper.params = {"+callbacks.mine._target_": "statistics.mean"}
+    with pytest.raises(ConfigError, match="names code of statistics"):
+        check_keys(config)
 
 
 def test_what_belongs_there_is_made() -> None:
