@@ -150,11 +150,11 @@ def _circle(waits: Mapping[int, Wait]) -> str:
 
 def _together(reports: Mapping[int, RankReport], idle: tuple[int, ...]) -> str:
     if not idle:
-        return "no rank gets on, and none waits for another."
+        return "no rank makes progress, and none waits for another."
     first = reports[idle[0]]
     pending = next((group for group in first.groups.values() if group.oldest_pending is not None), None)
     if pending is None:
-        return f"{_ranks(idle)} {'does' if len(idle) == 1 else 'do'} not get on, and nobody waits for another rank. {_place(first)}"
+        return f"{_ranks(idle)} {'does' if len(idle) == 1 else 'do'} not make progress, and nobody waits for another rank. {_place(first)}"
     assert pending.oldest_pending is not None
     return (
         f"all ranks of {pending.words} have called {_numbered(pending.oldest_pending)}, but it does not end, for {first.seconds:.0f} s."

@@ -1,4 +1,4 @@
-"""What a rank says of itself when a run does not get on. Imports no torch."""
+"""What a rank says of itself when a run makes no progress. Imports no torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class GroupState:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank does when a run does not get on.
+    """What a rank does when a run makes no progress.
 
     Attributes:
         rank: global rank.

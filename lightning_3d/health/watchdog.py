@@ -1,7 +1,7 @@
 """Ends a run that hangs, with one message that says which rank holds it up, and where.
 
-A thread of each rank looks whether the rank gets on. A rank that does not asks all ranks what they do, and writes its own stacks and
-collectives to a file. When all have answered, or had time to, the lowest rank that asked compares the answers (`hang_verdict`) and ends
+A thread of each rank checks whether the rank makes progress. A rank that makes none asks all ranks what they do, and writes its own stacks
+and collectives to a file. When all have answered, or had time to, the lowest rank that asked compares the answers (`hang_verdict`) and ends
 the run.
 
 A rank cannot answer if its process is stopped, its machine is lost, or other code holds Python's interpreter lock. In the last case its
@@ -154,7 +154,7 @@ class Watchdog:
         self._reporter.board.share(_ASKED, self._rank, report.to_json())
 
     def _withdraw(self) -> None:
-        """Take the answer back: the ranks get on."""
+        """Take the answer back: the ranks make progress again."""
         self._answered = False
         self._reporter.board.share(_ASKED, self._rank, "")
         self._file.unlink(missing_ok=True)
@@ -206,7 +206,7 @@ def _within(seconds: float, call: Callable[[], _Result]) -> _Result:
     """Return what a function returns that may wait forever.
 
     Raises:
-        TimeoutError: it has not returned in time; its thread goes on.
+        TimeoutError: it has not returned in time; its thread keeps running.
     """
     done: Future[_Result] = Future()
 
