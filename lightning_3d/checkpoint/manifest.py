@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,7 +46,8 @@ def is_inside(name: str) -> bool:
 
 def _leads_inside(folder: Place, data: str, name: str) -> bool:
     """Check whether a file is in its folder if symbolic links are followed; on a remote store there are none."""
-    return not isinstance(folder, Path) or (folder / data / name).resolve().is_relative_to(folder.resolve())
+    # realpath, because Path.resolve raises for a link that leads to itself; the read says what is wrong with such a file.
+    return not isinstance(folder, Path) or Path(os.path.realpath(folder / data / name)).is_relative_to(os.path.realpath(folder))
 
 
 def _are_files(files: Any) -> bool:

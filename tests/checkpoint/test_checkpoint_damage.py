@@ -109,6 +109,13 @@ def test_f22_a_file_that_leads_outside_is_not_read(checkpoint: Path) -> None:
     assert CheckpointStore(CheckpointOptions()).load(moved)["note"].tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_f22_a_link_to_itself_is_refused_with_one_message(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to(checkpoint / name)
+    assert f"{name}" in refusal(checkpoint)
+
+
 def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert 'Did you mean "step_1"?' in refusal(checkpoint.with_name("step_11"))
     link = checkpoint.with_name("last")
