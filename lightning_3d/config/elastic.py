@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from lightning_3d.config.machine import visible_gpus
 from lightning_3d.config.run_config import RunConfig
-from lightning_3d.errors import ConfigError, LayoutError, plural
+from lightning_3d.errors import ConfigError, plural
 from lightning_3d.layout.batch_rules import largest_micro_batch
-from lightning_3d.layout.elastic import fitting_layout
+from lightning_3d.layout.elastic import fitting_layout, whole_layout
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.environment import OutsideRank
 
@@ -72,12 +72,9 @@ def _whole(elastic: object, layout: Layout) -> Layout:
     if elastic is True:
         return layout
     try:
-        named = Layout.parse(elastic) if isinstance(elastic, str) else None
-    except LayoutError:
-        named = None
-    if named is None or replace(named, dp=1, vp=1) != replace(Layout.parse(layout.name), dp=1, vp=1):
-        raise ConfigError(f"parallelism.elastic must be true or false; got {elastic!r}.")
-    return replace(layout, dp=named.dp)
+        return whole_layout(elastic, layout)
+    except ConfigError:
+        raise ConfigError(f"parallelism.elastic must be true or false; got {elastic!r}.") from None
 
 
 def _ranks_here(run: RunConfig, whole: Layout) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_3d.errors import LayoutError
+from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import check_expert_groups, resolve_layout
@@ -40,6 +40,45 @@ def fitting_layout(
         f"{ranks} rank{'s are' if ranks != 1 else ' is'} here, but the smallest layout to which {whole} can shrink is {smallest}, with"
         f" {smallest.world_size} ranks. Start more ranks, or name a layout with a smaller tp, pp or cp."
     )
+
+
+def whole_layout(elastic: object, layout: Layout) -> Layout:
+    """Return the layout that an elastic run has with all ranks.
+
+    Args:
+        elastic: its name; False where `layout` is the whole one.
+        layout: layout that is used, which differs in data parallelism only.
+
+    Raises:
+        ConfigError: `elastic` is no such name.
+    """
+    if elastic is False or elastic is None:
+        return layout
+    try:
+        named = Layout.parse(elastic) if isinstance(elastic, str) else None
+    except LayoutError:
+        named = None
+    if named is None or replace(named, dp=1, vp=1) != replace(Layout.parse(layout.name), dp=1, vp=1):
+        raise ConfigError(f"elastic must be the name of a layout that differs from {layout} in dp only; got {elastic!r}.")
+    return replace(layout, dp=named.dp)
+
+
+def whole_dp(elastic: object, layout: Layout | None, micro_batch_size: int | None) -> int | None:
+    """Return the data parallelism that an elastic run has with all ranks; None for a run that is not elastic.
+
+    Args:
+        elastic: name of the layout with all ranks; False for a run that is not elastic.
+        layout: layout that is used.
+        micro_batch_size: rows of a micro-batch.
+
+    Raises:
+        ConfigError: `elastic` does not suit the layout, or the size of a micro-batch is not given.
+    """
+    if elastic is False or elastic is None:
+        return None
+    if layout is None or micro_batch_size is None:
+        raise ConfigError("elastic needs a layout and a micro_batch_size. lightning_3d.fitting_layout chooses the layout.")
+    return whole_layout(elastic, layout).dp
 
 
 def _first(whole: Layout, schedule: str, degrees: Iterable[int], global_batch: int, micro_batch: int | None) -> Layout | None:

@@ -16,6 +16,7 @@ from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import NoPlanError
+from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
@@ -62,6 +63,7 @@ class BuildOptions:
         fp8: whether linear layers of blocks multiply in float8.
         micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough of them.
         split_batch: the user's own function, for batches that cannot be split along dimension 0.
+        rows: how the rows of a global batch are dealt to ranks.
     """
 
     model: ModelOptions
@@ -70,6 +72,7 @@ class BuildOptions:
     fp8: bool = False
     micro_batch_size: int | None = None
     split_batch: SplitBatch | None = None
+    rows: MicroBatchRows | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ def _make_runner(
         after_first_backward=check,
         routers=parts.routers,
         tracer=around.tracer,
+        rows=options.rows,
     )
 
 

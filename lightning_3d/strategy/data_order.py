@@ -2,8 +2,8 @@
 
 Lightning gives the loaders of a distributed strategy a `DistributedSampler`, which shuffles by its own seed and so in another order than
 the loader does on one process. Here every rank draws the order of the loader's own sampler, from random number generators in the state
-they have on one process. Data rank r of R reads samples r, r + R, r + 2R, ... of it: global batch k holds the rows of batch k of one
-process with the same global batch.
+they have on one process. Data rank r of R reads samples r, r + R, r + 2R, ... of it (an elastic run: whole micro-batches, see
+`MicroBatchRows`): global batch k holds the rows of batch k of one process with the same global batch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint.rng_state import read_generators, set_generators
 from lightning_3d.errors import DataError
+from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.random_streams import global_seed
 
 _STATE_BYTES = 64 * 1024
@@ -46,6 +47,7 @@ class OneProcessOrder(DistributedSampler[Any]):
         drop_last: whether to drop the last samples; else the first samples are repeated until all ranks have equally many.
         device: device of small tensors for collectives.
         seed: seed of the order `DISTRIBUTED`.
+        rows: how the rows of the order are dealt to ranks; None deals them one by one.
 
     Communicates when it is made and in `set_epoch`, which Lightning calls on all ranks, unless the sampler is sequential. Iterating
     does not communicate.
@@ -58,7 +60,16 @@ class OneProcessOrder(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, sampler: Any, data: Any, *, num_replicas: int, rank: int, drop_last: bool, device: torch.device, seed: int
+        self,
+        sampler: Any,
+        data: Any,
+        *,
+        num_replicas: int,
+        rank: int,
+        drop_last: bool,
+        device: torch.device,
+        seed: int,
+        rows: MicroBatchRows | None = None,
     ) -> None:
         try:
             length = len(sampler)
@@ -69,6 +80,7 @@ class OneProcessOrder(DistributedSampler[Any]):
             ) from None
         super().__init__(range(length), num_replicas, rank, shuffle=False, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.sampler = sampler
+        self._rows = rows or MicroBatchRows(num_replicas, num_replicas)
         self.checksum = 0
         self._device = device
         self._data = data
@@ -84,7 +96,7 @@ class OneProcessOrder(DistributedSampler[Any]):
         order = self._order()
         while order and len(order) < self.total_size:
             order += order[: self.total_size - len(order)]
-        yield from order[self.rank : self.total_size : self.num_replicas]
+        yield from self._rows.of_rank(self.rank, order[: self.total_size])
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -161,16 +173,20 @@ class OneProcessOrder(DistributedSampler[Any]):
         return torch.randperm(len(self._data), generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
 
 
-def sampler_maker(device: torch.device, resumed: Callable[[], dict[str, Any] | None]) -> Callable[..., OneProcessOrder]:
+def sampler_maker(
+    device: torch.device, resumed: Callable[[], dict[str, Any] | None], rows: MicroBatchRows
+) -> Callable[..., OneProcessOrder]:
     """Make the function with which `keep_sample_order` makes the sampler of each data loader.
 
     Args:
         device: device of this rank.
         resumed: function that returns the state that the next sampler of a training loader resumes, if any.
+        rows: how the rows of a training loader are dealt to ranks.
     """
 
     def make(sampler: Any, dataset: Any, *, training: bool, **arguments: Any) -> OneProcessOrder:
-        order = OneProcessOrder(sampler, dataset, **arguments, device=device, seed=global_seed())
+        dealt = rows if training else None
+        order = OneProcessOrder(sampler, dataset, **arguments, device=device, seed=global_seed(), rows=dealt)
         state = resumed() if training else None
         if state is not None:
             order.resume(state)

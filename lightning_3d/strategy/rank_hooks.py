@@ -20,6 +20,7 @@ from lightning_3d.health.processes import Process
 from lightning_3d.health.time_limits import seconds_allowed
 from lightning_3d.health.watchdog import Watchdog
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.ranks.environment import ranks_with_work
 from lightning_3d.ranks.heartbeat import Heartbeat
@@ -39,6 +40,8 @@ class RankHooks(ParallelStrategy):
 
     layout: Layout | None
     schedule: str
+    micro_batch_size: int | None
+    _whole_dp: int | None = None
     _mesh: Mesh | None = None
     _failures: FailureReporter | None = None
     _watchdog: Watchdog | None = None
@@ -84,6 +87,12 @@ class RankHooks(ParallelStrategy):
     def data_parallel_size(self) -> int:
         """Number of ranks that read different data."""
         return self.layout.dp if self.layout is not None else self.num_nodes * self.num_processes
+
+    @property
+    def micro_batch_rows(self) -> MicroBatchRows:
+        """How the rows of a global batch are dealt to data-parallel ranks."""
+        dp = self.data_parallel_size
+        return MicroBatchRows(dp, self._whole_dp or dp, self.micro_batch_size or 1)
 
     @property
     @override

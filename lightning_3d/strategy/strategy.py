@@ -39,9 +39,10 @@ from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import ZeroOptions
-from lightning_3d.errors import ConfigError, LayoutError, OutOfMemory
+from lightning_3d.errors import LayoutError, OutOfMemory
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
+from lightning_3d.layout.elastic import whole_dp
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
 from lightning_3d.layout.sizes import check_number
@@ -108,8 +109,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self_check: when to compare the rewritten model with the whole one before its first forward (with tp, pp, cp or ep above 1).
             "auto": unless this combination of model, plan, layout and versions has passed before; "always"; "never". See
             docs/your_model.md.
-        elastic: must be false here. `lightning-3d train` adapts the layout to the ranks that are there before it makes this strategy; a
-            script chooses it with `lightning_3d.fitting_layout`, because its data depend on it.
+        elastic: name of the layout with all ranks, if `layout` is the smaller one of an elastic run (`lightning_3d.fitting_layout`). Micro-
+            batches then have the rows and random numbers that they have with all ranks. Needs `micro_batch_size`.
         pipeline_module: name of the submodule to parallelize, if several have a plan.
         split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along dimension 0.
         trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what each rank did when, and what it held in
@@ -162,7 +163,7 @@ class Lightning3DStrategy(CheckpointHooks):
         plan: dict[str, Any] | str | None = None,
         pipeline_module: str | None = None,
         self_check: str = "auto",
-        elastic: bool = False,
+        elastic: str | bool = False,
         split_batch: SplitBatch | None = None,
         trace_every_n_steps: int | None = None,
         nonfinite: str = STOP,
@@ -181,12 +182,6 @@ class Lightning3DStrategy(CheckpointHooks):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size must be at least 1; got {micro_batch_size}.")
-        if elastic:
-            raise ConfigError(
-                "elastic=True works in the configuration of lightning-3d train only (parallelism.elastic). In a script, choose the layout"
-                " with lightning_3d.fitting_layout(layout, ranks=..., global_batch_size=...), and give each data-parallel rank"
-                " global_batch_size / layout.dp rows."
-            )
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
@@ -195,6 +190,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.options.require_suit(self.layout or Layout())
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
+        self._whole_dp = whole_dp(elastic, self.layout, micro_batch_size)
         self.last_step: StepResult | None = None
         self.reliability = Reliability.of(reliability)
         self.heartbeat = Heartbeat()
@@ -299,7 +295,7 @@ class Lightning3DStrategy(CheckpointHooks):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_unsupported(trainer)
-        keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None)))
+        keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None), self.micro_batch_rows))
         self._build()
         self.built.begin_fit()
         self._pace = self._make_pace()
@@ -319,7 +315,9 @@ class Lightning3DStrategy(CheckpointHooks):
         Partition.require_kept(module)
         if self._built is None or not self._built.is_of(module):
             self.model = self.precision_plugin.convert_module(module)
-            options = BuildOptions(self.options, self.zero, self._sources, self.fp8, self.micro_batch_size, self._split_batch)
+            options = BuildOptions(
+                self.options, self.zero, self._sources, self.fp8, self.micro_batch_size, self._split_batch, self.micro_batch_rows
+            )
             around = Surroundings(self.precision_plugin, self._tracer, self.guard, self._materialize, self._shape_only)
             self._built = build(module, self.mesh, self.root_device, options, around)
         self.model_to_device()

@@ -75,8 +75,7 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
         more["timeout"] = timedelta(seconds=config["trainer"]["collective_timeout"])
     more["reliability"] = {field.name: config["trainer"][field.name] for field in fields(Reliability) if field.name in config["trainer"]}
     more |= {"checkpoint_check_space": False} if config.get("force") else {}
-    given = {key: value for key, value in config["parallelism"].items() if key != "elastic"}  # the layout is adapted already
-    strategy = make_object("parallelism", {**given, **more})
+    strategy = make_object("parallelism", {**config["parallelism"], **more})
     assert isinstance(strategy, Lightning3DStrategy)
     return strategy
 

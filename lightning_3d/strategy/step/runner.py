@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.health.slow_ranks import SlowRank
+from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.expert import Routers, RouterStatistics
 from lightning_3d.parallel.mesh import Mesh
@@ -87,6 +88,7 @@ class StepRunner:
         after_first_backward: function that is called once, when the first step has its unreduced gradients.
         routers: routers of a mixture of experts.
         tracer: tracer of the step, which the caller begins.
+        rows: how the rows of a global batch are dealt to ranks; None deals them one by one.
 
     Attributes:
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
@@ -109,11 +111,13 @@ class StepRunner:
         after_first_backward: Callable[[], None] | None = None,
         routers: Routers | None = None,
         tracer: StepTracer | None = None,
+        rows: MicroBatchRows | None = None,
     ) -> None:
         self._tracer = tracer or StepTracer()
         self._module = module
         self._engine = engine
         self._mesh = mesh
+        self._rows = rows or MicroBatchRows(mesh.size("dp"), mesh.size("dp"))
         self._weights = weights
         self._random = random
         self._device = device
@@ -259,8 +263,8 @@ class StepRunner:
 
     def seed(self, micro_batches: MicroBatches, index: int) -> None:
         """Set the random state of this rank's part of a micro-batch, which no other part of the step shares, before it runs."""
-        batch = self._place * self._mesh.size("dp") + self._mesh.index("dp")
-        part = (batch * len(micro_batches) + index) * self._mesh.size("cp") + self._mesh.index("cp")
+        number = self._rows.number(self._mesh.index("dp"), index, len(micro_batches))
+        part = (self._place * self._rows.total(len(micro_batches)) + number) * self._mesh.size("cp") + self._mesh.index("cp")
         self._random.begin(self._step, part)
         if self._routers is not None:
             self._routers.enter(index)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
 
@@ -27,16 +28,23 @@ class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
 
     Args:
         position: function that returns (epoch, samples used in it); called when an epoch starts.
+        rows: how the rows of a global batch are dealt to ranks.
     """
 
-    def __init__(self, dataset: PackedDataset, position: Callable[[], tuple[int, int]], **kwargs: Any) -> None:
-        super().__init__(dataset, shuffle=True, drop_last=True, **kwargs)
+    def __init__(
+        self, dataset: PackedDataset, position: Callable[[], tuple[int, int]], rows: MicroBatchRows, *, rank: int, seed: int
+    ) -> None:
+        super().__init__(dataset, rows.dp, rank, shuffle=True, seed=seed, drop_last=True)
         self._position = position
+        self._rows = rows
 
     @override
     def __iter__(self) -> Iterator[Any]:
         epoch, used = self._position()
-        return islice(super().__iter__(), used // self.num_replicas if epoch == self.epoch else 0, None)
+        whole: DistributedSampler[Any] = DistributedSampler(self.dataset, num_replicas=1, rank=0, seed=self.seed)
+        whole.set_epoch(self.epoch)
+        order = list(whole)[: self.total_size]
+        return islice(self._rows.of_rank(self.rank, order), used // self.num_replicas if epoch == self.epoch else 0, None)
 
 
 class TrainLoader(DataLoader[dict[str, Tensor]]):
@@ -181,7 +189,9 @@ class PackedDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         assert self.train_set is not None, "setup() comes first"
         replicas, index = self._replicas()
-        sampler = GlobalOrderSampler(self.train_set, self._position, num_replicas=replicas, rank=index, seed=self.seed)
+        rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
+        dealt = rows or MicroBatchRows(replicas, replicas)
+        sampler = GlobalOrderSampler(self.train_set, self._position, dealt, rank=index, seed=self.seed)
         options = self._loader_options(self._batch_size(replicas))
         loader = TrainLoader(self.train_set, sampler=sampler, drop_last=True, **options)
         loader.data_module = self
