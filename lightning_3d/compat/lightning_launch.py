@@ -7,10 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.torch import settle_gloo_at_exit
 from lightning_3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_3d.ranks.loopback import GlooInterface
 
 
 def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -90,7 +93,7 @@ def _in_hydra_job() -> bool:
     return hydra_config is not None and hydra_config.HydraConfig.initialized()
 
 
-def connect_process_group(strategy: Any, timeout: Any, join_seconds: float) -> Callable[[], Any]:
+def connect_process_group(strategy: Any, timeout: Any, join_seconds: float, interface: GlooInterface) -> Callable[[], Any]:
     """Set this process's rank in the cluster environment and initialize the default process group.
 
     `_init_dist_connection` and `_get_default_process_group_backend_for_device` are not public (Lightning 2.6); DDPStrategy uses
@@ -102,6 +105,7 @@ def connect_process_group(strategy: Any, timeout: Any, join_seconds: float) -> C
 
     Args:
         join_seconds: time for all ranks to join.
+        interface: of gloo; ranks that are all on one machine listen on its loopback interface.
 
     Raises:
         RendezvousError: ranks have not joined in time.
@@ -111,6 +115,7 @@ def connect_process_group(strategy: Any, timeout: Any, join_seconds: float) -> C
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+    from lightning_3d.ranks.loopback import share_loopback
     from lightning_3d.ranks.meeting_store import connect_store, store_outlives_ranks
     from lightning_3d.ranks.rendezvous import explained_errors
 
@@ -127,6 +132,8 @@ def connect_process_group(strategy: Any, timeout: Any, join_seconds: float) -> C
         os.environ.setdefault("MASTER_ADDR", environment.main_address)
         os.environ.setdefault("MASTER_PORT", str(environment.main_port))
         store = connect_store(strategy.global_rank, strategy.world_size, join_seconds)[0]  # names ranks that do not join
+        if strategy.num_nodes == 1 and share_loopback(store, strategy.global_rank, strategy.world_size, join_seconds):
+            interface.choose_loopback()
         if store_outlives_ranks():  # otherwise torch 2.13 would read the addresses of ranks that no longer exist
             place["store"] = store
     with explained_errors(strategy.global_rank):

@@ -10,9 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-HELD_SECONDS = 30.0
-"""Time for the processes of an earlier attempt to leave the GPU."""
-
 HELD_SHARE = 0.1
 """Share of a GPU's memory that others may hold without a word: driver and CUDA contexts need some."""
 
@@ -20,24 +17,30 @@ _POLL_SECONDS = 1.0
 _QUERY_SECONDS = 20.0
 
 
-def wait_for_memory(device: torch.device, seconds: float = HELD_SECONDS) -> None:
+def wait_for_memory(device: torch.device, seconds: float) -> None:
     """Wait until no other process holds a large part of a GPU's memory, and warn if one still does after a while.
 
     A process that is killed leaves its memory to the driver, which takes seconds to free it. A run that began meanwhile would run out of
     memory. To be called before this process allocates. Does nothing on a CPU.
+
+    Args:
+        seconds: time for the processes of an earlier attempt to leave the GPU. 0: the GPU is shared on purpose, so nothing is printed.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not seconds:
         return
-    deadline, told = time.monotonic() + seconds, False
+    deadline, announced = time.monotonic() + seconds, False
     while (held := held_by_others(device)) and time.monotonic() < deadline:
-        if not told:
-            _say(f"waiting up to {seconds:.0f} s for {held / 2**30:.1f} GiB of {device}, still held by {_holders(device)}")
-        told = True
+        if not announced:
+            _say(
+                f"waiting up to {seconds:g} s for {held / 2**30:.1f} GiB of {device}, still held by {_holders(device)}."
+                " If the GPU is shared on purpose, set trainer.held_memory_timeout=0."
+            )
+        announced = True
         time.sleep(_POLL_SECONDS)
     if held:
         _say(
             f"{held / 2**30:.1f} GiB of {device} are still held by {_holders(device)}. The run starts with the remaining memory. If an"
-            " earlier attempt holds it, kill that process."
+            " earlier attempt holds it, kill that process. If the GPU is shared on purpose, set trainer.held_memory_timeout=0."
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import selectors
@@ -18,19 +19,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import plural, spans
+from lightning_3d.health.node_links import CONNECT_SECONDS, Doorkeeper, Route, connect, listen_for, route_to_rank_0
+from lightning_3d.health.processes import machine_name
 from lightning_3d.ranks.reporter import FailureReporter
 
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 5, 3
-"""A node is lost if it has answered nothing for IDLE_SECONDS + PROBE_SECONDS * PROBES."""
+PROBES = 3
+"""A node is lost if it has answered none of this many probes after a silence as long as one probe."""
 
-CONNECT_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 _LISTENER, _LEADER = -1, -2  # connections that lead to no other node
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 AllGather = Callable[[Any], list[Any]]
 
@@ -43,38 +43,53 @@ class LostNodes:
         rank: this rank.
         nodes: name of each rank's node, by rank.
         leaders: lowest rank on each rank's node, by rank. Containers on different nodes may have the same name.
+        seconds: see `watch`.
     """
 
-    def __init__(self, reporter: FailureReporter, rank: int, nodes: Sequence[str], leaders: Sequence[int]) -> None:
+    def __init__(
+        self, reporter: FailureReporter, rank: int, nodes: Sequence[str], leaders: Sequence[int], seconds: float
+    ) -> None:
         self._reporter, self._rank, self._nodes, self._leaders = reporter, rank, nodes, leaders
+        self._probe_seconds = max(1, round(seconds / (1 + PROBES)))
         self._closed = threading.Event()
         self._selector = selectors.DefaultSelector()
+        self._doorkeeper: Doorkeeper | None = None
         self._siblings: list[socket.socket] = []
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def watch(cls, reporter: FailureReporter, rank: int, all_gather: AllGather) -> LostNodes:
+    def watch(cls, reporter: FailureReporter, rank: int, all_gather: AllGather, seconds: float) -> LostNodes:
         """Connect the nodes and watch them in a thread. Collective over the world.
 
         Args:
             all_gather: returns the objects of all ranks, by rank.
+            seconds: time without an answer after which a node counts as lost, in whole seconds for each probe.
         """
-        machines = all_gather((_machine(), socket.gethostname()))
+        machines = all_gather((machine_name(), socket.gethostname()))
         names = [machine for machine, _ in machines]
         leaders = [names.index(machine) for machine in names]
-        watch = cls(reporter, rank, [host for _, host in machines], leaders)
+        watch = cls(reporter, rank, [host for _, host in machines], leaders, seconds)
         if len(set(leaders)) == 1 or sys.platform != "linux":
             return watch
-        listener = _listen() if rank == 0 else None
-        port, token = all_gather((listener.getsockname()[1], secrets.token_bytes(16)) if listener is not None else None)[0]
-        place = f"\0lightning_3d-{token.hex()}-{leaders[rank]}"
-        if listener is not None:
-            watch._run(lambda: watch._accept(listener, token, len(set(leaders)) - 1))
-        elif rank == leaders[rank]:
-            watch._run(lambda: watch._connect(port, token, _listen_to_siblings(place)))
+        others = sorted(set(leaders) - {0})
+        route = route_to_rank_0() if rank in others else None
+        routes = all_gather(route)
+        listeners, places = listen_for([routes[leader] for leader in others]) if rank == 0 else ([], [])
+        places, token = all_gather((places, secrets.token_bytes(16)) if rank == 0 else None)[0]
+        # The name is visible to all users of a machine, unlike the token.
+        siblings = f"\0lightning_3d-{hashlib.sha256(token).hexdigest()}-{leaders[rank]}"
+        if rank == 0:
+            watch._doorkeeper = Doorkeeper(watch._selector, listeners, token, others, watch._keep)
+            watch._run(lambda: None)
+        elif rank in others:
+            watch._run(lambda: watch._connect(route, places[others.index(rank)], token, _listen_to_siblings(siblings)))
         elif leaders[rank] > 0:
-            watch._run(lambda: watch._follow(place))
+            watch._run(lambda: watch._follow(siblings))
         return watch
+
+    @property
+    def _seconds(self) -> int:
+        return self._probe_seconds * (1 + PROBES)
 
     def close(self) -> None:
         """Stop watching, before this rank ends in order."""
@@ -96,34 +111,17 @@ class LostNodes:
         self._thread = threading.Thread(target=run, name="lightning_3d-nodes", daemon=True)
         self._thread.start()
 
-    def _accept(self, listener: socket.socket, token: bytes, count: int) -> None:
-        """Accept the connections of the other nodes' lowest ranks. Others, which do not know the token, are closed."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        with listener:
-            listener.settimeout(_LOOK_SECONDS)
-            while count and time.monotonic() < deadline and not self._closed.is_set():
-                try:
-                    connection, _ = listener.accept()
-                    connection.settimeout(_LOOK_SECONDS)
-                    hello = connection.recv(len(token) + 4, socket.MSG_WAITALL)
-                except OSError:
-                    continue
-                if not secrets.compare_digest(hello[: len(token)], token):
-                    connection.close()
-                    continue
-                self._keep(connection, int.from_bytes(hello[len(token) :], "big"))
-                count -= 1
-
-    def _connect(self, port: int, token: bytes, siblings: socket.socket) -> None:
+    def _connect(self, route: Route | None, place: tuple[str, int] | None, token: bytes, siblings: socket.socket) -> None:
         """Connect to rank 0, and listen for the other ranks of this node."""
         self._selector.register(siblings, selectors.EVENT_READ, _LISTENER)
         try:
-            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), CONNECT_SECONDS)
-            connection.sendall(token + self._rank.to_bytes(4, "big"))
+            if route is None or place is None:
+                raise OSError("the address of this node or of rank 0's node is unknown")
+            connection = connect(route, place, token, self._rank)
         except OSError as error:
             print(
-                f"lightning_3d: rank {self._rank} cannot connect to port {port} of rank 0's node ({error}), so only the watch for hangs"
-                " (hang_timeout) notices when a node is lost.",
+                f"lightning_3d: rank {self._rank} cannot connect to {f'port {place[1]} of ' if place else ''}rank 0's node ({error}), so"
+                " only the watch for hangs (hang_timeout) notices when a node is lost. To turn this watch off, set lost_node_timeout=null.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -151,9 +149,11 @@ class LostNodes:
             return
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._probe_seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._probe_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        # The kernel sends no probes while the token is on its way.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * self._seconds)
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def _look(self) -> None:
@@ -161,9 +161,13 @@ class LostNodes:
         if not self._selector.get_map():
             self._closed.wait(_LOOK_SECONDS)
             return
+        if self._doorkeeper is not None:
+            self._doorkeeper.close_if_late()
         for key, _ in self._selector.select(_LOOK_SECONDS):
             connection: Any = key.fileobj
-            if key.data == _LISTENER:
+            if key.data is self._doorkeeper:
+                self._doorkeeper.answer(connection)
+            elif key.data == _LISTENER:
                 self._siblings.append(connection.accept()[0])
             elif key.data == _LEADER:
                 self._hear(connection)
@@ -207,7 +211,7 @@ class LostNodes:
         ranks = [other for other, leader in enumerate(self._leaders) if leader == self._leaders[rank]]
         return (
             f"The node {node} with {plural(len(ranks), 'rank')} ({spans(ranks)}) is lost: it has not answered the node {mine} for"
-            f" {IDLE_SECONDS + PROBE_SECONDS * PROBES} s ({error.strerror}). One of the two has crashed or has no network. To resume the"
+            f" {self._seconds} s ({error.strerror}; lost_node_timeout). One of the two has crashed or has no network. To resume the"
             ' last checkpoint, start the run again with trainer.auto_resume=true, or your script with ckpt_path="last".'
         )
 
@@ -217,24 +221,3 @@ def _listen_to_siblings(place: str) -> socket.socket:
     listener.bind(place)
     listener.listen()
     return listener
-
-
-def _machine() -> str:
-    """Identify this machine: containers on different machines may have the same host name."""
-    boot = _BOOT_ID.read_text("utf-8").strip() if _BOOT_ID.is_file() else ""
-    return f"{socket.gethostname()} {boot}"
-
-
-def _listen() -> socket.socket:
-    """Listen where the other nodes reach rank 0."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    for family, kind, protocol, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.bind(place)
-        except OSError:  # an address that leads here through a router or a load balancer
-            listener.close()
-            continue
-        listener.listen()
-        return listener
-    return socket.create_server(("", 0))

@@ -9,7 +9,14 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a disk or a driver", "Z": "has ended"}
+
+
+def machine_name() -> str:
+    """Identify this machine: containers on different machines may have the same host name."""
+    boot = _BOOT_ID.read_text("utf-8").strip() if _BOOT_ID.is_file() else ""
+    return f"{socket.gethostname()} {boot}"
 
 
 @dataclass(frozen=True)
@@ -20,21 +27,23 @@ class Process:
         host: name of its machine.
         pid: its number there.
         started: when it was started, in ticks since the machine was: a number may be used again.
+        place: identifies the machine, and the container, in which this number belongs to this process.
     """
 
     host: str
     pid: int
     started: str
+    place: str
 
     @classmethod
     def own(cls) -> Process:
         """Describe this process."""
-        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()))
+        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()), _place())
 
     def why_silent(self) -> str:
         """Say why it does not answer."""
         where = f"process {self.pid} on {self.host}"
-        if self.host != socket.gethostname():
+        if self.place != _place():
             return f"{where} is stopped or hangs, or the machine is lost"
         if not self._is_here():
             return f"{where} has ended"
@@ -47,7 +56,15 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
     def _is_here(self) -> bool:
-        return self.host == socket.gethostname() and bool(self.started) and _started(self.pid) == self.started
+        return self.place == _place() and bool(self.started) and _started(self.pid) == self.started
+
+
+def _place() -> str:
+    """Identify what numbers of processes belong to: those of two containers are independent."""
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{machine_name()} {namespace}"
 
 
 def _fields(pid: int) -> list[str]:

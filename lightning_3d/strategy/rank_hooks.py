@@ -135,8 +135,9 @@ class RankHooks(ParallelStrategy):
         limit = self.reliability.hang_timeout
         if self._failures is None or self.world_size == 1:
             return
-        if self._nodes is None:
-            self._nodes = LostNodes.watch(self._failures, self.global_rank, self._all_gather_objects)
+        silence = self.reliability.lost_node_timeout
+        if self._nodes is None and silence is not None:
+            self._nodes = LostNodes.watch(self._failures, self.global_rank, self._all_gather_objects, silence)
         if limit is None or self._watchdog is not None:
             return
         allowed = partial(seconds_allowed, self.heartbeat, limit, save_seconds)

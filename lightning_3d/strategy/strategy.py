@@ -50,6 +50,7 @@ from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.ranks.heartbeat import BETWEEN, EVALUATING, STEP, Heartbeat
+from lightning_3d.ranks.loopback import GlooInterface
 from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
@@ -194,6 +195,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.last_step: StepResult | None = None
         self.reliability = Reliability.of(reliability)
         self.heartbeat = Heartbeat()
+        self._interface = GlooInterface()
         self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
         watched = self.reliability
         spikes = LossSpikes(watched.loss_spike_score) if watched.loss_spikes != IGNORE else None
@@ -265,9 +267,10 @@ class Lightning3DStrategy(CheckpointHooks):
         self._ending = Ending.NORMAL
         self.guard.begin()
         if self._built is None:
-            wait_for_memory(self.root_device)
+            wait_for_memory(self.root_device, self.reliability.held_memory_timeout)
         record_collectives()
-        reset_unequal_generators(connect_process_group(self, self._timeout, self.reliability.rendezvous_timeout), self.root_device)
+        join_seconds = self.reliability.rendezvous_timeout
+        reset_unequal_generators(connect_process_group(self, self._timeout, join_seconds, self._interface), self.root_device)
         trainer = self.user_module.trainer if self.lightning_module is not None else None
         if trainer is not None:
             (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(trainer)
@@ -451,6 +454,7 @@ class Lightning3DStrategy(CheckpointHooks):
     @override
     def teardown(self) -> None:
         self._stop_watching()  # first: a rank that ends before this one is no failure any more
+        self._interface.restore()
         if self._built is not None:
             self._built.close(whole=self._ending is Ending.NORMAL)
         self._store.close(failed=self._ending is Ending.ALONE)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.health import held_memory
 
 GPU = torch.device("cuda", 1)
@@ -29,7 +30,10 @@ def test_f54_memory_of_an_earlier_attempt_is_waited_for(free: list[int], capfd: 
     free += [20 * GIB, 20 * GIB, 79 * GIB]
     held_memory.wait_for_memory(GPU, 10.0)
     said = capfd.readouterr().err
-    assert said == "lightning_3d: waiting up to 10 s for 60.0 GiB of cuda:1, still held by process 4711 (/usr/bin/python)\n"
+    assert said == (
+        "lightning_3d: waiting up to 10 s for 60.0 GiB of cuda:1, still held by process 4711 (/usr/bin/python). If the"
+        " GPU is shared on purpose, set trainer.held_memory_timeout=0.\n"
+    )
 
 
 def test_memory_that_stays_held_is_named(free: list[int], capfd: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +41,12 @@ def test_memory_that_stays_held_is_named(free: list[int], capfd: pytest.CaptureF
     held_memory.wait_for_memory(GPU, 0.1)
     said = capfd.readouterr().err
     assert "60.0 GiB of cuda:1 are still held by process 4711 (/usr/bin/python). The run starts with the remaining memory." in said
+
+
+def test_nobody_waits_for_a_gpu_that_is_shared_on_purpose(free: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    held_memory.wait_for_memory(GPU, 0.0)  # looks at nothing
+    assert capfd.readouterr().err == ""
+    assert Reliability.of({"held_memory_timeout": 0}).held_memory_timeout == 0
 
 
 def test_a_free_gpu_and_a_cpu_are_silent(free: list[int], capfd: pytest.CaptureFixture[str]) -> None:

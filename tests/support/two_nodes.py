@@ -13,15 +13,20 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 class TwoNodes:
-    """Nodes 0 and 1, with `ADDRESSES`, at two ports of a switch."""
+    """Nodes 0 and 1, with `ADDRESSES`, at two ports of a switch.
+
+    Attributes:
+        hosts: the file with the addresses of host names that each node sees.
+        names: host names.
+    """
 
     def __init__(self, name: str, hosts: Path) -> None:
-        self.name, self.hosts = name, hosts
+        self.name, self.hosts, self.names = name, [hosts, hosts], ["node0", "node1"]
         self.spaces = (f"{name}a", f"{name}b")
 
     def start(self, node: int, command: Sequence[str], folder: Path, env: dict[str, str], log: Path) -> subprocess.Popen[str]:
         """Start a command on a node, which leads a process group."""
-        named = f'mount --bind {self.hosts} /etc/hosts && hostname node{node} && exec "$@"'  # in a mount namespace of its own
+        named = f'mount --bind {self.hosts[node]} /etc/hosts && hostname {self.names[node]} && exec "$@"'  # in a mount namespace of its own
         inside = ["ip", "netns", "exec", self.spaces[node], "unshare", "--uts", "sh", "-c", named, "sh", *command]
         environment = env | {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         with log.open("a") as output:
