@@ -18,22 +18,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from lightning_3d.health.hang_verdict import Verdict, judge
 from lightning_3d.health.observe import observe, write_report
 from lightning_3d.health.processes import Process
 from lightning_3d.health.rank_report import RankReport
 from lightning_3d.ranks.heartbeat import Heartbeat
+from lightning_3d.ranks.patience import PatientCalls
 from lightning_3d.ranks.reporter import FailureReporter
 
 ANSWER_SECONDS = 10.0
 """Time for the other ranks to say what they do."""
 
 STALE_SECONDS = 6.0
-"""An answer that has not been written again for this time is none."""
+"""An answer counts if it was written again within this time."""
 
 LOOK_SECONDS = 2.0
 """Longest time between two looks."""
@@ -41,9 +41,11 @@ LOOK_SECONDS = 2.0
 STORE_SECONDS = 4.0
 """Longest time for a call of the board."""
 
+END_SECONDS = 10.0
+"""Longest time for posting the message that ends all ranks: others are given some seconds to read it."""
+
 _ASKED = "hang"
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
 class Watchdog:
@@ -74,6 +76,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="lightning_3d-watchdog", daemon=True)
         self._asked_at: float | None = None
         self._answered = False
+        self._board = PatientCalls()
         self._changed: dict[int, tuple[str, float]] = {}  # the last answer of each rank, and when it was read first
         self._stacks: TextIO | None = None
 
@@ -85,6 +88,7 @@ class Watchdog:
         """Stop watching."""
         self._closed.set()
         self._thread.join(LOOK_SECONDS)
+        self._board.close()
         if self._stacks is not None:
             faulthandler.cancel_dump_traceback_later()
             self._stacks.close()
@@ -117,10 +121,17 @@ class Watchdog:
         if not overdue:
             self._asked_at = None
         try:
-            answers = _within(STORE_SECONDS, self._read)
-        except TimeoutError:
+            self._take_part(overdue)
+        except (TimeoutError, RuntimeError):  # rank 0, which serves the store, is stopped, or has ended
             self._end_without_board(overdue)
-            return
+
+    def _take_part(self, overdue: bool) -> None:
+        """Answer if a rank makes no progress, and end the run if it hangs.
+
+        Raises:
+            TimeoutError: the board does not answer. RuntimeError: the store is gone.
+        """
+        answers = self._board.within(STORE_SECONDS, self._read)
         asked = any(report.overdue for rank, report in answers.items() if rank != self._rank)
         if overdue or asked:
             self._answer(overdue)
@@ -151,17 +162,20 @@ class Watchdog:
         report = observe(self._rank, self._heartbeat, overdue=overdue)
         with contextlib.suppress(OSError):
             write_report(self._file, report)
-        self._reporter.board.share(_ASKED, self._rank, report.to_json())
+        self._share(report.to_json())
 
     def _withdraw(self) -> None:
         """Take the answer back: the ranks make progress again."""
         self._answered = False
-        self._reporter.board.share(_ASKED, self._rank, "")
+        self._share("")
         self._file.unlink(missing_ok=True)
+
+    def _share(self, text: str) -> None:
+        self._board.within(STORE_SECONDS, lambda: self._reporter.board.share(_ASKED, self._rank, text))
 
     def _compare(self) -> None:
         """Find the cause and end the run, if this is the lowest rank that is overdue."""
-        reports = self._read()
+        reports = self._board.within(STORE_SECONDS, self._read)
         if min((rank for rank, report in reports.items() if report.overdue), default=self._rank) != self._rank:
             return
         silent = {rank: process.why_silent() for rank, process in enumerate(self._processes) if rank not in reports}
@@ -171,7 +185,8 @@ class Watchdog:
         for rank in silent:
             self._processes[rank].kill_if_here()
         self._stacks_file.unlink(missing_ok=True)
-        self._reporter.end_all(self._message(verdict, reports[self._rank].seconds))
+        message = self._message(verdict, reports[self._rank].seconds)
+        self._board.within(END_SECONDS, lambda: self._reporter.end_all(message))
 
     def _end_without_board(self, overdue: bool) -> None:
         """End this process, because rank 0, which serves the store, does not answer. The first rank that comes here says so."""
@@ -182,17 +197,27 @@ class Watchdog:
             write_report(self._file, report)
         self._stacks_file.unlink(missing_ok=True)
         verdict = judge({self._rank: report}, {0: self._processes[0].why_silent()})
-        told = self._file.parent / "told"
-        with contextlib.suppress(OSError):  # where nothing can be written, each rank says it
-            try:
-                told.touch(exist_ok=False)
-            except FileExistsError:
-                os._exit(1)
-        print(f"lightning_3d: {self._message(verdict, report.seconds)}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            told.unlink(missing_ok=True)
+        message = self._message(verdict, report.seconds)
+        if self._may_print(message):
+            print(f"lightning_3d: {message}", file=sys.stderr, flush=True)
         self._processes[0].kill_if_here()
         os._exit(1)
+
+    def _may_print(self, message: str) -> bool:
+        """Write the message to the folder of the run. False: a rank that was earlier has written and printed it.
+
+        The file stays, because ranks on other nodes may come later. So each attempt of the run has its own. Where nothing can be
+        written, each rank prints the message.
+        """
+        first = self._processes[0]
+        try:
+            with (self._file.parent / f"message_{first.pid}_{first.started}.txt").open("x", encoding="utf-8") as file:
+                file.write(f"{message}\n")
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def _message(self, verdict: Verdict, seconds: float) -> str:
         return (
@@ -200,21 +225,3 @@ class Watchdog:
             f" {seconds:.0f} s (hang_timeout). To resume the last checkpoint, start the run again with trainer.auto_resume=true, or"
             ' your script with ckpt_path="last".'
         )
-
-
-def _within(seconds: float, call: Callable[[], _Result]) -> _Result:
-    """Return what a function returns that may wait forever.
-
-    Raises:
-        TimeoutError: it has not returned in time; its thread keeps running.
-    """
-    done: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="lightning_3d-store", daemon=True).start()
-    return done.result(seconds)
