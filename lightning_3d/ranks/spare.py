@@ -5,7 +5,10 @@ They wait until rank 0 says that the run has ended, so that the launcher sees al
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from typing import Any
 
 from lightning_3d.ranks.boards import Board
 
@@ -17,8 +20,10 @@ _LEAVE_SECONDS = 10.0
 def wait_for_end(board: Board, rank: int) -> int:
     """Wait, as a rank without work, until the run has ended. Returns its exit code.
 
-    A failure of another rank ends this process meanwhile (`FailureReporter.watch`).
+    A failure of another rank ends this process meanwhile (`FailureReporter.watch`). A signal does not: the other ranks get it too, and may
+    have to save a checkpoint first. If this rank ended before them, the launcher would kill them. A second Ctrl-C ends it at once.
     """
+    _wait_through_signals()
     while True:
         try:
             ended = board.shared(_ENDED)
@@ -30,8 +35,19 @@ def wait_for_end(board: Board, rank: int) -> int:
         time.sleep(_POLL_SECONDS)
 
 
+def _wait_through_signals() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, interrupted)
+
+
 def release_spare(board: Board, code: int, count: int) -> None:
-    """Tell the ranks without work, from rank 0, that the run has ended, and wait until they have read it: rank 0 may serve the store."""
+    """Release the ranks without work, from rank 0, when the run has ended. Wait until they have read it: rank 0 may serve the store."""
     board.share(_ENDED, 0, str(code))
     deadline = time.monotonic() + _LEAVE_SECONDS
     while len(board.shared(_LEFT)) < count and time.monotonic() < deadline:
