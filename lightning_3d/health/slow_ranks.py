@@ -20,11 +20,13 @@ class SlowRank:
 
     Attributes:
         rank: global rank.
+        host: name of its machine.
         factor: its time divided by the median of its peers'.
         peers: the ranks that it was compared with.
     """
 
     rank: int
+    host: str
     factor: float
     peers: tuple[int, ...]
 
@@ -36,9 +38,11 @@ class SlowRanks:
         groups: ranks that do the same work, each with all of its peers; a rank without peers is compared with nobody.
         factor: how many times as long as its peers a rank must compute to count as slow.
         steps: number of steps that it must be slow for.
+        hosts: name of each rank's machine, by rank.
     """
 
-    def __init__(self, groups: Sequence[tuple[int, ...]], factor: float, steps: int) -> None:
+    def __init__(self, groups: Sequence[tuple[int, ...]], factor: float, steps: int, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
         self._peers = {rank: tuple(other for other in group if other != rank) for group in groups for rank in group}
         self._factor = factor
         self._windows = max(1, -(-steps // WINDOW))
@@ -64,4 +68,4 @@ class SlowRanks:
     def _compare(self, rank: int, seconds: Mapping[int, float]) -> SlowRank:
         peers = self._peers[rank]
         usual = median(seconds[other] for other in peers)
-        return SlowRank(rank, seconds[rank] / usual if usual > 0 else 1.0, peers)
+        return SlowRank(rank, self._hosts[rank], seconds[rank] / usual if usual > 0 else 1.0, peers)

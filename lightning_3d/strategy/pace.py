@@ -21,9 +21,10 @@ _MOST_NAMED = 4
 
 
 class Pace:
-    """The pace of one rank, compared with that of its peers every `WINDOW` steps: one all-gather of a number.
+    """The pace of one rank, compared with that of its peers every `WINDOW` steps: one all-gather of a number. Collective when it is made.
 
-    On a CPU, the time inside the actions of the schedule counts, without what it waits for others: the median of the steps of a window, so
+    On a CPU, the time inside the actions of the schedule counts, without what it waits for others, and without experts that are sharded
+    over ranks, because some have more tokens than others: the median of the steps of a window, so
     that another program that runs for a moment accuses nobody. On a GPU, that would need the host to
     wait for the device; there, a product of two matrices is timed on the device instead, and read a window later.
 
@@ -43,7 +44,9 @@ class Pace:
         stages: dict[int, list[int]] = {}
         for rank in range(mesh.layout.world_size):
             stages.setdefault(mesh.layout.coordinates(rank)["pp"] if device.type == "cpu" else 0, []).append(rank)
-        self._judge = SlowRanks([tuple(ranks) for ranks in stages.values()], factor, steps)
+        hosts: list[str] = [""] * mesh.layout.world_size
+        dist.all_gather_object(hosts, socket.gethostname())
+        self._judge = SlowRanks([tuple(ranks) for ranks in stages.values()], factor, steps, hosts)
         self._probe = _GpuProbe(device) if device.type == "cuda" else None
         self._count = 0
         self._before = recorder.own_seconds
@@ -77,9 +80,9 @@ class Pace:
         return earlier.tolist() if earlier is not None and bool(earlier.all()) else None
 
     def _warn(self, slow: list[SlowRank]) -> None:
-        hosts: list[str] = [""] * self._mesh.layout.world_size
-        dist.all_gather_object(hosts, f"{socket.gethostname()}, {self._device}")
-        named = [f"rank {one.rank} ({hosts[one.rank]}) takes {one.factor:.2f} times as long" for one in slow[:_MOST_NAMED]]
+        devices: list[str] = [""] * self._mesh.layout.world_size
+        dist.all_gather_object(devices, str(self._device))
+        named = [f"rank {one.rank} ({one.host}, {devices[one.rank]}) takes {one.factor:.2f} times as long" for one in slow[:_MOST_NAMED]]
         peers = slow[0].peers
         rank_zero_warn(
             f"Slow: {listed(named)} to compute as {'its peer' if len(peers) == 1 else 'the median of its peers'} with the same work"

@@ -27,10 +27,10 @@ class Recorder:
     Args:
         device: where the work is done.
         heartbeat: learns of every action, recorded or not.
-        waited: function that returns the seconds for which this process has waited for others.
+        waited: function that returns the seconds for which this process has waited for others, or has done work of which others have less.
 
     Attributes:
-        own_seconds: time inside of all actions so far, without the time that this process waited for others.
+        own_seconds: time inside of all actions so far, without what `waited` counts.
         batch: which of the batches of an optimizer step runs, counted from 0.
     """
 

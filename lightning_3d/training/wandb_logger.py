@@ -66,6 +66,9 @@ class WandbLogger(loggers.WandbLogger):
         ConfigError: wandb is not installed, an online run has no API key, or Weights & Biases does not answer when the run starts.
     """
 
+    takes_text = True
+    """`MetricsCSV` logs texts too, such as the host of a slow rank."""
+
     def __init__(self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if getattr(rank_zero_only, "rank", 0) == 0:
             check_access(offline, "WandbLogger(offline=True)")

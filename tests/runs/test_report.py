@@ -147,6 +147,17 @@ def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
     assert "<script>x" not in page.source and "</script><script>x" in page.words
 
 
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    factors = [("1", "a", 1.1), ("2", "<b>", 1.5), ("2", "<b>", 1.9), ("0", "a", 1.3), ("2", "<b>", 1.7)]
+    lines = [f"{step},5.5,64,10,6.0,{rank},{host},{factor}\n" for step, (rank, host, factor) in enumerate(factors, 1)]
+    names = "step,loss,tokens,tokens_per_second,step_seconds,slow_rank,slow_host,slow_factor\n"
+    (tmp_path / "metrics.csv").write_text(names + "".join(lines))
+    page = Page(write_report(tmp_path, About("m", "dp2")))
+    assert "rank 2 (<b>) was slow in 3 steps, first in step 2: it computed 1.70 times as long as its peers" in page.words
+    assert " was slow in " not in Page(write_report(tmp_path, About("m", "dp2", slow_factor=2.0))).words
+    assert About.of_config({"trainer": {"slow_rank_factor": 1.5}}).slow_factor == 1.5
+
+
 def fail(folder: str) -> None:
     """A fit in a Trainer of one's own, under another strategy, that fails after its second step."""
     from lightning.pytorch import Callback

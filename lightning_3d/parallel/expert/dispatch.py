@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.parallel import witness
+from lightning_3d.parallel.uneven_work import uneven_backward, uneven_work
 
 
 class TokenCut(Protocol):
@@ -118,7 +119,10 @@ class DispatchedExperts:
             assert isinstance(self, nn.Module)
             return _Unused.apply(tokens, *self.parameters())
         ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
-        return super().forward(tokens, experts.unsqueeze(-1), ones)  # type: ignore[misc]
+        with uneven_work():
+            output: Tensor = super().forward(tokens, experts.unsqueeze(-1), ones)  # type: ignore[misc]
+        uneven_backward(tokens, output)
+        return output
 
 
 def even_parts(total: int, parts: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, forward
 from lightning_3d.parallel.pipeline.stages import StageAssignment
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, Sides, StageBoundary
 from lightning_3d.parallel.pipeline.transport import Message, Transport
+from lightning_3d.parallel.uneven_work import uneven_work
 from lightning_3d.parallel.witness import received, sent
 from lightning_3d.tracing.recorder import Recorder
 from lightning_3d.tracing.trace import BACKWARD, FORWARD, INPUT_GRADIENT, RECEIVE, REDUCE, SEND, WEIGHT_GRADIENT
@@ -262,7 +264,8 @@ class PipelineEngine:
     def _backward_weight(self, chunk: Chunk, micro_batch: int) -> None:
         """Compute the weight gradients of a split backward. The first stage, which no other waits for, runs the whole backward here."""
         flight = self._in_flight[chunk.stage, micro_batch]
-        with self._state.running(chunk, flight.received), self.recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch):
+        uneven = uneven_work() if self._mesh.layout.ep > 1 else nullcontext()  # the experts' part cannot be separated from the rest
+        with self._state.running(chunk, flight.received), self.recorder.span(WEIGHT_GRADIENT, chunk.stage, micro_batch), uneven:
             if chunk.is_first:
                 _backward_all(flight)
             elif flight.weight_work is not None:

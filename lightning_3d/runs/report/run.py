@@ -55,6 +55,7 @@ class About:
         reason: message of the failure, if the run failed.
         memory: bytes of one GPU.
         counted: unit of the loss average and of the throughput: tokens, or rows of batches.
+        slow_factor: how many times as long as its peers a rank computes to count as slow.
     """
 
     model: str = ""
@@ -66,11 +67,13 @@ class About:
     reason: str = ""
     memory: float | None = None
     counted: str = "tokens"
+    slow_factor: float = 1.25
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], reason: str = "") -> About:
         """Read the facts from the configuration of a run; what it lacks is left out."""
-        parallelism, cluster, model = (_group(config, name) for name in ("parallelism", "cluster", "model"))
+        parallelism, cluster, model, trainer = (_group(config, name) for name in ("parallelism", "cluster", "model", "trainer"))
+        factor = trainer.get("slow_rank_factor")
         order = parallelism.get("order")
         return cls(
             model=str(model.get("name") or ""),
@@ -80,6 +83,7 @@ class About:
             nodes=int(cluster.get("nodes") or 1),
             reason=reason,
             memory=cluster.get("memory") if isinstance(cluster.get("memory"), (int, float)) else None,
+            slow_factor=float(factor) if isinstance(factor, (int, float)) else cls.slow_factor,
         )
 
 
@@ -172,6 +176,7 @@ class _RunPage:
             "unit": ("nats per target token, " if "vocab_size:" in self.config else "") + "mean over the global batch",
             "counted": f"{'target ' if self.about.counted == 'tokens' else ''}{self.about.counted}",
             "not_finite": self._not_finite(),
+            "slow": self._slow(),
             "timeline": timeline and timeline | {
                 "bubble_text": show_percent(timeline["bubble"]),
                 "predicted_text": None if timeline["predicted"] is None else show_percent(timeline["predicted"]),
@@ -241,6 +246,21 @@ class _RunPage:
     def _not_finite(self) -> str:
         steps = [row["step"] for row in self.rows if row.get("loss") and not _finite(row["loss"])]
         return f"NaN or infinite in {len(steps)} step{'s' * (len(steps) != 1)}, first in step {steps[0]}" if steps else ""
+
+    def _slow(self) -> str:
+        """Name the rank that was slow for most steps."""
+        slow: dict[tuple[str, str], list[tuple[str, float]]] = {}
+        for row in self.rows:
+            if row.get("slow_rank") and _finite(row.get("slow_factor")) and float(row["slow_factor"]) > self.about.slow_factor:
+                place = row["slow_rank"], row.get("slow_host") or ""
+                slow.setdefault(place, []).append((row["step"], float(row["slow_factor"])))
+        (rank, host), steps = max(slow.items(), key=lambda one: len(one[1]), default=(("", ""), []))
+        if not steps:
+            return ""
+        where = f" ({host})" if host else ""
+        times = statistics.median(factor for _, factor in steps)
+        count = f"{len(steps)} step{'s' * (len(steps) != 1)}, first in step {steps[0][0]}"
+        return f"rank {rank}{where} was slow in {count}: it computed {times:.2f} times as long as its peers"
 
     def _timeline(self) -> dict[str, Any] | None:
         trace = self.trace

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.compat.waits import seconds_waited
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.parallel.uneven_work import uneven_seconds
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.ranks.heartbeat import Heartbeat
 from lightning_3d.strategy.not_ready import BUILT, require
@@ -58,7 +59,7 @@ class StepTracer:
             hooks: see `MemoryWatch`.
         """
         self._module, self._device, self._layout, self._schedule, self._hooks = module, device, layout, schedule, hooks
-        self.recorder = Recorder(device, self.recorder.heartbeat, seconds_waited)
+        self.recorder = Recorder(device, self.recorder.heartbeat, lambda: seconds_waited() + uneven_seconds())
         return self.recorder
 
     def trace_next_step(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +19,7 @@ from lightning_3d.training.step_clock import StepClock, last_val_loss
 
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
-    "bubble", "memory", "tokens_seen", "mfu", "slow_rank", "slow_factor",
+    "bubble", "memory", "tokens_seen", "mfu", "slow_rank", "slow_host", "slow_factor",
 )  # fmt: skip
 """Columns of `metrics.csv`. An empty cell means that the step has no such number.
 
@@ -31,7 +31,11 @@ rank that used most.
 
 `tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the devices' peak rate, 0 to 1.
 
-`slow_rank` is the rank that computes longest compared with its peers, and `slow_factor` how many times as long, in the last ten steps."""
+`slow_rank` is the rank that computes longest compared with its peers, `slow_host` its machine, and `slow_factor` how many times as long it
+takes, in the last ten steps."""
+
+TEXTS = ("slow_host",)
+"""Columns that are not numbers. Only loggers whose attribute `takes_text` is true get them."""
 
 TOKENS_SEEN = "step/tokens_seen"
 """Name under which loggers get `tokens_seen`."""
@@ -109,6 +113,7 @@ class MetricsCSV(Callback):
             self._row["dropped"] = f"{max(numbers.routers.dropped):.4f}"
         if numbers.slowest is not None:
             self._row["slow_rank"] = numbers.slowest.rank
+            self._row["slow_host"] = numbers.slowest.host
             self._row["slow_factor"] = f"{numbers.slowest.factor:.4f}"
         if numbers.trace is not None:
             self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
@@ -118,8 +123,10 @@ class MetricsCSV(Callback):
             self._row_start = self._file.tell()
             self._write_row()
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
-            row = {f"step/{name}": float(value) for name, value in self._row.items() if name != "step" and value != ""}
-            _log(trainer, numbers.step, row | _of_ranks(numbers.trace) | _of_routers(numbers.routers))
+            known = {name: value for name, value in self._row.items() if name != "step" and value != ""}
+            row = {f"step/{name}": float(value) for name, value in known.items() if name not in TEXTS}
+            texts = {f"step/{name}": value for name, value in known.items() if name in TEXTS}
+            _log(trainer, numbers.step, row | _of_ranks(numbers.trace) | _of_routers(numbers.routers), texts)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -166,10 +173,11 @@ class MetricsCSV(Callback):
             self._row = {}
 
 
-def _log(trainer: Trainer, step: int, numbers: dict[str, float]) -> None:
-    """Log numbers of a step to all loggers."""
+def _log(trainer: Trainer, step: int, numbers: dict[str, float], texts: Mapping[str, str] | None = None) -> None:
+    """Log numbers of a step to all loggers, and texts to those that take them."""
     for logger in trainer.loggers:
-        logger.log_metrics(numbers, step=step)
+        more: dict[str, Any] = dict(texts or {}) if getattr(logger, "takes_text", False) else {}
+        logger.log_metrics(numbers | more, step=step)
 
 
 def _of_ranks(trace: StepTrace | None) -> dict[str, float]:
