@@ -154,7 +154,7 @@ def _explained(path: Place) -> Iterator[None]:
 
 
 def _check_table(metadata: Any) -> None:
-    """Raise an exception if a table of contents is none, or names files outside its folder."""
+    """Raise an exception if this is not a table of contents, or if it names files outside its folder."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it has a {type(metadata).__name__} in it")
     for name, entry in metadata.state_dict_metadata.items():

@@ -35,7 +35,7 @@ class Verdict:
     Attributes:
         text: one message, without the places of files.
         ranks: the ranks that hold up the others; all of them where they wait for each other.
-        certain: False where a rank that holds up the others may still go on by itself.
+        certain: False if a rank that holds up the others may still make progress by itself.
     """
 
     text: str

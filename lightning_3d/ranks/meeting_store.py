@@ -121,17 +121,17 @@ def _when_port_is_free(open_store: Callable[[], Any], place: str) -> Any:
     Raises:
         RuntimeError: the port is still taken after `PORT_SECONDS`, or cannot be used.
     """
-    deadline, told = time.monotonic() + PORT_SECONDS, False
+    deadline, announced = time.monotonic() + PORT_SECONDS, False
     while True:
         try:
             return open_store()
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) or time.monotonic() > deadline:
                 raise
-        if not told:
+        if not announced:
             words = f"lightning_3d: waiting up to {PORT_SECONDS:.0f} s for {place}, where another process listens"
             print(words, file=sys.stderr, flush=True)
-        told = True
+        announced = True
         time.sleep(_POLL_SECONDS)
 
 

@@ -65,7 +65,7 @@ class FailureReporter:
         self._cause: Failure | None = None  # failure of another rank; kept here because the board may be gone when this rank fails
         self._posted = False
         self._shows = False
-        self._told = False
+        self._printed = False
         self._previous_hook: Callable[..., Any] | None = None
         self._speaks_for_parent = False
         self._closed = threading.Event()
@@ -119,8 +119,8 @@ class FailureReporter:
             return exit_code_of(error)
         self.note(error)
         assert self._noted is not None
-        if self._shows and not self._told:
-            self._told = True
+        if self._shows and not self._printed:
+            self._printed = True
             print(self._noted.message(self._world_size), file=stream or sys.stderr, flush=True)
         cause = self._cause or self._first()
         return cause.exit_code if cause is not None else self._noted.exit_code
@@ -184,7 +184,7 @@ class FailureReporter:
 
     def _end_orphaned(self) -> None:
         """Print the noted failure, or that rank 0 is gone, and end this process."""
-        if self._rank == 1 and not self._told and (self._noted is None or self._shows):
+        if self._rank == 1 and not self._printed and (self._noted is None or self._shows):
             failure = self._noted
             if failure is None or failure.lost_peer:
                 failure = Failure(0, 1, "it ended and reported no error.", False, time.time())
@@ -234,7 +234,7 @@ def show_refusals_plainly() -> None:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # Not sys.stderr: torch's own hook replaces it by a buffer that a SystemExit never flushes.
             print(f"lightning_3d: {refusal}", file=sys.__stderr__, flush=True)
-        if not hasattr(sys, "ps1"):  # at a Python prompt, the session goes on
+        if not hasattr(sys, "ps1"):  # at a Python prompt, the session continues
             raise SystemExit(refusal.exit_code)
 
     hook.shows_refusals = True  # type: ignore[attr-defined]

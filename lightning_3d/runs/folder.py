@@ -268,13 +268,13 @@ def _hold(path: Path, patience: float = 0.0) -> None:
     Raises:
         ConfigError: another process holds it, or it cannot be written.
     """
-    deadline, told = time.monotonic() + patience, False
+    deadline, announced = time.monotonic() + patience, False
     try:
         while not (held := keep(path / _LOCK)) and time.monotonic() < deadline:
             holder = holder_of(path)
-            if not told and holder is not None:
+            if not announced and holder is not None:
                 print(f"lightning_3d: waiting up to {patience:.0f} s for {holder.describe()}, which still holds {path}", file=sys.stderr)
-            told = True
+            announced = True
             time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error

@@ -10,7 +10,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is none, or is nested so deeply that Python cannot read it.
+        ValueError: the text is not JSON, or is nested so deeply that Python cannot read it.
     """
     try:
         return json.loads(text)

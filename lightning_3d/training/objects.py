@@ -67,7 +67,7 @@ def strategy_class(name: str) -> type[Lightning3DStrategy]:
     """Return the strategy that `parallelism._target_` names.
 
     Raises:
-        ConfigError: it is none, or may not be named.
+        ConfigError: the name is not one of a strategy, or may not be used.
     """
     check_targets({"parallelism": {"_target_": name}})
     _require_class("parallelism._target_", name, _KINDS["parallelism"])

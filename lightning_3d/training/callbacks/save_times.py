@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_3d.config.options.save_interval import best_interval
 
 _CHANGE = 1.2
-"""A new interval is taken, and told, only if it differs by this factor from the present one."""
+"""A new interval is used, and reported, only if it differs by this factor from the present one."""
 
 
 class SaveTimes:
