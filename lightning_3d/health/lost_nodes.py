@@ -2,8 +2,10 @@
 
 The connections of such a node just stay silent: ranks that wait for it would wait until the watch for hangs finds them. So the lowest rank
 of each node keeps a connection to rank 0, over which nothing is sent but TCP's own keep-alive probes. The kernel answers them, so
-a process that is stopped, or busy for minutes, does not count as lost. The other ranks of a node hear from its lowest one, or from the
-board of rank 0, which only its own node may still reach. Linux only.
+a process that is stopped, or busy for minutes, does not count as lost. A connection that closes without a good-bye belongs to a process
+that was killed: if the run makes no progress after that, it ends, because ranks on GPUs may wait for the dead one forever.
+
+The other ranks of a node hear from its lowest one, or from the board of rank 0, which only its own node may still reach. Linux only.
 """
 
 from __future__ import annotations
@@ -29,8 +31,18 @@ from lightning_3d.ranks.reporter import FailureReporter
 PROBES = 3
 """A node is lost if it has answered none of this many probes after a silence as long as one probe."""
 
+GONE_SECONDS = 12.0
+"""Time without progress after which the run ends when a rank on another node has ended without a good-bye. Others may report it first."""
+
+_GONE_LOOKS = 3  # after as many times with progress, the connection was lost, but not the rank
+_HELLO, _GOODBYE = b"+", b"."
 _LOOK_SECONDS = 1.0
 _LISTENER, _LEADER = -1, -2  # connections that lead to no other node
+
+_RESUME = (
+    "To resume the last checkpoint, start the run again with trainer.auto_resume=true, or your script with"
+    ' ckpt_path="last".'
+)
 
 AllGather = Callable[[Any], list[Any]]
 
@@ -43,14 +55,23 @@ class LostNodes:
         rank: this rank.
         nodes: name of each rank's node, by rank.
         leaders: lowest rank on each rank's node, by rank. Containers on different nodes may have the same name.
-        seconds: see `watch`.
+        seconds, beats: see `watch`.
     """
 
     def __init__(
-        self, reporter: FailureReporter, rank: int, nodes: Sequence[str], leaders: Sequence[int], seconds: float
+        self,
+        reporter: FailureReporter,
+        rank: int,
+        nodes: Sequence[str],
+        leaders: Sequence[int],
+        seconds: float,
+        beats: Callable[[], int],
     ) -> None:
         self._reporter, self._rank, self._nodes, self._leaders = reporter, rank, nodes, leaders
         self._probe_seconds = max(1, round(seconds / (1 + PROBES)))
+        self._beats = beats
+        self._gone: dict[int, tuple[float, int, int]] = {}  # until when, beats at the last look, looks that are left
+        self._met: set[int] = set()
         self._closed = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._doorkeeper: Doorkeeper | None = None
@@ -58,17 +79,20 @@ class LostNodes:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def watch(cls, reporter: FailureReporter, rank: int, all_gather: AllGather, seconds: float) -> LostNodes:
+    def watch(
+        cls, reporter: FailureReporter, rank: int, all_gather: AllGather, seconds: float, beats: Callable[[], int]
+    ) -> LostNodes:
         """Connect the nodes and watch them in a thread. Collective over the world.
 
         Args:
             all_gather: returns the objects of all ranks, by rank.
             seconds: time without an answer after which a node counts as lost, in whole seconds for each probe.
+            beats: function that returns a number which rises with the progress of this rank.
         """
         machines = all_gather((machine_name(), socket.gethostname()))
         names = [machine for machine, _ in machines]
         leaders = [names.index(machine) for machine in names]
-        watch = cls(reporter, rank, [host for _, host in machines], leaders, seconds)
+        watch = cls(reporter, rank, [host for _, host in machines], leaders, seconds, beats)
         if len(set(leaders)) == 1 or sys.platform != "linux":
             return watch
         others = sorted(set(leaders) - {0})
@@ -97,7 +121,11 @@ class LostNodes:
         if self._thread is not None:
             self._thread.join(2 * _LOOK_SECONDS)
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+            one: Any = key.fileobj
+            if isinstance(key.data, int) and key.data >= 0:
+                with contextlib.suppress(OSError):
+                    one.send(_GOODBYE)
+            one.close()
         for sibling in self._siblings:
             sibling.close()
         self._selector.close()
@@ -154,10 +182,16 @@ class LostNodes:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
         # The kernel sends no probes while the token is on its way.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * self._seconds)
+        if self._rank == 0:  # the other side cannot know otherwise that the connection was accepted
+            with contextlib.suppress(OSError):
+                connection.send(_HELLO)
+            self._met.add(rank)
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def _look(self) -> None:
         """Wait a moment for news of a connection."""
+        for rank in list(self._gone):
+            self._look_at_progress(rank)
         if not self._selector.get_map():
             self._closed.wait(_LOOK_SECONDS)
             return
@@ -175,18 +209,41 @@ class LostNodes:
                 self._notice(connection, key.data)
 
     def _notice(self, connection: socket.socket, rank: int) -> None:
-        """See how a connection to another node ended. One that was closed belongs to a process that has ended: others report that."""
-        lost = None
+        """See how a connection to another node ended."""
+        lost, said = None, b""
         try:
-            connection.recv(1)
+            said = connection.recv(1)
         except BlockingIOError:
             return
         except OSError as error:
             lost = None if error.errno == errno.ECONNRESET else error
+        if said == _HELLO:
+            self._met.add(rank)
+            return
         self._selector.unregister(connection)
         connection.close()
-        if lost is not None and not self._closed.is_set():
+        if self._closed.is_set() or said == _GOODBYE:
+            return
+        if lost is not None:
             self._end(self._message(rank, lost))
+        if rank in self._met:
+            self._gone[rank] = time.monotonic() + GONE_SECONDS, self._beats(), _GONE_LOOKS
+
+    def _look_at_progress(self, rank: int) -> None:
+        """End if a rank on another node has ended without a good-bye, and this one makes no progress without it."""
+        until, before, left = self._gone[rank]
+        if time.monotonic() < until:
+            return
+        beats = self._beats()
+        if beats == before and not self._closed.is_set() and not self._reporter.reason:
+            self._end(
+                f"Rank {rank} on the node {self._nodes[rank]} has ended and reported no error (killed, or out of memory?)."
+                f" Rank {self._rank} has made no progress for {GONE_SECONDS:.0f} s since then. {_RESUME}"
+            )
+        if left > 1 and beats != before:
+            self._gone[rank] = time.monotonic() + GONE_SECONDS, beats, left - 1
+        else:
+            del self._gone[rank]
 
     def _hear(self, leader: socket.socket) -> None:
         """End with the lowest rank of this node, if it says so; it has printed why."""
@@ -211,8 +268,7 @@ class LostNodes:
         ranks = [other for other, leader in enumerate(self._leaders) if leader == self._leaders[rank]]
         return (
             f"The node {node} with {plural(len(ranks), 'rank')} ({spans(ranks)}) is lost: it has not answered the node {mine} for"
-            f" {self._seconds} s ({error.strerror}; lost_node_timeout). One of the two has crashed or has no network. To resume the"
-            ' last checkpoint, start the run again with trainer.auto_resume=true, or your script with ckpt_path="last".'
+            f" {self._seconds} s ({error.strerror}; lost_node_timeout). One of the two has crashed or has no network. {_RESUME}"
         )
 
 

@@ -137,7 +137,8 @@ class RankHooks(ParallelStrategy):
             return
         silence = self.reliability.lost_node_timeout
         if self._nodes is None and silence is not None:
-            self._nodes = LostNodes.watch(self._failures, self.global_rank, self._all_gather_objects, silence)
+            heartbeat = self.heartbeat
+            self._nodes = LostNodes.watch(self._failures, self.global_rank, self._all_gather_objects, silence, lambda: heartbeat.beats)
         if limit is None or self._watchdog is not None:
             return
         allowed = partial(seconds_allowed, self.heartbeat, limit, save_seconds)

@@ -102,7 +102,7 @@ def test_a_connection_made_after_the_end_of_the_fit_is_closed(monkeypatch: pytes
     answers = iter([[("one", "one"), ("two", "two")], [None, None], [([("127.0.0.1", 9)], TOKEN), None]])
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    watch = LostNodes.watch(None, 1, lambda mine: next(answers), 20.0)  # type: ignore[arg-type]
+    watch = LostNodes.watch(None, 1, lambda mine: next(answers), 20.0, lambda: 0)  # type: ignore[arg-type]
     assert connecting.wait(10)
     monkeypatch.setattr(lost_nodes, "_LOOK_SECONDS", 0.01)
     watch.close()
@@ -130,3 +130,72 @@ def test_processes_of_machines_with_equal_names_are_distinguished(monkeypatch: p
     assert killed == [] and "the machine is lost" in there.why_silent()
     here.kill_if_here()
     assert killed == [os.getpid()] and "runs" in here.why_silent()
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+class Reporter:
+    reason = ""
+
+    def end_all(self, text: str) -> None:
+        raise Ended(text)
+
+
+def two_watches(monkeypatch: pytest.MonkeyPatch, beats: Iterator[int]) -> tuple[LostNodes, socket.socket]:
+    """A watch of rank 0, which looks when it is asked to, and the end of rank 2's connection to it."""
+    monkeypatch.setattr(lost_nodes, "GONE_SECONDS", 0.0)
+    monkeypatch.setattr(lost_nodes, "_LOOK_SECONDS", 0.01)
+    watch = LostNodes(Reporter(), 0, ["a", "a", "b", "b"], [0, 0, 2, 2], 20.0, lambda: next(beats))  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        watch._keep(server.accept()[0], 2)
+    return watch, theirs
+
+
+def test_f52_a_rank_on_another_node_that_ends_without_a_good_bye_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node still answers. Ranks on GPUs may wait for it forever."""
+    watch, theirs = two_watches(monkeypatch, iter([7, 7]))
+    theirs.close()
+    with pytest.raises(Ended, match=r"Rank 2 on the node b has ended and reported no error .* Rank 0 has made no progress"):
+        for _ in range(100):
+            watch._look()
+    watch.close()
+
+
+def test_a_lost_connection_does_not_end_a_run_that_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, theirs = two_watches(monkeypatch, iter(range(4)))
+    theirs.close()
+    for _ in range(20):
+        watch._look()
+    assert watch._gone == {}
+    watch.close()
+
+
+def test_a_connection_that_was_never_accepted_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit of rank 0 was over before. Only the other connection belongs to a rank that was killed."""
+    monkeypatch.setattr(lost_nodes, "GONE_SECONDS", 1000.0)
+    monkeypatch.setattr(lost_nodes, "_LOOK_SECONDS", 0.01)
+    watch = LostNodes(Reporter(), 2, ["a", "a", "b", "b"], [0, 0, 2, 2], 20.0, lambda: 0)  # type: ignore[arg-type]
+    for greeting, gone in ((b"", []), (b"+", [0])):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            watch._keep(socket.create_connection(server.getsockname()), 0)
+            theirs, _ = server.accept()
+            theirs.send(greeting)
+            theirs.close()
+        for _ in range(20):
+            watch._look()
+        assert list(watch._gone) == gone
+    watch.close()
+
+
+def test_a_rank_that_ends_in_order_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, theirs = two_watches(monkeypatch, iter([7, 7]))
+    other = LostNodes(Reporter(), 2, ["a", "a", "b", "b"], [0, 0, 2, 2], 20.0, lambda: 0)  # type: ignore[arg-type]
+    other._keep(theirs, 0)
+    other.close()
+    for _ in range(20):
+        watch._look()
+    assert watch._gone == {} and not watch._selector.get_map()
+    watch.close()
