@@ -54,6 +54,11 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
         raise ConfigError("--resume continues in the folder of the run, so it cannot be combined with --folder. Leave out one of them.")
     if options.folder is not None:
         config = move_to(config, Path(options.folder).absolute())
+    elif Path(config["run_folder"]).resolve() != path.parent.resolve():
+        raise ConfigError(
+            f"{path} is not in the folder of its run, {config['run_folder']}. Choose a folder for this run, for example --folder"
+            f" {path.parent / 'run'}."
+        )
     plan = plan_run(OmegaConf.create(config), outside, Advice())
     if config["trainer"].get("dry"):
         show_plan(plan, outside)

@@ -20,9 +20,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
+from lightning_3d.compat.hydra import checked_compositions
 from lightning_3d.config.compose import plain, register_sources
 from lightning_3d.config.explain import explain_sweep, is_composition_error
 from lightning_3d.config.files import conf_folder
+from lightning_3d.config.hydra_part import check_hydra, check_search_path
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
@@ -106,7 +108,8 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     sys.argv = [sys.argv[0] if installed else "train.py", *flags_first]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()
+        with checked_compositions(check_hydra, check_search_path):
+            hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()
     finally:
         sys.argv = before[0]
         os.environ.pop("HYDRA_FULL_ERROR") if before[1] is None else os.environ.update(HYDRA_FULL_ERROR=before[1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.plugin import Plugin
 from omegaconf import DictConfig, OmegaConf
@@ -44,3 +46,14 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     register_sources()
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         return hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
+
+
+@contextmanager
+def hydra_config(config: DictConfig) -> Iterator[None]:
+    """Let interpolations such as ${hydra:job.num} read this configuration."""
+    before: Any = HydraConfig.instance().cfg
+    try:
+        HydraConfig.instance().set_config(config)
+        yield
+    finally:
+        HydraConfig.instance().cfg = before

@@ -38,6 +38,8 @@ from lightning_3d.config.run_config import (
 )
 from lightning_3d.config.secrets import check_secrets
 from lightning_3d.config.targets import check_targets
+from lightning_3d.config.typed import Typed
+from lightning_3d.config.written_paths import check_paths, folder_of
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_batch, few_micro_batches, largest_micro_batch
 from lightning_3d.layout.layout import AXES, Layout, divisors
@@ -243,7 +245,7 @@ def check_keys(config: DictConfig) -> RunConfig:
                 f"The group {group} sets keys of the whole run, so the first line of its file must be  # @package _global_"
             )
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    OmegaConf.update(plain, "run_folder", "", force_add=True)  # it does not exist yet
+    OmegaConf.update(plain, "run_folder", folder_of(config), force_add=True)
     try:
         merged = OmegaConf.merge(_schema(), plain)
         missing = sorted(OmegaConf.missing_keys(merged))
@@ -259,10 +261,10 @@ def check_keys(config: DictConfig) -> RunConfig:
     except (OverflowError, RecursionError) as error:
         raise ConfigError(f"A value of the configuration is too large or nested too deeply: {error}.") from error
     assert isinstance(run, RunConfig)
-    swept = OmegaConf.select(config, "hydra.sweeper.params") or {}  # of a file: nobody has typed it
-    typed = [word for word in OmegaConf.select(config, "hydra.overrides.task") or () if word.partition("=")[0] not in swept]
+    typed = Typed.of(config)
     content = asdict(run)
-    check_targets(content, typed)
+    check_targets(content, typed.words)
+    check_paths(config, content, typed)
     check_secrets(content)
     check_group_keys("model", run.model, MODEL_KEYS)
     options = data_options(run.data.get("name"))

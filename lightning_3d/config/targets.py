@@ -38,20 +38,35 @@ def check_targets(config: Mapping[str, Any], typed: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: with the line that allows it.
     """
+    allow_typed(typed)
+    for key, name in targets_of(config):
+        check_name(key, name, PACKAGES, ARGUMENTS)
+
+
+def allow_typed(typed: Sequence[str]) -> None:
+    """Allow the code that words of the command line name, in this process and those that it starts."""
     named = [name for word in typed for name in _TYPED.findall(word)]
     fresh = [name for name in named if not is_known(name) and not is_allowed(name)]
     if fresh:
         os.environ[ALLOW_VARIABLE] = ",".join([*allowed(), *dict.fromkeys(fresh)])
-    for key, name in targets_of(config):
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"{key} must be the dotted name of a class; got {name!r}.")
-        if not is_known(name) and not is_allowed(name):
-            package = name.partition(".")[0]
-            raise ConfigError(
-                f"{key}={name} names code of {package}, which a configuration may not run without your consent. It may name classes of"
-                f" {listed(PACKAGES)}. If you trust {package}, set the environment variable {ALLOW_VARIABLE}={package}, or give"
-                f" {key} on the command line."
-            )
+
+
+def check_name(key: str, name: Any, packages: Sequence[str], classes: Sequence[str] = ()) -> None:
+    """Refuse the name of code that is in none of these packages, is none of these classes, and that the user has not allowed.
+
+    Raises:
+        ConfigError: with the line that allows it.
+    """
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{key} must be the dotted name of a class; got {name!r}.")
+    if name in classes or _begins(name, packages) or is_allowed(name):
+        return
+    package = name.partition(".")[0]
+    what = f"classes of {listed(packages)}" if packages else listed(classes, last="or")
+    raise ConfigError(
+        f"{key}={name} names code of {package}, which a configuration may not run without your consent. It may name {what}. If you"
+        f" trust {package}, set the environment variable {ALLOW_VARIABLE}={package}, or give {key} on the command line."
+    )
 
 
 def is_known(name: str) -> bool:

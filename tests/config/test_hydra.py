@@ -141,7 +141,7 @@ def test_frozen_configuration_gives_the_same_plan() -> None:
 
 
 def test_run_folder_need_not_exist_for_the_check() -> None:
-    assert check_keys(composed()).run_folder == ""
+    assert check_keys(composed()).callbacks["metrics"]["path"] == "/run-folder/metrics.csv"
 
 
 @pytest.mark.parametrize(

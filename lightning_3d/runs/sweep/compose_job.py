@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,7 +13,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.config.compose import plain
+from lightning_3d.config.compose import hydra_config, plain
 from lightning_3d.config.explain import explain, is_composition_error
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import Lightning3DError
@@ -65,7 +63,7 @@ def compose_job(
             config.hydra.sweep.dir = str(folder)
             config.hydra.job.num = number
             config.hydra.job.id = str(number)
-        with _hydra_config(config):
+        with hydra_config(config):
             path = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
             with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
                 config.hydra.runtime.output_dir = str(path)
@@ -122,17 +120,6 @@ def _hydra_files(config: DictConfig) -> dict[str, str]:
         f"{subdir}/hydra.yaml": OmegaConf.to_yaml(own),
         f"{subdir}/overrides.yaml": OmegaConf.to_yaml(config.hydra.overrides.task),
     }
-
-
-@contextmanager
-def _hydra_config(config: DictConfig) -> Iterator[None]:
-    """Let interpolations such as ${hydra:job.num} read this configuration."""
-    before: Any = HydraConfig.instance().cfg
-    try:
-        HydraConfig.instance().set_config(config)
-        yield
-    finally:
-        HydraConfig.instance().cfg = before
 
 
 def task_config(config: DictConfig) -> DictConfig:
