@@ -208,7 +208,11 @@ class Fuzzer:
         from lightning_3d.runs.check import check_shapes
 
         words = ["cluster=local_cpu", "model.config.hidden_size=32", "model.config.head_dim=4", "parallelism=tp2_pp2_dp2", "logger=csv"]
-        return check_shapes(words)[0] | {"run_folder": str(self.folder / "run")}
+        config = check_shapes(words)[0] | {"run_folder": str(self.folder / "run")}
+        for entry in (*config["callbacks"].values(), *config["logger"].values()):
+            for key in {"path", "dirpath", "save_dir"} & set(entry):
+                entry[key] = config["run_folder"] + entry[key]
+        return config
 
     def _checkpoint(self, folder: Path) -> None:
         import torch

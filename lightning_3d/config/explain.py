@@ -22,12 +22,14 @@ _HYDRA = Path(hydra.__file__).parent
 def is_composition_error(error: Exception) -> bool:
     """Check whether an error was raised because the command line or a configuration file is wrong.
 
-    Hydra also raises plain ValueErrors; they count when its own code raised them.
+    Hydra also raises plain ValueErrors; they count when its own code raised them, or when it configured the logs.
     """
     if isinstance(error, (HydraException, OmegaConfBaseException, Lightning3DError)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_HYDRA)
+    own = [Path(frame.filename).is_relative_to(_HYDRA) for frame in frames]
+    logs = any(frame.name == "configure_log" for frame, is_own in zip(frames, own, strict=True) if is_own)
+    return (isinstance(error, ValueError) and bool(own) and own[-1]) or logs
 
 
 def explain(error: Exception) -> Lightning3DError:
@@ -40,7 +42,7 @@ def explain(error: Exception) -> Lightning3DError:
         return explain_value(error)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return explain_value(error.__cause__)
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     if "Got NoneType" in text:
         return ConfigError(f"{text}. To remove a group, use ~GROUP; for logger and callbacks you can also use none.")
     if "Got int" in text or "Got float" in text or "Got bool" in text:

@@ -137,7 +137,8 @@ def _unmarked(value: Any) -> Any:
 
 def _check_objects(section: str, kind: type, value: Any) -> None:
     """Check the classes that a section names, at any depth."""
-    tops = [f"hydra.{section}.{name}._target_" for name in value or {}] if section == "callbacks" else [f"hydra.{section}._target_"]
+    names = value if section == "callbacks" and isinstance(value, Mapping) else {}
+    tops = [f"hydra.{section}.{name}._target_" for name in names] if section == "callbacks" else [f"hydra.{section}._target_"]
     for key, name in targets_of(value, f"hydra.{section}"):
         packages = _PACKAGES if key in tops else _ARGUMENTS
         check_name(key, name, packages)

@@ -96,12 +96,13 @@ def check_hydra_paths(config: DictConfig, values: Mapping[str, Any], typed: Type
             f"hydra.sweep.subdir={subdir} of a configuration file may only contain ${{hydra.job.num}}, ${{hydra.job.id}} and"
             " ${hydra.job.override_dirname}. Use one of them, or give hydra.sweep.subdir on the command line."
         )
-    if values["sweeper"].get("storage") is not None and not typed.sets("hydra.sweeper.storage"):
+    sweeper = values["sweeper"] if isinstance(values["sweeper"], Mapping) else {}
+    if sweeper.get("storage") is not None and not typed.sets("hydra.sweeper.storage"):
         raise ConfigError("hydra.sweeper.storage of a configuration file would write outside the run folder. Give it on the command line.")
     for section in ("job_logging", "hydra_logging", "launcher"):
         for key, value in leaves(values[section], f"hydra.{section}"):
             name = key.rpartition(".")[2]
-            inside = f"{output}/" if section != "launcher" else values["sweep.dir"]
+            inside = f"{output}/" if section != "launcher" else str(values["sweep.dir"])
             if name not in ("filename", "submitit_folder") or not isinstance(value, str) or typed.sets(key):
                 continue
             if not value.startswith(inside) or _escapes(value.removeprefix(inside).lstrip("/")):

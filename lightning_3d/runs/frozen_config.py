@@ -30,6 +30,8 @@ def read_frozen(path: Path) -> dict[str, Any]:
         content = OmegaConf.load(path)  # reads numbers as Hydra does: 1e-5 is a string for other readers of YAML
     except UnicodeDecodeError as error:
         raise ConfigError(f"Cannot read the configuration {path}: it is not text.") from error
+    except OmegaConfBaseException as error:  # an interpolation that cannot be read
+        raise ConfigError(f"{not_complete}: {explain_value(error)} {hint}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     except OSError as error:
