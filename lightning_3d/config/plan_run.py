@@ -304,6 +304,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             f" run would end without a validation. The nearest interval that does is {near}."
         )
     check_save_interval("trainer.checkpoint_every_n_steps", trainer.checkpoint_every_n_steps)
+    check_number("trainer.restarts", trainer.restarts, least=0)
     check_number("trainer.hours_between_failures", trainer.hours_between_failures, least=0.01)
     if trainer.keep_last < 1 and trainer.keep_last != -1:
         raise ConfigError(f"trainer.keep_last must be at least 1, or -1 to keep all checkpoints; got {trainer.keep_last}.")

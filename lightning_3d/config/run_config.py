@@ -87,6 +87,7 @@ class TrainerConfig(Reliability):
     hours_between_failures: float = HOURS_BETWEEN_FAILURES
     resume: str | None = None
     auto_resume: bool = False
+    restarts: int = 0
     restarts_without_progress: int | None = 5
     start_method: str = "auto"
     dry: bool = False

@@ -49,6 +49,11 @@ class Process:
             return f"{where} has ended"
         return f"{where} {_STATES.get(_fields(self.pid)[0], 'runs, but holds the lock of Python')}"
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is on this machine and stopped by a signal."""
+        return self._is_here() and _fields(self.pid)[:1] == ["T"]
+
     def kill_if_here(self) -> None:
         """Kill it if it runs on this machine: a process that is stopped never ends by itself."""
         if self._is_here():

@@ -30,7 +30,7 @@ from lightning_3d.ranks.patience import PatientCalls
 from lightning_3d.ranks.reporter import FailureReporter
 
 ANSWER_SECONDS = 10.0
-"""Time for the other ranks to say what they do."""
+"""Longest time for the other ranks to say what they do."""
 
 STALE_SECONDS = 6.0
 """An answer counts if it was written again within this time."""
@@ -137,7 +137,7 @@ class Watchdog:
             self._answer(overdue)
         elif self._answered:
             self._withdraw()
-        if overdue and self._has_waited():
+        if overdue and (self._has_waited() or self._all_have_answered()):
             self._compare()
 
     def _read(self) -> dict[int, RankReport]:
@@ -155,6 +155,12 @@ class Watchdog:
         now = time.monotonic()
         self._asked_at = self._asked_at or now
         return now - self._asked_at >= ANSWER_SECONDS
+
+    def _all_have_answered(self) -> bool:
+        """Return whether every rank has answered since this one is overdue, or is stopped and never will."""
+        since = self._asked_at or time.monotonic()
+        answered = {rank for rank, (text, when) in self._changed.items() if text and when > since}
+        return all(rank in answered or process.is_stopped for rank, process in enumerate(self._processes))
 
     def _answer(self, overdue: bool) -> None:
         """Say what this rank does, and write it to its file."""

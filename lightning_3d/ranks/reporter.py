@@ -12,13 +12,14 @@ imports no torch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, ClassVar, NoReturn, TextIO
 
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.ranks.boards import Board, connect_board
@@ -52,6 +53,9 @@ class FailureReporter:
         parent: process that started this rank and that it must not outlive; None if a launcher ensures this. The kernel kills
             this rank when the parent dies; only rank 1 watches by itself between `watch` and `close`, to report what happened.
     """
+
+    record: ClassVar[Callable[[int, str], None] | None] = None
+    """Function that records exit code and message where this process is ended at once, by a thread; `finally` blocks do not run then."""
 
     def __init__(
         self, board: Board, rank: int, world_size: int, *, grace: float = 15.0, parent: int | None = None
@@ -146,7 +150,7 @@ class FailureReporter:
         failure = Failure(self._rank, 1, text, False, time.time(), plain=True, others_hang=True)
         if self._first() is None and self._board.post(failure):
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
-        os._exit(failure.exit_code)
+        self._end_at_once(failure)
 
     def close(self) -> None:
         """Stop watching. After a failure the exception hook stays, because the exception is still propagating."""
@@ -191,6 +195,12 @@ class FailureReporter:
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
         os._exit(1)
 
+    def _end_at_once(self, failure: Failure) -> NoReturn:
+        if FailureReporter.record is not None:
+            with contextlib.suppress(OSError):
+                FailureReporter.record(failure.exit_code, failure.message(self._world_size))
+        os._exit(failure.exit_code)
+
     def _first(self) -> Failure | None:
         try:
             return self._board.first()
@@ -207,7 +217,7 @@ class FailureReporter:
             if failure is not None and failure.rank != self._rank:
                 self._cause = failure
                 if not self._closed.wait(0.0 if failure.others_hang else self._grace):
-                    os._exit(failure.exit_code)  # an orderly end would wait for ranks that are gone
+                    self._end_at_once(failure)  # an orderly end would wait for ranks that are gone
                 return
 
 

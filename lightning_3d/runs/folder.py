@@ -142,9 +142,7 @@ class RunFolder:
             require_room(path)
         except OSError as error:
             raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
-        newest = newest_checkpoint(path)
-        most = config.get("trainer", {}).get("restarts_without_progress", MOST_WITHOUT_PROGRESS)
-        note_restart(path, steps_of(place(newest)) if newest is not None else 0, most)
+        newest = restart_from(path, config.get("trainer", {}))
         return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest)
 
     @classmethod
@@ -222,6 +220,22 @@ def candidates(path: Path, *, numbered: bool) -> Iterator[Path]:
 def missing_folders(path: Path) -> tuple[Path, ...]:
     """List the folders that must be created for `path`, outermost first."""
     return tuple(folder for folder in (*reversed(path.parents), path) if not folder.exists())
+
+
+def restart_from(path: Path, trainer: Mapping[str, Any]) -> str | None:
+    """Note a restart of a run in its folder, and return the checkpoint to resume; None if there is none.
+
+    Args:
+        path: the run folder.
+        trainer: group `trainer` of the configuration.
+
+    Raises:
+        ConfigError: it has failed too often in a row.
+    """
+    newest = newest_checkpoint(path)
+    most = trainer.get("restarts_without_progress", MOST_WITHOUT_PROGRESS)
+    note_restart(path, steps_of(place(newest)) if newest is not None else 0, most)
+    return newest
 
 
 def newest_checkpoint(path: Path) -> str | None:

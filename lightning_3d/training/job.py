@@ -27,9 +27,10 @@ from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.spare import release_spare, wait_for_end
 from lightning_3d.ranks.supervisor import can_fork, cores, launch
 from lightning_3d.runs.ending import CommandLine, last_lines
-from lightning_3d.runs.folder import LOGS, RunFolder
+from lightning_3d.runs.folder import LOGS, RunFolder, restart_from
 from lightning_3d.runs.frozen_config import frozen_text
 from lightning_3d.runs.logger_packages import require_loggers
+from lightning_3d.runs.restarts import read_restarts
 from lightning_3d.runs.status import RunStatus
 
 
@@ -121,19 +122,23 @@ def run_job(
         return _be_rank(outside, frozen, place.reporter, plan.layout.world_size)[0]
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
     if place.resume is not None:
-        print_once(f"resuming from {place.resume}", outside)
+        restarts = read_restarts(folder.path)
+        why = f", because the attempt before failed: {restarts[-1].reason}" if restarts and restarts[-1].reason else ""
+        print_once(f"resuming from {place.resume}{why}", outside)
     status = RunStatus.begun(next(iter(gpu_names()), "") if plan.accelerator == "gpu" else "")
     status.write(folder.path)
     code, reason = 1, ""
     try:
         if outside is None:
-            code, reason = _start_ranks(plan, frozen, folder)
+            code, reason = _start_until_done(plan, frozen, folder, status)
         else:
+            FailureReporter.record = lambda code, reason: status.after(code, reason).write(folder.path)
             code, reason = _be_rank(outside, frozen, place.reporter, plan.layout.world_size)
     except KeyboardInterrupt:
         code = 130
         raise
     finally:
+        FailureReporter.record = None
         if code == Lightning3DError.exit_code and not folder.holds_results():
             folder.discard()
         else:
@@ -166,6 +171,30 @@ def _report(folder: Path) -> None:
         print(f"report: {write_report(folder)}", flush=True)
     except Exception as error:
         print(f"lightning_3d: cannot write the report of this run: {error}", file=sys.stderr, flush=True)
+
+
+def _start_until_done(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder, status: RunStatus) -> tuple[int, str]:
+    """Start the ranks, and start them again when one fails, `trainer.restarts` times. Returns what the last attempt returned.
+
+    This process has imported everything already, so forked ranks train again within seconds. A signal or a wrong option ends the run.
+    """
+    options = frozen["trainer"]
+    code, reason = _start_ranks(plan, frozen, folder)
+    for number in range(1, options.get("restarts", 0) + 1):
+        if code in (0, Lightning3DError.exit_code) or code > 128:
+            break
+        try:
+            status.after(code, reason).write(folder.path)
+            newest = restart_from(folder.path, options)
+            status.write(folder.path)
+        except (OSError, ConfigError) as error:
+            print(f"lightning_3d: {error}", file=sys.stderr, flush=True)
+            break
+        options = {**options, "resume": newest or options["resume"]}
+        where = f"from {options['resume']}" if options["resume"] else "from the beginning"
+        print(f"lightning_3d: starting the ranks again {where} (restart {number} of {options['restarts']})", file=sys.stderr, flush=True)
+        code, reason = _start_ranks(plan, {**frozen, "trainer": options}, folder)
+    return code, reason
 
 
 def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tuple[int, str]:

@@ -25,7 +25,6 @@ def nodes(tmp_path: Path) -> TwoNodes:
         pytest.skip("this machine lets nobody make network namespaces")
     with two_nodes(tmp_path) as made:
         yield made
-        subprocess.run(["pkill", "-KILL", "-f", f"hydra.run.dir={tmp_path}"], check=False)
 
 
 def torchrun(nodes: str, restarts: int, lines: list[str], folder: Path) -> list[str]:

@@ -136,7 +136,7 @@ def small_disk(where: Path, size: int) -> Iterator[None]:
     Raises:
         PermissionError: this machine does not permit it.
     """
-    where.mkdir()
+    where.mkdir(exist_ok=True)
     if _libc.unshare(_CLONE_NEWNS):
         raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)

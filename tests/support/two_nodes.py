@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -24,15 +25,25 @@ class TwoNodes:
         self.name, self.hosts, self.names = name, [hosts, hosts], ["node0", "node1"]
         self.spaces = (f"{name}a", f"{name}b")
 
-    def start(self, node: int, command: Sequence[str], folder: Path, env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        """Start a command on a node, which leads a process group."""
+    def start(
+        self, node: int, command: Sequence[str], folder: Path, env: dict[str, str], log: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on a node, which leads a process group. Its output is added to `log`, or is read from the process."""
         named = f'mount --bind {self.hosts[node]} /etc/hosts && hostname {self.names[node]} && exec "$@"'  # in a mount namespace of its own
         inside = ["ip", "netns", "exec", self.spaces[node], "unshare", "--uts", "sh", "-c", named, "sh", *command]
         environment = env | {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
-        with log.open("a") as output:
+        with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("a") as output:
             return subprocess.Popen(
                 inside, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
             )
+
+    def kill(self) -> None:
+        """Kill all processes on both nodes: also ranks, which torchrun puts into sessions of their own."""
+        for space in self.spaces:
+            found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout
+            for number in found.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(number), signal.SIGKILL)
 
     def cut(self) -> None:
         """Cut the network between the nodes. Node 0 sees nothing but silence."""
@@ -57,7 +68,7 @@ def available() -> bool:
     return made
 
 
-@contextmanager
+@contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[TwoNodes]:
     """Make the nodes and their switch; remove them at the end.
 
@@ -83,5 +94,6 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
             ip("-n", space, "link", "set", "eth0", "up")
         yield nodes
     finally:
+        nodes.kill()
         for space in (switch, *nodes.spaces):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)

@@ -1,202 +1,249 @@
 """Trains while ranks are killed, stopped and slowed, bits flip and losses become NaN, and shows that nothing is lost.
 
-    python tools/chaos/chaos.py [--seed N] [--steps N] [--faults N] [--layout NAME] [--two-nodes]
+    python tools/chaos/chaos.py [--seed N] [--minutes N | --steps N --faults N] [--layout NAME] [--two-nodes] [--elastic] [--csv FILE]
 
 A run and the same run with faults, which is started again whenever it ends early, must have the same loss in every step and the same
-final weights, to the last bit. Each fault must be named by the run's messages. Prints a table: the fault, what was said, and after how many
-seconds; and the share of time that went into steps that were kept. The exit code is 1 if anything is missing or left behind.
+final weights, to the last bit. With --elastic the layout shrinks after a node is lost, and losses must be the same to rounding. Each fault
+must be named by a message, and no message may name another one. Nothing may be left: processes, ports, sockets, shared memory, temporary
+files, mounts, network namespaces. The exit code is 1 if anything is wrong.
 
-With --two-nodes, torchrun starts the ranks on two network namespaces, and the network between them can be cut. That needs root, and so does
-the fault "full disk".
+A table shows for each fault: how it was injected, after how many seconds it was found, the message, and the seconds that were lost. The
+share of time that went into lasting progress is the time of the steps in the result, without saves and without what faults added to them,
+divided by the whole time from the first start to the end. The aim is 90 % with one fault a minute.
+
+The network is cut between two network namespaces, on which torchrun starts the ranks. With --two-nodes, torchrun starts them there for all
+faults. Namespaces and a full disk need root.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
-import json
 import os
-import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "support")]
 
+from chaos_attempts import Output, train_here, train_on  # noqa: E402
+from chaos_left import MARK, Traces  # noqa: E402
+from chaos_plan import ABSENT_STEPS, KINDS, Fault, choose, false_alarms, write_plan  # noqa: E402
+from chaos_result import SAVE_EVERY, Steps, differences, litter, load, show, write_csv  # noqa: E402
 from starts import small_disk  # noqa: E402
-from two_nodes import ADDRESSES, TwoNodes, two_nodes  # noqa: E402
+from two_nodes import TwoNodes, available, two_nodes  # noqa: E402
 
-_DISK = 256 * 2**20
-MOST_STARTS_PER_FAULT = 2
-FIRST, APART = 8, 11
-"""The first step with a fault, and the least distance: a fault that the next one hides cannot be named."""
+AIM = 0.9
+_DISK, _SHARED = 256 * 2**20, 2 * 2**30
+_CALM_SHARE = 0.42
+"""Share of --minutes for the run without faults; that with faults takes longer."""
 
-NAMED = {
-    "kill": r"rank {rank} of \d+ failed:\nit was killed by SIGKILL",
-    "stop": r"rank {rank} does not answer: process \d+ on \S+ is stopped",
-    "hang": r"rank \d+ has waited for rank {rank} .* in on_train_batch_start",
-    "raise": r"rank {rank} of \d+ failed:\n(.*\n)*ArithmeticError: a fault of the chaos run",
-    "terminate": r"the run was stopped by SIGTERM",
-    "kill supervisor": None,
-    "nan": r"the loss is nan .*Computed again from the same numbers, the step is finite",
-    "flip": r"rank {rank} \(\S+, cpu\).*(holds other|hold different) weights",
-    "slow": r"Slow: rank {rank} \(",
-    "kill in a save": r"rank {rank} of \d+ failed:\nit was killed by SIGKILL",
-    "full disk": r"Checkpoint \S+ could not be written; training continues without it: .*No space left on device",
-    "cut": r"The node node1 with \d+ ranks? \(\S+\) is lost",
-}
-"""What a run must say of each fault. A process that is killed from outside says nothing."""
-
-ON_TWO_NODES = ("cut", "raise", "nan", "flip", "slow")
-
-
-@dataclass
-class Said:
-    """What became of a fault."""
-
-    kind: str
-    step: int
-    rank: int
-    words: str = ""
-    seconds: float | None = None
-    output: str = ""
+_NEVER_ENDS = 1_000_000
+_MOST_STARTS_PER_FAULT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--faults", type=int, default=6)
-    parser.add_argument("--layout", default="tp2_dp2")
-    parser.add_argument("--kinds", nargs="*", choices=sorted(NAMED))
-    parser.add_argument("--two-nodes", action="store_true")
-    options = parser.parse_args(arguments)
+    options = read_options(arguments)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos_")))
+        traces = Traces(folder)
+        kinds = set(KINDS)
         try:
             stack.enter_context(small_disk(folder / "chaos_disk", _DISK))
+            stack.enter_context(small_disk(Path("/dev/shm"), _SHARED))
         except PermissionError as error:
             print(f"no fault fills the disk: {error}")
             (folder / "chaos_disk").mkdir(exist_ok=True)
-            possible = [kind for kind in NAMED if kind != "full disk"]
-        else:
-            possible = list(NAMED)
-        nodes = stack.enter_context(two_nodes(folder)) if options.two_nodes else None
-        options.kinds = options.kinds or sorted(ON_TWO_NODES if nodes is not None else set(possible) - {"cut"})
-        return run(options, folder, nodes)
-
-
-def run(options: argparse.Namespace, folder: Path, nodes: TwoNodes | None) -> int:
-    """Train twice and compare. Returns the exit code."""
-    ranks = _ranks_of(options.layout)
-    faults = choose(options.seed, options.faults, options.steps, ranks, options.kinds)
-    (folder / "plan.json").write_text(json.dumps([{"kind": one.kind, "step": one.step, "rank": one.rank} for one in faults]))
-    (folder / "done").mkdir()
-    began = time.monotonic()
-    start(folder, command_of(options, place(folder, "calm")))
-    calm = time.monotonic() - began
-    began, starts = time.monotonic(), 0
-    given = {"_target_": "chaos_faults.Faults", "plan": folder / "plan.json", "done": folder / "done"}
-    spoil = [f"+callbacks.faults.{key}={value}" for key, value in given.items()]
-    command = command_of(options, place(folder, "chaos"), spoil)
-    while True:
-        starts += 1
-        code, output = start(folder, command) if nodes is None else start_on(nodes, ranks // 2, folder, command, faults)
-        _hear(faults, folder, output)
-        if code == 0 or starts > 1 + MOST_STARTS_PER_FAULT * len(faults):
-            break
-    wall = time.monotonic() - began
-    unnamed = [one for one in faults if NAMED[one.kind] and not one.words]
-    problems = _compare(folder) + [f"not named: {one.kind} at step {one.step}:\n{one.output[-3000:]}" for one in unnamed]
-    problems += [f"left behind: {line}" for line in _left(folder)]
-    problems += [f"the run ended with exit code {code}: {output[-2000:]}"] if code else []
-    _show(faults, folder, starts, wall, calm)
-    print("\n".join(problems) if problems else "same losses and weights as without faults, to the last bit; nothing is left behind")
+            kinds.remove("full disk")
+        kinds = {kind for kind in kinds if KINDS[kind].nodes is not False or not options.two_nodes}
+        options.kinds = options.kinds or sorted(kinds)
+        nodes = None
+        if options.two_nodes or "cut" in options.kinds:
+            if available():
+                nodes = stack.enter_context(two_nodes(folder))
+            else:
+                print("no network is cut: this machine lets nobody make network namespaces")
+                options.kinds.remove("cut")
+        problems = Chaos(options, folder, nodes, traces).run()
+    problems += [f"left behind: {thing}" for thing in traces.left_on_machine()]
+    how = "to rounding" if options.elastic else "to the last bit"
+    print("\n".join(problems) if problems else f"same losses and weights as without faults, {how}; nothing is left behind")
     return 1 if problems else 0
 
 
-def choose(seed: int, count: int, steps: int, ranks: int, kinds: Sequence[str]) -> list[Said]:
-    """Choose faults at different steps, in order; each kind once before one comes again. Not in the first steps, nor in the last.
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30, help="time for both runs, with one fault a minute")
+    parser.add_argument("--steps", type=int, help="steps of each run, instead of --minutes")
+    parser.add_argument("--faults", type=int, default=6, help="number of faults in --steps")
+    parser.add_argument("--layout", default="tp2_pp2_dp2")
+    parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), help="kinds of faults; all that are possible by default")
+    parser.add_argument("--two-nodes", action="store_true", help="torchrun starts the ranks on two nodes")
+    parser.add_argument("--elastic", action="store_true", help=f"after a cut, {ABSENT_STEPS} steps run on one node, in a smaller layout")
+    parser.add_argument("--csv", type=Path, help="file for the table")
+    return parser.parse_args(arguments)
 
-    Raises:
-        SystemExit: there are too few steps.
+
+class Chaos:
+    """A run without faults and one with faults.
+
+    Args:
+        options: the command line.
+        folder: folder for both runs.
+        nodes: nodes for cut networks; None where there are none.
+        traces: what was on this machine before.
     """
-    numbers = random.Random(seed)
-    order: list[str] = []
-    while len(order) < count:
-        order += numbers.sample(list(kinds), len(kinds))
-    room = (steps - FIRST - APART) // count
-    if room < APART:
-        raise SystemExit(f"{count} faults need at least {FIRST + APART + count * APART} steps; got --steps {steps}.")
-    places = [FIRST + place * room + numbers.randrange(room - APART + 1) for place in range(count)]
-    return [Said(kind, place, numbers.randrange(1, ranks)) for kind, place in zip(order[:count], places, strict=True)]
 
+    def __init__(self, options: argparse.Namespace, folder: Path, nodes: TwoNodes | None, traces: Traces) -> None:
+        self.options, self.folder, self.nodes, self.traces = options, folder, nodes, traces
+        self.ranks = _ranks_of(options.layout)
+        self.runs = {"calm": folder / "calm", "chaos": folder / "chaos_disk" / "chaos"}  # the second on a disk that can be filled
+        self.notes = folder / "notes"
+        self.notes.mkdir()
+        self.steps, self.count = options.steps, options.faults
+        self.faults: list[Fault] = []
+        self.output = Output()
+        self.cut: list[Fault] = []
 
-def place(folder: Path, name: str) -> Path:
-    """Return the run folder of a run; that of the one with faults is on a disk of its own."""
-    return folder / "chaos_disk" / name if name == "chaos" else folder / name
+    def run(self) -> list[str]:
+        """Train twice, print the table and return the problems."""
+        calm = self._train_calmly()
+        self.faults = choose(self.options.seed, self.count, self.steps, self.ranks, self.options.kinds)
+        write_plan(self.faults, self.folder / "plan.json")
+        began, starts, code = time.time(), 0, 1
+        while code and starts <= 1 + _MOST_STARTS_PER_FAULT * len(self.faults):
+            starts += 1
+            code = self._attempt()
+        wall = time.time() - began
+        for fault in self.faults:
+            fault.happened(self._note_of(fault))
+            fault.hear(self.output.lines)
+        problems = self._problems(code)
+        self._show(wall, calm, starts)
+        return problems
 
+    def _train_calmly(self) -> float:
+        """Train without faults, for as long as --minutes says or --steps long. Returns the seconds."""
+        began = time.time()
+        end = None if self.steps else began + self.options.minutes * 60 * _CALM_SHARE
+        command = self._command("calm", self.steps or _NEVER_ENDS)
+        output = Output()
+        code = train_here(command, self.folder, self._environment(), output, lambda: "terminate" if end and time.time() > end else None)
+        if code not in (0, 143):
+            raise SystemExit(f"The run without faults ended with exit code {code}:\n{output.end()}")
+        seconds = time.time() - began
+        if self.steps is None:
+            self.steps = len((self.runs["calm"] / "metrics.csv").read_text().splitlines()) - 1
+            self.count = max(1, round(seconds / 60 / AIM))
+            print(f"without faults: {self.steps} steps in {seconds:.0f} s; repeat with --steps {self.steps} --faults {self.count}", flush=True)
+        return seconds
 
-def command_of(options: argparse.Namespace, run: Path, more: Sequence[str] = ()) -> list[str]:
-    """Return the overrides of a run."""
-    return [
-        *(f"parallelism={options.layout}", "parallelism.zero_stage=0", "model=llama_tiny", "precision=fp32", "cluster=local_cpu"),
-        *(f"trainer.max_steps={options.steps}", f"trainer.val_check_interval={options.steps}", "trainer.limit_val_batches=1"),
-        *("trainer.checkpoint_every_n_steps=5", "trainer.check_replicas_every_n_steps=5", "trainer.slow_rank_steps=10"),
-        *(f"trainer.hang_timeout={60 if options.two_nodes else 3}", "trainer.auto_resume=true", "trainer.restarts_without_progress=null"),
-        *("model.config.hidden_size=64", "model.config.intermediate_size=96", "model.config.num_hidden_layers=2"),
-        "model.config.head_dim=8",
-        *("data.sequence_length=32", "data.val_sequences=4", "data.global_batch_size=8", "parallelism.micro_batch_size=2"),
-        f"hydra.run.dir={run}",
-        *more,
-    ]
+    def _attempt(self) -> int:
+        """Start the run with faults once: on two nodes if the next fault needs them. Returns the exit code."""
+        spoil = [f"+callbacks.faults.{key}={value}" for key, value in self._callback().items()]
+        command, nodes = self._command("chaos", self.steps) + spoil, 0
+        if self.options.two_nodes or self._next_is_cut():
+            nodes = 2
+        if self.options.elastic and self.cut and self._away():
+            nodes = 1
+        if nodes == 0:
+            return train_here(command, self.folder, self._environment(), self.output, self._watch_here)
+        assert self.nodes is not None
+        more = ["trainer.hang_timeout=60", f"parallelism.elastic={str(nodes == 1).lower()}"]  # a lost node is found within 20 s
+        command = [word for word in command if not word.startswith("trainer.hang_timeout=")] + more
+        watch = self._watch_nodes if nodes == 2 else self._watch_rest
+        return train_on(self.nodes, nodes, self.ranks // 2, command, self._environment(), self.output, watch)
 
+    def _callback(self) -> dict[str, object]:
+        return {"_target_": "chaos_faults.Faults", "plan": self.folder / "plan.json", "notes": self.notes}
 
-def start(folder: Path, overrides: Sequence[str]) -> tuple[int, str]:
-    """Train until the run ends. Returns its exit code and what it printed."""
-    command = [sys.executable, "-m", "lightning_3d", "train", *overrides]
-    log = folder / "output"
-    with log.open("w") as output:
-        code = subprocess.run(command, cwd=folder, env=_environment(), stdout=output, stderr=output, check=False, timeout=3600).returncode
-    return code, log.read_text()
+    def _watch_here(self) -> str | None:
+        """End an attempt on this machine when the earlier faults are over and the next one needs two nodes."""
+        if not self._next_is_cut():
+            return None
+        following = self._next()
+        assert following is not None
+        before = self.faults.index(following) - 1
+        if before >= 0 and Steps.read(self.notes / "steps").last <= self.faults[before].over:
+            return None
+        following.begin = following.begin or time.time()
+        return "terminate"
 
+    def _watch_nodes(self) -> str | None:
+        """Cut the network when a rank has noted that it is time."""
+        for fault in self.faults:
+            if fault.kind == "cut" and fault not in self.cut and fault.happened(self._note_of(fault)):
+                self.cut.append(fault)
+                return "cut"
+        return None
 
-def start_on(nodes: TwoNodes, ranks: int, folder: Path, overrides: Sequence[str], faults: Sequence[Said]) -> tuple[int, str]:
-    """Train with torchrun on two nodes until the ranks of the first have ended, and cut the network when a fault asks for it."""
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "chaos", "--max-restarts", "0"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks), *meet]
-    command = [*torchrun, str(ROOT / "train.py"), *overrides]
-    logs = [folder / f"node{node}.log" for node in (0, 1)]
-    for log in logs:
-        log.write_text("")
-    notes = [folder / "done" / f"{number}.json" for number, one in enumerate(faults) if one.kind == "cut"]
-    seen = {note for note in notes if note.exists()}
-    first, second = (nodes.start(node, command, folder, _environment(), logs[node]) for node in (0, 1))
-    while first.poll() is None:
-        if fresh := {note for note in notes if note.exists()} - seen:
-            nodes.cut()
-            seen |= fresh
-        time.sleep(0.2)
-    if first.returncode == 0:
-        second.wait(60)
-    else:  # cut off, torchrun itself would wait for minutes
-        subprocess.run(["pkill", "-KILL", "-f", f"hydra.run.dir={place(folder, 'chaos')}"], check=False)
-        second.wait(60)
-    nodes.mend()
-    return first.returncode, "".join(log.read_text() for log in logs)
+    def _watch_rest(self) -> str | None:
+        """End the attempt on one node when the other one may come back."""
+        return None if self._away() else "terminate"
 
+    def _away(self) -> bool:
+        """Whether the node that was cut off last stays away."""
+        return Steps.read(self.notes / "steps").last < self.cut[-1].step + ABSENT_STEPS
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    def _next(self) -> Fault | None:
+        return next((fault for fault in self.faults if not fault.happened(self._note_of(fault))), None)
+
+    def _next_is_cut(self) -> bool:
+        following = self._next()
+        return following is not None and following.kind == "cut"
+
+    def _note_of(self, fault: Fault) -> Path:
+        return self.notes / str(self.faults.index(fault))
+
+    def _command(self, run: str, steps: int) -> list[str]:
+        """Return the overrides of a run."""
+        return [
+            *(f"parallelism={self.options.layout}", "parallelism.zero_stage=0", "model=llama_tiny", "precision=fp32", "cluster=local_cpu"),
+            *(f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps}", "trainer.limit_val_batches=1"),
+            *(f"trainer.checkpoint_every_n_steps={SAVE_EVERY}", f"trainer.check_replicas_every_n_steps={SAVE_EVERY}"),
+            *("trainer.slow_rank_steps=10", "trainer.slow_rank_factor=3", "trainer.hang_timeout=5"),
+            *("trainer.auto_resume=true", f"trainer.restarts={2 * self.count}", "trainer.restarts_without_progress=null"),
+            *("optimizer.scheduler.name=constant", "model.config.hidden_size=64", "model.config.intermediate_size=96"),
+            *("model.config.num_hidden_layers=2", "model.config.head_dim=8", "data.sequence_length=32", "data.val_sequences=4"),
+            *("data.global_batch_size=8", "parallelism.micro_batch_size=2", f"hydra.run.dir={self.runs[run]}"),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp"), MARK: str(self.folder), "PYTHONPATH": os.pathsep.join(paths)}
+        return {**os.environ, **more}
+
+    def _problems(self, code: int) -> list[str]:
+        calm, chaos = self.runs["calm"], self.runs["chaos"]
+        problems = [f"the run ended with exit code {code}:\n{self.output.end()}"] if code else []
+        problems += differences(calm, chaos, same_layout=not (self.options.elastic and self.cut))
+        problems += [f"not named: {one.kind} at step {one.step} on rank {one.rank}" for one in self.faults if not one.words]
+        problems += [f"named wrongly {alarm}" for alarm in false_alarms(self.faults, self.output.lines)]
+        problems += [f"left behind in the run folder: {name}" for name in litter(calm, chaos)]
+        return problems + [f"left behind: {thing}" for thing in self.traces.left()]
+
+    def _show(self, wall: float, calm: float, starts: int) -> None:
+        steps = Steps.read(self.notes / "steps")
+        for fault in self.faults:
+            fault.lost = steps.lost_to(fault)
+        show(self.faults)
+        if self.options.csv is not None:
+            write_csv(self.faults, self.options.csv)
+        share = steps.lasting(self.faults) / wall
+        lost = sum(fault.lost or 0 for fault in self.faults)
+        saves = steps.save_seconds() * len([step for _, step in steps.ends if step % SAVE_EVERY == 0])
+        count = len(self.faults)
+        print(f"{count} faults in {wall:.0f} s, one in {wall / count:.0f} s; without faults {calm:.0f} s; {load()}")
+        print(f"{self.steps} steps, usually {steps.usual:.3f} s; {starts} commands, and restarts by them")
+        print(f"lost: {lost:.0f} s to faults, {saves:.0f} s to saves, the rest to the first start and the end")
+        print(f"lasting progress: {share:.1%} of the time; the aim with one fault a minute is {AIM:.0%}")
 
 
 def _ranks_of(layout: str) -> int:
@@ -204,54 +251,6 @@ def _ranks_of(layout: str) -> int:
     for degree in re.findall(r"(?:tp|pp|dp|cp)(\d+)", layout):
         ranks *= int(degree)
     return ranks
-
-
-def _hear(faults: list[Said], folder: Path, output: str) -> None:
-    """Note which faults the output names, and how long after they happened it ended."""
-    for number, one in enumerate(faults):
-        note, pattern = folder / "done" / f"{number}.json", NAMED[one.kind]
-        if not note.exists() or one.seconds is not None:
-            continue
-        one.seconds = time.time() - json.loads(note.read_text())["time"]
-        one.output = output
-        found = re.search(pattern.format(rank=one.rank), output) if pattern is not None else None
-        one.words = next(line for line in found[0].splitlines()[::-1] if line.strip())[:110] if found else ""
-
-
-def _compare(folder: Path) -> list[str]:
-    """Say what differs between the two runs."""
-    columns = []
-    for name in ("calm", "chaos"):
-        with (place(folder, name) / "metrics.csv").open() as file:
-            columns.append([(row["step"], row["loss"], row["grad_norm"]) for row in csv.DictReader(file)])
-    problems = [] if columns[0] == columns[1] else ["the losses differ"]
-    hashes = [_hashes(place(folder, name)) for name in ("calm", "chaos")]
-    return problems + ([] if hashes[0] == hashes[1] and hashes[0] else ["the final weights differ"])
-
-
-def _hashes(run: Path) -> dict[str, str]:
-    """Hashes of the tensors in the newest checkpoint."""
-    newest = max((run / "checkpoints").glob("step_*.ckpt"), key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
-    manifest = json.loads((newest / "manifest.json").read_text())
-    return {name: json.dumps(entry) for name, entry in manifest["files"].items() if name.endswith((".safetensors", ".distcp"))}
-
-
-def _left(folder: Path) -> list[str]:
-    """Processes of the runs that still exist."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in listed if str(folder) in line and "chaos.py" not in line]
-
-
-def _show(faults: list[Said], folder: Path, starts: int, wall: float, calm: float) -> None:
-    print(f"{'fault':<16} {'step':>4} {'rank':>4} {'seconds':>8}  said")
-    for one in faults:
-        seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
-        print(f"{one.kind:<16} {one.step:>4} {one.rank:>4} {seconds:>8}  {one.words}")
-    with (place(folder, "chaos") / "metrics.csv").open() as file:
-        times = [float(row["step_seconds"]) for row in csv.DictReader(file)]
-    kept = median(times) * len(times)
-    print(f"{starts} starts in {wall:.0f} s; without faults one, in {calm:.0f} s")
-    print(f"steps that were kept took {kept:.0f} s, {kept / wall:.0%} of the time")
 
 
 if __name__ == "__main__":
