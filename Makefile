@@ -5,7 +5,7 @@
 # make docs       the documentation, into site/
 # make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
-# make test-chaos  a run whose ranks are killed, stopped and slowed, whose bits flip and whose losses become NaN; ARGS="--seed 3 --faults 9"
+# make test-chaos  30 minutes on 8 ranks with a fault a minute: kills, hangs, NaN, flipped bits, a full disk, a cut network; ARGS="--seed 3"
 # make fuzz        100,000 damaged and hostile names, configurations and files; ARGS="--seed 3 --only checkpoint"
 # Each makes the environment it needs in .venv first. `make train ARGS="parallelism=tp4_pp2"` passes overrides on.
 

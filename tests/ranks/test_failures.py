@@ -260,6 +260,14 @@ def test_supervised_ranks_use_the_folder(tmp_path: Any, monkeypatch: pytest.Monk
     assert [file.name for file in tmp_path.glob("failure_*")] == ["failure_0.json"]
 
 
+def test_a_rank_that_a_thread_ends_at_once_records_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[tuple[int, str]] = []
+    monkeypatch.setattr(os, "_exit", lambda code: recorded.append((code, "ended")))
+    monkeypatch.setattr(FailureReporter, "record", lambda code, reason: recorded.append((code, reason)))
+    FailureReporter(LocalBoard(), 0, 2).end_all("The node node1 is lost.")
+    assert recorded == [(1, "lightning_3d: The node node1 is lost."), (1, "ended")]
+
+
 def posted_and_seen(number: int) -> str | None:
     """What a call finds on its board; the first one leaves a failure behind."""
     from lightning_3d.ranks.boards import connect_board

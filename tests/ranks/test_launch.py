@@ -292,6 +292,12 @@ def test_only_logs_are_left(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} <= {"rank_1.log", "rank_2.log"}  # rank 2 may not have been started any more
 
 
+def test_what_a_killed_supervisor_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".failures_of_a_killed_one").mkdir()
+    run(raise_user_error, logs=tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_no_child_is_left_unreaped(tmp_path: Path) -> None:
     run(raise_on, 1, ValueError("boom"), logs=tmp_path)
     with contextlib.suppress(ChildProcessError):

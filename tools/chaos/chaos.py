@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "support")]
 
-from chaos_attempts import Output, train_here, train_on  # noqa: E402
+from chaos_attempts import Output, Watch, fork_command, start_command, train_here, train_on  # noqa: E402
 from chaos_left import MARK, Traces  # noqa: E402
 from chaos_plan import ABSENT_STEPS, KINDS, Fault, choose, false_alarms, write_plan  # noqa: E402
 from chaos_result import SAVE_EVERY, Steps, differences, litter, load, show, write_csv  # noqa: E402
@@ -49,6 +50,7 @@ _MOST_STARTS_PER_FAULT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an interrupted run leaves nothing either
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos_")))
         traces = Traces(folder)
@@ -87,6 +89,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), help="kinds of faults; all that are possible by default")
     parser.add_argument("--two-nodes", action="store_true", help="torchrun starts the ranks on two nodes")
     parser.add_argument("--elastic", action="store_true", help=f"after a cut, {ABSENT_STEPS} steps run on one node, in a smaller layout")
+    parser.add_argument("--warm", action="store_true", help="fork commands from this process instead of starting them anew")
     parser.add_argument("--csv", type=Path, help="file for the table")
     return parser.parse_args(arguments)
 
@@ -114,8 +117,10 @@ class Chaos:
 
     def run(self) -> list[str]:
         """Train twice, print the table and return the problems."""
+        if self.steps is not None:
+            self._choose()
         calm = self._train_calmly()
-        self.faults = choose(self.options.seed, self.count, self.steps, self.ranks, self.options.kinds)
+        self._choose()
         write_plan(self.faults, self.folder / "plan.json")
         began, starts, code = time.time(), 0, 1
         while code and starts <= 1 + _MOST_STARTS_PER_FAULT * len(self.faults):
@@ -129,20 +134,24 @@ class Chaos:
         self._show(wall, calm, starts)
         return problems
 
+    def _choose(self) -> None:
+        self.faults = choose(self.options.seed, self.count, self.steps, self.ranks, self.options.kinds)
+
     def _train_calmly(self) -> float:
         """Train without faults, for as long as --minutes says or --steps long. Returns the seconds."""
         began = time.time()
         end = None if self.steps else began + self.options.minutes * 60 * _CALM_SHARE
         command = self._command("calm", self.steps or _NEVER_ENDS)
         output = Output()
-        code = train_here(command, self.folder, self._environment(), output, lambda: "terminate" if end and time.time() > end else None)
+        code = self._train_here(command, output, lambda: "terminate" if end and time.time() > end else None)
         if code not in (0, 143):
             raise SystemExit(f"The run without faults ended with exit code {code}:\n{output.end()}")
         seconds = time.time() - began
         if self.steps is None:
             self.steps = len((self.runs["calm"] / "metrics.csv").read_text().splitlines()) - 1
             self.count = max(1, round(seconds / 60 / AIM))
-            print(f"without faults: {self.steps} steps in {seconds:.0f} s; repeat with --steps {self.steps} --faults {self.count}", flush=True)
+            again = f"--steps {self.steps} --faults {self.count}"
+            print(f"without faults: {self.steps} steps in {seconds:.0f} s; repeat with {again}", flush=True)
         return seconds
 
     def _attempt(self) -> int:
@@ -154,12 +163,16 @@ class Chaos:
         if self.options.elastic and self.cut and self._away():
             nodes = 1
         if nodes == 0:
-            return train_here(command, self.folder, self._environment(), self.output, self._watch_here)
+            return self._train_here(command, self.output, self._watch_here)
         assert self.nodes is not None
         more = ["trainer.hang_timeout=60", f"parallelism.elastic={str(nodes == 1).lower()}"]  # a lost node is found within 20 s
         command = [word for word in command if not word.startswith("trainer.hang_timeout=")] + more
         watch = self._watch_nodes if nodes == 2 else self._watch_rest
         return train_on(self.nodes, nodes, self.ranks // 2, command, self._environment(), self.output, watch)
+
+    def _train_here(self, command: Sequence[str], output: Output, watch: Watch) -> int:
+        start = fork_command if self.options.warm else start_command
+        return train_here(start(command, self.folder, self._environment()), output, watch)
 
     def _callback(self) -> dict[str, object]:
         return {"_target_": "chaos_faults.Faults", "plan": self.folder / "plan.json", "notes": self.notes}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from two_nodes import ADDRESSES, TwoNodes
 
@@ -51,16 +51,72 @@ class Output:
         return "\n".join(line for _, line in self.lines[-count:])
 
 
-def train_here(overrides: Sequence[str], folder: Path, env: dict[str, str], output: Output, watch: Watch) -> int:
-    """Train on this machine until the run ends. Returns its exit code."""
+class Command(Protocol):
+    """A command that runs, as `subprocess.Popen` shows it."""
+
+    @property
+    def stdout(self) -> IO[str] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+
+def start_command(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> Command:
+    """Start `lightning-3d train`."""
     command = [sys.executable, "-m", "lightning_3d", "train", *overrides]
-    process = subprocess.Popen(
-        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
+
+
+class _Forked:
+    def __init__(self, number: int, stdout: IO[str]) -> None:
+        self.number, self.stdout = number, stdout
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.number, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.number, number)
+
+
+def fork_command(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> Command:
+    """Fork `lightning-3d train` from this process, which imports torch and its friends once for all commands."""
+    import lightning_3d.training.run  # noqa: F401
+    from lightning_3d.cli.main import main
+
+    reads, writes = os.pipe()
+    number = os.fork()
+    if number:
+        os.close(writes)
+        return _Forked(number, os.fdopen(reads, errors="replace"))
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(folder)
+        os.environ.update(env)
+        sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+        for stream in (1, 2):
+            os.dup2(writes, stream)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))
+        code = main(["train", *overrides])
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def train_here(process: Command, output: Output, watch: Watch) -> int:
+    """Wait until a run on this machine ends. Returns its exit code."""
     output.follow(process.stdout)
     told = False
     try:
-        while process.poll() is None:
+        while (code := process.poll()) is None:
             if watch() == "terminate" and not told:
                 process.send_signal(signal.SIGTERM)
                 told = True
@@ -68,9 +124,8 @@ def train_here(overrides: Sequence[str], folder: Path, env: dict[str, str], outp
         output.wait()
     finally:
         if process.poll() is None:
-            process.kill()  # the kernel ends its ranks
-            process.wait()
-    return process.returncode
+            process.send_signal(signal.SIGKILL)  # the kernel ends its ranks
+    return code
 
 
 def train_on(nodes: TwoNodes, count: int, ranks: int, overrides: Sequence[str], env: dict[str, str], output: Output, watch: Watch) -> int:

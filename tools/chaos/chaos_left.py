@@ -66,12 +66,13 @@ class Traces:
         return any(word in name for word in (str(self.folder), f"l3d{os.getpid()}"))
 
     def _processes(self) -> dict[int, str]:
-        """Processes of this run: with its mark in their environment, which their children inherit."""
+        """Processes of this run: with its mark in their environment or in its folder, both of which their children inherit."""
         mark = f"{MARK}={self.folder}".encode()
         found = {}
         for number in _numbers():
             try:
-                if number != os.getpid() and mark in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
+                here = os.readlink(f"/proc/{number}/cwd").startswith(str(self.folder))
+                if number != os.getpid() and (here or mark in Path(f"/proc/{number}/environ").read_bytes().split(b"\0")):
                     found[number] = Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
             except OSError:  # it has ended, or belongs to another user
                 continue
