@@ -196,7 +196,7 @@ class Watchdog:
 
     def _end_without_board(self, overdue: bool) -> None:
         """End this process, because rank 0, which serves the store, does not answer. The first rank that comes here says so."""
-        if not overdue or not self._has_waited():
+        if not overdue or not (self._has_waited() or self._processes[0].is_stopped):
             return
         report = observe(self._rank, self._heartbeat, overdue=True)
         with contextlib.suppress(OSError):
