@@ -30,7 +30,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "support"), str(ROOT)]
 
 from chaos_attempts import Output, Watch, fork_command, start_command, train_here, train_on  # noqa: E402
 from chaos_left import MARK, Traces  # noqa: E402
