@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import socket
 import subprocess
@@ -74,6 +75,50 @@ def test_time_lost_is_that_until_the_step_of_the_fault_is_done() -> None:
     assert steps.lost_to(fault) == 33.0 - 12.5 - 1.0
     assert steps.lasting([fault]) == 30.0
     assert Steps(first).lost_to(fault) is None
+
+
+def a_run(folder: Path, loss: float = 2.5, weights: str = "abc") -> Path:
+    checkpoint = folder / "checkpoints" / "step_2.ckpt"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": {"rank_0.safetensors": {"sha256": weights}, "state.json": {}}}))
+    (folder / "metrics.csv").write_text(f"step,loss,grad_norm\n1,3.5,1.0\n2,{loss},1.0\n")
+    (folder / ".lock").touch()
+    return folder
+
+
+def test_another_last_bit_is_a_difference_unless_the_layout_changed(tmp_path: Path) -> None:
+    from chaos_result import differences, litter
+
+    calm, same = a_run(tmp_path / "calm"), a_run(tmp_path / "same")
+    assert differences(calm, same, same_layout=True) == [] and litter(calm, same) == []
+    rounded = a_run(tmp_path / "rounded", 2.5000001, "abd")
+    assert differences(calm, rounded, same_layout=True) == ["the losses differ from step 2", "the final weights differ"]
+    assert differences(calm, rounded, same_layout=False) == []
+    assert differences(calm, a_run(tmp_path / "other", 2.6), same_layout=False) == ["the losses differ from step 2"]
+    flipped = a_run(tmp_path / "flipped", weights="abd")
+    assert differences(calm, flipped, same_layout=True) == ["the final weights differ"]
+    (same / "logs").mkdir()
+    (same / "logs" / ".failures_x1").mkdir()
+    assert litter(calm, same) == ["logs/.failures_xN"]
+
+
+def test_any_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import chaos
+
+    found: list[str] = []
+    left: list[str] = []
+    monkeypatch.setattr(chaos, "small_disk", lambda where, size: contextlib.nullcontext())
+    monkeypatch.setattr(chaos.Chaos, "run", lambda self: list(found))
+    monkeypatch.setattr(chaos.Traces, "left_on_machine", lambda self: left)
+    words = ["--layout", "dp2", "--steps", "45", "--faults", "1", "--kinds", "nan"]
+    assert chaos.main(words) == 0
+    found.append("not named: nan at step 9 on rank 1")
+    assert chaos.main(words) == 1
+    found.clear()
+    left.append("network namespace l3d1a")
+    assert chaos.main(words) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said == [SAME, "not named: nan at step 9 on rank 1", "left behind: network namespace l3d1a"]
 
 
 @pytest.fixture

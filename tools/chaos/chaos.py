@@ -50,7 +50,6 @@ _MOST_STARTS_PER_FAULT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an interrupted run leaves nothing either
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos_")))
         traces = Traces(folder)
@@ -267,4 +266,5 @@ def _ranks_of(layout: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an interrupted run leaves nothing either
     sys.exit(main())
