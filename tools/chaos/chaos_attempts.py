@@ -147,12 +147,14 @@ def train_on(nodes: TwoNodes, count: int, ranks: int, overrides: Sequence[str], 
     processes = [nodes.start(node, command, folder, env) for node in range(count)]
     for process in processes:
         output.follow(process.stdout)
+    told = False
     try:
         while processes[0].poll() is None:
             asked = watch()
             if asked == "cut":
                 nodes.cut()
-            elif asked == "terminate":
+            elif asked == "terminate" and not told:  # a second signal would end torchrun before its ranks have saved
+                told = True
                 for process in processes:
                     os.killpg(process.pid, signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
