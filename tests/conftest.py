@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import skips
+from hypothesis import settings
 from ranks import POOL, run_ranks
 
 # A failed assertion in a helper shows its values, as one in a test file does.
@@ -22,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     a wrong update or a gradient that was kept, and the weights after it show a wrong state of the optimizer."""
     config.pluginmanager.register(skips, "lightning_3d_skips")
     os.environ.setdefault("PARITY_STEPS", "2" if "not full" in config.option.markexpr or config.option.markexpr == "cuda" else "5")
+    # As many test processes as cores: more threads each would only wait for one another. Ranks have one thread, too.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # No default test may assert a wall-clock time: an example takes long on a machine that does something else as well.
+    settings.register_profile("lightning_3d", deadline=None)
+    settings.load_profile("lightning_3d")
     os.environ["LIGHTNING_3D_PROGRESS"] = "0"  # no lines about the progress of commands among what tests compare
     # Self-checks are remembered for this session only.
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lightning_3d_cache_")
