@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from command_line import environment
 from processes import is_running, wait_until
+from sweeps import by_default
 
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.ranks import memory_kills, supervisor
@@ -147,7 +148,7 @@ def test_ranks_but_the_first_print_to_their_logs(tmp_path: Path, capfd: pytest.C
     assert (tmp_path / "logs" / "rank_2.log").read_text() == "rank 2 was here\n"
 
 
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+@pytest.mark.parametrize("fork", by_default([True, False], 0), ids=["fork", "spawn"])
 def test_error_of_one_rank_ends_all_and_is_told_once(
     tmp_path: Path, fork: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

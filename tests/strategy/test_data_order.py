@@ -9,6 +9,7 @@ import torch
 from parity import Module, Rows, micro_batch_rows, quiet_trainer
 from ranks import run_ranks
 from reference import Recipe, data, initial_model
+from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
@@ -56,19 +57,27 @@ def global_batches(layout: str, shuffle: bool) -> list[list[int]]:
     return [sorted(sum(parts, [])) for parts in zip(*by_rank.values(), strict=True)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, 3))
 def test_a_loader_that_does_not_shuffle_keeps_its_order(layout: str) -> None:
     """As on one process: Lightning by itself shuffles the training data of every distributed strategy."""
     in_order = [list(range(start, start + GLOBAL_BATCH)) for start in range(0, STEPS * GLOBAL_BATCH, GLOBAL_BATCH)]
     assert global_batches(layout, shuffle=False) == in_order * EPOCHS
 
 
-def test_shuffled_batches_are_the_same_in_every_layout() -> None:
-    expected = global_batches("tp1", shuffle=True)
-    assert expected[:STEPS] != expected[STEPS:]  # epochs differ
-    assert sorted(sum(expected[:STEPS], [])) == list(range(STEPS * GLOBAL_BATCH))
-    for layout in LAYOUTS[1:]:
-        assert global_batches(layout, shuffle=True) == expected, layout
+@pytest.fixture(scope="module")
+def shuffled() -> list[list[int]]:
+    """The batches of one rank."""
+    return global_batches("tp1", shuffle=True)
+
+
+@pytest.mark.parametrize("layout", by_default(LAYOUTS[1:], 1, 2))
+def test_shuffled_batches_are_the_same_in_every_layout(layout: str, shuffled: list[list[int]]) -> None:
+    assert global_batches(layout, shuffle=True) == shuffled
+
+
+def test_every_epoch_is_shuffled_by_itself(shuffled: list[list[int]]) -> None:
+    assert shuffled[:STEPS] != shuffled[STEPS:]
+    assert sorted(sum(shuffled[:STEPS], [])) == list(range(STEPS * GLOBAL_BATCH))
 
 
 def shuffled_rows(layout: str, family: str) -> list[list[int]]:
@@ -82,7 +91,7 @@ def shuffled_rows(layout: str, family: str) -> list[list[int]]:
     return module.seen
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "tp2_pp2"), ("mixtral", "tp2"), ("mixtral", "tp2_ep2")])
+@pytest.mark.parametrize(("family", "layout"), by_default([("llama", "tp2_pp2"), ("mixtral", "tp2"), ("mixtral", "tp2_ep2")], 0, 2))
 def test_how_layers_can_be_sharded_is_tried_without_a_draw_from_the_generator_of_the_order(family: str, layout: str) -> None:
     alone = run_ranks(shuffled_rows, 1, "", family)[0]
     assert sorted(sum(alone, [])) == list(range(2 * GLOBAL_BATCH)) != sum(alone, [])
@@ -184,7 +193,7 @@ def together(parts: list[list[list[int]]]) -> list[set[int]]:
     return [set(sum(rows, [])) for rows in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "drop_last", "own generator", "weighted", "batch sampler"])
+@pytest.mark.parametrize("kind", by_default(["shuffle", "drop_last", "own generator", "weighted", "batch sampler"], 0, 3, 4))
 def test_shuffled_batches_are_those_of_one_process(kind: str) -> None:
     (alone,) = run_ranks(seen_in_script, 1, kind, 0, process_group=False)
     epoch = len(alone) // 3
@@ -203,7 +212,7 @@ def test_ranks_that_draw_unequally_read_every_sample_once() -> None:
         assert set.union(*found[3 * epoch : 3 * epoch + 3]) == set(range(SAMPLES))
 
 
-@pytest.mark.parametrize("kind", ["noisy", "own generator", "weighted"])
+@pytest.mark.parametrize("kind", by_default(["noisy", "own generator", "weighted"], 0, 1))
 def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
     whole = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), process_group=False))
     same = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), True, process_group=False))

@@ -84,8 +84,11 @@ def test_pairs(cell: Cell) -> None:
     parity.check(cell)
 
 
+TRIPLES = choose(3, valid_cells())
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("cell", ordered(choose(3, valid_cells())), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", ordered(TRIPLES), ids=lambda cell: cell.name)
 def test_triples(cell: Cell) -> None:
     done = finished_cells().get(cell.name)
     if done is not None:
@@ -117,7 +120,7 @@ def test_the_default_set_is_complete_and_small() -> None:
 
 
 def test_the_full_set_is_small() -> None:
-    assert len(choose(3, valid_cells())) <= FULL_LIMIT
+    assert len(TRIPLES) <= FULL_LIMIT
 
 
 def test_finished_cells_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ def test_finished_cells_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_comparison_sees_a_small_mistake() -> None:
     """A learning rate that is 5 % too high exceeds every limit."""
-    recipe = Recipe(steps=20)
+    recipe = Recipe(steps=6)
     right, noise = reference(recipe)
     wrong = train(dataclasses.replace(recipe, learning_rate=recipe.learning_rate * 1.05))
     error, limits = compare(wrong, right), parity.limits("float32", noise)

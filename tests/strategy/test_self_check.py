@@ -14,6 +14,7 @@ import pytest
 import torch
 from own_gpt import ATTENTION, GPT, MLP, PACKED, PIPELINE, PLAN, Fitted, one_process
 from ranks import run_ranks
+from sweeps import by_default
 from torch import nn
 
 from lightning_3d.errors import ConfigError, PlanError
@@ -44,7 +45,7 @@ ON_FOUR = [pytest.param(kind, "tp4", marks=pytest.mark.full) for kind in KINDS[:
 
 @pytest.mark.parametrize(
     ("attention", "layout"),
-    [*itertools.product(KINDS, ["tp2", "tp2_pp2"]), *ON_FOUR],
+    [*by_default([*itertools.product(KINDS, ["tp2", "tp2_pp2"])], 1, 2, 5), *ON_FOUR],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn.Module], layout: str, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ class ReadsLogits(own_gpt.Text):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("how", ["nested", "listed", "object"])
+@pytest.mark.parametrize("how", by_default(["nested", "listed", "object"], 0))
 def test_outputs_in_containers_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     fitted = run_ranks(fit_with, 2, ReadsLogits, Returning(how), "tp2", cache=str(tmp_path))[0]
@@ -320,7 +321,7 @@ def restless() -> GPT:
     return model
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", by_default(["tp2", "pp2"], 0))
 def test_random_numbers_and_locks_are_no_difference(layout: str, tmp_path: Path) -> None:
     fitted = run_ranks(fit_made, 2, restless, layout, cache=str(tmp_path))[0]
     assert "reproduces the whole model" in fitted.printed

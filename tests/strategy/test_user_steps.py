@@ -95,7 +95,7 @@ def validate(layout: str, numbered: bool) -> tuple[list[float], list[float]]:
     return [value for metrics in found for value in metrics.values()], seen.validated
 
 
-@pytest.mark.parametrize("numbered", [False, True], ids=["no_index", "named_i"])
+@pytest.mark.parametrize("numbered", by_default([False, True], 1), ids=["no_index", "named_i"])
 @pytest.mark.parametrize(("layout", "ranks"), by_default([("pp2_dp2", 4), ("dp2", 2), ("pp2", 2)], 0))
 def test_steps_need_not_be_called_batch_idx(layout: str, ranks: int, numbered: bool) -> None:
     """A row that the sampler repeats counts once whether or not the step takes an index."""
@@ -160,7 +160,7 @@ def print_in_steps(layout: str, early: bool, **strategy: Any) -> tuple[list[str]
     return [str(one.message) for one in caught if str(one.message).startswith("self.")], out.getvalue().split()
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before the model", "after the model"])
+@pytest.mark.parametrize("early", by_default([True, False], 0), ids=["before the model", "after the model"])
 def test_prints_in_a_step_of_a_pipeline_are_warned_of_once(early: bool) -> None:
     """Each case is warned of by the one rank that knows it: rank 0, or the last stage."""
     (first, printed), (last, nothing) = run_ranks(print_in_steps, 2, "pp2", early)
@@ -383,7 +383,7 @@ class PartlyFrozen(Module):
         return torch.optim.AdamW(chosen, lr=1e-3)
 
 
-@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("filtered", by_default([False, True], 1))
 @pytest.mark.parametrize("zero", by_default([0, 1, 3], 1))
 def test_a_frozen_stage(zero: int, filtered: bool) -> None:
     assert run_ranks(fit, 2, "pp2", "frozen", zero, filtered=filtered) == [8, 8]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from ranks import run_ranks
+from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -226,7 +227,7 @@ def renamed(spec: ShardSpec) -> ShardSpec:
     return spec.renamed(f"model.{spec.name}", tied_to=f"model.{spec.tied_to}" if spec.tied_to else None)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp4_pp2", "pp4"])
+@pytest.mark.parametrize("layout", by_default(["tp2", "pp2", "tp4_pp2", "pp4"], 1, 2))
 @pytest.mark.parametrize("family", models.MODELS)
 def test_a_rank_holds_its_part_of_what_one_process_has(family: str, layout: str) -> None:
     whole = nn.ModuleDict({"model": on_meta(family, layers=4)})
@@ -317,7 +318,7 @@ def storage(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", by_default([None, torch.bfloat16], 1))
 def test_one_full_parameter_at_a_time(dtype: torch.dtype | None) -> None:
     module = on_meta("llama", layers=4)
     specs = shard_specs(module, read_plan(module), 2, 0)

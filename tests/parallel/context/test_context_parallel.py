@@ -174,7 +174,7 @@ def squared(logits: Tensor, batch: Batch) -> Tensor:
     return losses.view(len(logits), -1).mean(1).square().mean()
 
 
-RECIPE = Recipe(dtype="float64", steps=3)
+RECIPE = Recipe(dtype="float64")
 
 
 def fit_own_loss(**strategy: Any) -> parity.Part:
@@ -333,7 +333,7 @@ def train_from(run: Any, first: int) -> Any:
 # What is refused
 
 
-@pytest.mark.parametrize(("length", "near"), [(18, "24"), (3, "8")])
+@pytest.mark.parametrize(("length", "near"), by_default([(18, "24"), (3, "8")], 1))
 def test_f12_a_sequence_that_cannot_be_cut(length: int, near: str) -> None:
     with pytest.raises(DataError, match=f"2 \\* cp = 8 equal chunks, but this batch has sequences of {length} tokens.*for example {near}"):
         run_ranks(train_short, 4, length, layout="cp4")
