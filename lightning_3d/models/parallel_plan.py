@@ -58,6 +58,8 @@ class ParallelPlan:
         layers: name of the list of blocks, an `nn.ModuleList` or `nn.Sequential`; empty when the plan says nothing about pipelines.
         before: modules that run before the blocks, in order of execution.
         after: modules that run after the blocks, in order of execution.
+        carried: those of `before` whose outputs travel with the hidden states to every stage, because blocks read them too.
+        sides: places of further values that a block returns behind the hidden states, and that the next block reads.
         embedding: name of the token embedding that is sharded by vocabulary, or None.
         head: name of the linear layer that makes the logits and is sharded by vocabulary, or None.
         experts: modules that hold the experts of a mixture, called with (tokens, experts of each token, their weights).
@@ -68,6 +70,8 @@ class ParallelPlan:
     layers: str = ""
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    sides: tuple[int, ...] = ()
     embedding: str | None = None
     head: str | None = None
     experts: tuple[str, ...] = ()
@@ -102,7 +106,8 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     Args:
         module: whole pipelined module, on meta or not.
         user_plan: `{"tp": {pattern: style or Cut}, "pp": {name: (inputs, outputs)}, "ep": {pattern: style}}`; any key may be
-            absent. The order of "pp" is the order of execution; the `nn.ModuleList` in it (else the `nn.Sequential`) is the blocks.
+            absent. The order of "pp" is the order of execution; the `nn.ModuleList` in it (else the `nn.Sequential`) is the blocks. What
+            the blocks' entry names among its inputs, and a module before them or a block among its outputs, travels with the hidden states.
 
     Raises:
         PlanError: no plan, an unknown style or name, or blocks that are not one list.
@@ -114,7 +119,8 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     tp = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
     ep = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
     # Some families declare only the head, which is not a pipeline plan.
-    pp = list(user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else ()))
+    order = user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else {})
+    pp = list(order)
     if not tp and not pp:
         raise NoPlanError(
             f"{type(module).__name__} declares no parallel plan. Pass one, for example"
@@ -132,7 +138,8 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     embedding = _find_embedding(module, before, head)
     patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
     experts = tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
-    plan = ParallelPlan(tp, layers, before, after, experts=experts, ep=ep)
+    carried, sides = _travelling(order, before, layers)
+    plan = ParallelPlan(tp, layers, before, after, carried, sides, experts=experts, ep=ep)
     return _with_vocabulary(module, plan, embedding, head)
 
 
@@ -369,6 +376,23 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
         )
     at = order.index(lists[0])
     return lists[0], tuple(order[:at]), tuple(order[at + 1 :])
+
+
+def _travelling(order: Any, before: tuple[str, ...], layers: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return (modules before the blocks whose outputs travel, places of values of blocks that travel) by the names that entries of "pp"
+    give to inputs and outputs. The first name of the blocks is the hidden states.
+    """
+    ends = {name: entry for name, entry in order.items() if _is_entry(entry)} if isinstance(order, Mapping) else {}
+    if layers not in ends:
+        return (), ()
+    inputs, outputs = (list(names) for names in ends[layers])
+    read = set(inputs[1:])
+    carried = tuple(name for name in before if name in ends and read & set(ends[name][1]))
+    return carried, tuple(place for place, name in enumerate(outputs[1:]) if name in read)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, (list, tuple)) and len(entry) == 2 and all(isinstance(names, (list, tuple)) for names in entry)
 
 
 def _find_head(module: nn.Module, before: tuple[str, ...], after: tuple[str, ...], plan: ParallelPlan) -> str | None:

@@ -16,9 +16,10 @@ from lightning_3d.compat.host_memory import locking_no_memory
 from lightning_3d.compat.torch import backward_input, backward_weight
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline.boundary import Boundary, Spec, spec_of
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, forward_order, training_order
 from lightning_3d.parallel.pipeline.stages import StageAssignment
-from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, Sides, StageBoundary
+from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, StageBoundary
 from lightning_3d.parallel.pipeline.transport import Message, Transport
 from lightning_3d.parallel.uneven_work import uneven_work
 from lightning_3d.parallel.witness import received, sent
@@ -40,19 +41,6 @@ class Step(Protocol):
 
     def __call__(self, micro_batch: int) -> Tensor | None:
         """Run the step: returns the weighted loss on the last stage, ends in a StageBoundary before it."""
-
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Shape and type of the hidden states between stages, the same at every boundary, how blocks return them, and the length of the
-    sequence where they are a part of one (`SequenceShards`).
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sides: Sides | None
-    length: int
 
 
 @dataclass
@@ -104,7 +92,7 @@ class PipelineEngine:
         self._after_backward = after_backward
         self.recorder = recorder or Recorder()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
-        self._boundaries: dict[Hashable, Boundary] = {}
+        self._boundaries: dict[Hashable, tuple[Boundary, Spec]] = {}
         self._has_run: set[Hashable] = set()
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._local: dict[Message, Tensor] = {}
@@ -174,26 +162,26 @@ class PipelineEngine:
         """Agree on the shape of the hidden states and prepare the messages of this run."""
         if self._assignment.stages == 1:
             return None
-        boundary = self._boundary(key, step)
-        self._state.sides, self._state.sequence.length = boundary.sides, boundary.length
+        boundary, (shape, dtype) = self._boundary(key, step)
+        self._state.boundary, self._state.sequence.length = boundary, boundary.length
         owners = list(self._assignment.rank_of_stage)
         new = self._device.type == "cuda" and key not in self._has_run
-        return Transport(self._mesh, order, owners, boundary.shape, boundary.dtype, self._device, through_host=new)
+        return Transport(self._mesh, order, owners, shape, dtype, self._device, through_host=new)
 
-    def _boundary(self, key: Hashable, step: Step) -> Boundary:
-        """Look up the boundary's shape; for a new shape of micro-batch the first stage runs its first micro-batch early and broadcasts it.
+    def _boundary(self, key: Hashable, step: Step) -> tuple[Boundary, Spec]:
+        """Look up the boundary, and the shape of a message; for a new shape of micro-batch the first stage runs its first micro-batch early
+        and broadcasts them.
 
         What it computed is kept for its turn in the schedule, so the user's step is called exactly once per micro-batch and stage.
         """
         if key not in self._boundaries:
-            shared: list[Boundary | None] = [None]
+            shared: list[tuple[Boundary, Spec] | None] = [None]
             first = self._assignment.rank_of_stage[0]
             if self._mesh.index("pp") == first:
+                self._state.boundary = None
                 self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
-                output = self._early.output
-                assert output is not None
-                state = self._state
-                shared = [Boundary(tuple(output.shape), output.dtype, state.sides, state.sequence.length)]
+                assert self._early.output is not None and self._state.boundary is not None
+                shared = [(self._state.boundary, spec_of(self._early.output))]
             dist.broadcast_object_list(shared, self._mesh.ranks("pp")[first], group=self._mesh.control)
             assert shared[0] is not None
             self._boundaries[key] = shared[0]
@@ -221,7 +209,7 @@ class PipelineEngine:
             try:
                 output = step(micro_batch)
             except StageBoundary as boundary:
-                return _InFlight(received, self._checked(boundary.hidden, chunk))
+                return _InFlight(received, self._checked(boundary.hidden, received, chunk))
         if not chunk.is_last:
             raise PlanError(
                 f"The step returned on pipeline stage {chunk.stage} of {chunk.stages} without calling the pipelined model."
@@ -229,8 +217,7 @@ class PipelineEngine:
             )
         return _InFlight(received, output)
 
-    def _checked(self, hidden: Tensor, chunk: Chunk) -> Tensor:
-        expected = self._state.received
+    def _checked(self, hidden: Tensor, expected: Tensor | None, chunk: Chunk) -> Tensor:
         if expected is not None and (hidden.shape != expected.shape or hidden.dtype != expected.dtype):
             raise PlanError(
                 f"Stage {chunk.stage} received hidden states of shape {tuple(expected.shape)} and type {expected.dtype}, but"

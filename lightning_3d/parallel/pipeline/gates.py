@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
-from lightning_3d.parallel.pipeline.state import PipelineState, Sides, StageBoundary
+from lightning_3d.parallel.pipeline.boundary import Spec
+from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
 
 
 class Absent(nn.Module):
@@ -58,14 +59,15 @@ class AbsentEnd(Absent):
 
 
 class AbsentInput(AbsentEnd):
-    """Replaces a module that runs before the blocks (an embedding): returns NaN in the shape of the hidden states. No result that is used
-    may depend on it, because the received hidden states replace it at the first block.
+    """Replaces a module that runs before the blocks (an embedding): returns what it returned on the first stage if that travels with the
+    hidden states, otherwise NaN of the same shape. No result that is used may depend on the NaN, because the received hidden states replace
+    it at the first block.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.order is not None:
             self.state.order.call_before(self.absent_name)
-        return _nothing(self.state)
+        return self.state.input_of(self.absent_name)
 
 
 class AbsentOutput(AbsentEnd):
@@ -102,8 +104,10 @@ class GatedInput:
         if state.order is not None:
             state.order.call_before(self.pipeline_name)
         if not state.require_chunk().is_first:
-            return _nothing(state)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return state.input_of(self.pipeline_name)
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        state.note_input(self.pipeline_name, output)
+        return output
 
 
 class GatedOutput:
@@ -136,13 +140,16 @@ class GatedLayer:
         if self.pipeline_index not in chunk.layers:
             return _outside(state, self.pipeline_index, args, kwargs)
         state.random.layer(self.pipeline_index)
+        if self.pipeline_index == chunk.layers.start and state.arrived is not None and order is not None:
+            # What the model does between blocks, the stage before has done already to what it sent.
+            args, kwargs = _with_hidden_states(state.arrived.hidden, args, kwargs)
         if order is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # in a backward, where blocks are computed again
         order.look_at_inputs(self.pipeline_index, hidden_states_of(args, kwargs), args, kwargs)
         with order.in_block(self.pipeline_index):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         order.leave_block(output[0] if isinstance(output, (tuple, list)) else output)
-        state.sides = _sides(output)
+        state.note_returned(output)
         return output
 
 
@@ -170,22 +177,6 @@ class CountedModel:
         return output
 
 
-def _nothing(state: PipelineState) -> Tensor:
-    """NaN, so that nothing that is computed from an absent value can pass for a result."""
-    state.require_chunk()
-    assert state.received is not None, "only the first stage receives nothing, and it owns its inputs"
-    shape = list(state.received.shape)
-    if state.sequence.active:
-        shape[1] = state.sequence.length
-    return state.received.new_full(shape, torch.nan)
-
-
-def _sides(output: Any) -> Sides | None:
-    if not isinstance(output, (tuple, list)):
-        return None
-    return tuple((tuple(side.shape), side.dtype) if isinstance(side, Tensor) and side.is_floating_point() else None for side in output[1:])
-
-
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a stub outside the active chunk: return the received hidden states or the input, or end the step."""
     chunk = state.require_chunk()
@@ -193,17 +184,41 @@ def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: di
     if index >= chunk.layers.stop:
         if state.order is not None:
             state.order.look_at_hidden(hidden, "the next stage")
-        raise StageBoundary(hidden)
+        raise StageBoundary(state.pack(hidden))
+    arrived = None
     if index == chunk.layers.start - 1:
-        assert state.received is not None
-        hidden = state.received
-    if state.sides is None:
+        arrived = state.arrived
+        assert arrived is not None
+        hidden = arrived.hidden
+    boundary = state.boundary
+    if boundary is None or boundary.sides is None:
         return hidden
-    return (hidden, *(None if side is None else hidden.new_full((), torch.nan, dtype=side[1]).expand(side[0]) for side in state.sides))
+    sent = arrived.sides if arrived is not None else {}
+    return (hidden, *(sent[place] if place in sent else _absent(hidden, side) for place, side in enumerate(boundary.sides)))
+
+
+def _absent(like: Tensor, spec: Spec | None) -> Tensor | None:
+    """NaN, so that nothing that is computed from an absent value can pass for a result."""
+    return None if spec is None else like.new_full((), torch.nan, dtype=spec[1]).expand(spec[0])
 
 
 def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
+    """The hidden states among the arguments of a block."""
+    place = _place_of_hidden_states(args, kwargs)
+    return args[place] if isinstance(place, int) else kwargs[place]  # type: ignore[no-any-return]
+
+
+def _with_hidden_states(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block with other hidden states."""
+    place = _place_of_hidden_states(args, kwargs)
+    if isinstance(place, str):
+        return args, {**kwargs, place: hidden}
+    return (*args[:place], hidden, *args[place + 1 :]), kwargs
+
+
+def _place_of_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    places: list[tuple[int | str, Any]] = [*enumerate(args), ("hidden_states", kwargs.get("hidden_states")), *kwargs.items()]
+    for place, value in places:
         if isinstance(value, Tensor):
-            return value
+            return place
     raise PlanError("A block of the pipelined model was called without a tensor. Pass the hidden states to it.")

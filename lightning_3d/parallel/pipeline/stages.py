@@ -11,6 +11,7 @@ from lightning_3d.layout.balance import split_layers
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.pipeline.boundary import Travels
 from lightning_3d.parallel.pipeline.call_order import PlanOrder
 from lightning_3d.parallel.pipeline.gates import (
     Absent,
@@ -115,6 +116,7 @@ def keep_owned(
         return chunks
     blocks = len(list(module.get_submodule(plan.layers).children()))
     state.plan = PlanOrder(type(module).__name__, plan.before, plan.layers, plan.after, blocks)
+    state.travels = Travels(plan.carried, plan.sides)
     _gate_layers(module, plan, chunks, state)
     _gate_ends(module, plan, chunks, state)
     if not any(chunk.is_last for chunk in chunks):

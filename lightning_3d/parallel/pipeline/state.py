@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Sides, Travels, spec_of
 from lightning_3d.parallel.pipeline.call_order import CallOrder, PlanOrder
 from lightning_3d.parallel.sequence_shards import SequenceShards
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StageBoundary(BaseException):
-    """Ends a user's step where the next stage begins and carries the hidden states there.
+    """Ends a user's step where the next stage begins and carries there what `PipelineState.pack` joined.
 
     It derives from BaseException so that an `except Exception` in the user's step lets it pass.
     """
@@ -52,18 +54,14 @@ class Chunk:
         return self.stage == self.stages - 1
 
 
-Sides = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-"""Values that blocks return after the hidden states: shape and type of floating-point tensors, None for anything else."""
-
-
 class PipelineState:
     """State that the engine shares with the gates inside the model.
 
     Attributes:
         chunk: the chunk that is running, None outside a step.
-        received: hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage.
-        sides: blocks return a tuple with the hidden states first, and these behind them; None when they return the bare tensor.
-            The first stage sees it and broadcasts it, so that a stub returns what a block would.
+        arrived: what the previous stage sent; None on the first stage.
+        boundary: shapes and types of what stages send; None until the first stage has seen them.
+        travels: what the plan sends with the hidden states.
         plan: the order of execution that the plan gives; None as long as nothing is partitioned.
         order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
         whole: whether this rank holds all blocks (no pipeline), so that the model works outside a step too.
@@ -74,24 +72,31 @@ class PipelineState:
         self.random = random
         self.sequence = sequence or SequenceShards()
         self.chunk: Chunk | None = None
-        self.received: Tensor | None = None
-        self.sides: Sides | None = None
+        self.arrived: Arrived | None = None
+        self.boundary: Boundary | None = None
+        self.travels = Travels()
         self.whole = False
         self.plan: PlanOrder | None = None
         self.order: CallOrder | None = None
         self._calls = 0
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._read: Counter[str] = Counter()
+        self._returned: Any = None
         self._looked: set[tuple[int, bool]] = set()
 
     @contextmanager
     def running(self, chunk: Chunk, received: Tensor | None, *, forward: bool = False) -> Iterator[None]:
         """Make `chunk` the active one for a forward or a backward (where recomputation runs blocks again)."""
-        before = (self.chunk, self.received, self._calls, self.order)
-        self.chunk, self.received, self._calls = chunk, received, 0
+        before = (self.chunk, self.arrived, self._calls, self.order)
+        self.chunk, self._calls = chunk, 0
+        self.arrived = self._unpacked(received)
         self.order = self._follow(chunk) if forward else None
+        self._inputs, self._read, self._returned = {}, Counter(), None
         try:
             yield
         finally:
-            self.chunk, self.received, self._calls, self.order = before
+            self.chunk, self.arrived, self._calls, self.order = before
+            self._inputs, self._returned = {}, None
 
     def _follow(self, chunk: Chunk) -> CallOrder | None:
         """Observer of the calls of a forward; it also looks for NaN in the first training and the first evaluation of a chunk."""
@@ -102,6 +107,60 @@ class PipelineState:
         self._looked.add(key)
         order.receive(self.received)
         return order
+
+    @property
+    def received(self) -> Tensor | None:
+        """Hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage."""
+        return None if self.arrived is None else self.arrived.hidden
+
+    def _unpacked(self, received: Tensor | None) -> Arrived | None:
+        if received is None or self.boundary is None:
+            return None if received is None else Arrived(received)
+        return self.boundary.unpack(received)
+
+    # What travels
+
+    def note_input(self, name: str, output: Any) -> None:
+        """Note what a module before the blocks returned on the first stage. The model may change the tensor in place afterwards."""
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self._inputs.setdefault(name, []).append(output.clone() if name in self.travels.inputs else output)
+
+    def note_returned(self, output: Any) -> None:
+        """Note what a block of this stage returned."""
+        self._returned = output
+
+    def input_of(self, name: str) -> Tensor:
+        """What a module before the blocks returned on the first stage, if it travels; otherwise NaN in its shape."""
+        self.require_chunk()
+        assert self.arrived is not None, "only the first stage receives nothing, and it owns its inputs"
+        call = self._read[name]
+        self._read[name] += 1
+        if call < len(sent := self.arrived.inputs.get(name, ())):
+            return sent[call].clone()
+        known = self.boundary.inputs.get(name, ()) if self.boundary is not None else ()
+        shape, dtype = known[min(call, len(known) - 1)] if known else self._like_hidden()
+        return self.arrived.hidden.new_full(shape, torch.nan, dtype=dtype)
+
+    def _like_hidden(self) -> tuple[list[int], torch.dtype]:
+        assert self.arrived is not None
+        shape = list(self.arrived.hidden.shape)
+        if self.sequence.active:
+            shape[1] = self.sequence.length
+        return shape, self.arrived.hidden.dtype
+
+    def pack(self, hidden: Tensor) -> Tensor:
+        """Join the hidden states and what travels with them. The first stage describes them at the first micro-batch of a shape."""
+        if self.boundary is None:
+            inputs = {name: [spec_of(tensor) for tensor in made] for name, made in self._inputs.items()}
+            self.boundary = Boundary(spec_of(hidden), inputs, _sides(self._returned), self.sequence.length, self.travels)
+        inputs = self._inputs if self.arrived is None else self.arrived.inputs
+        sides = {place: value for place in self.travels.sides if _is_float(value := self._side(place))}
+        return self.boundary.pack(Arrived(hidden, inputs, sides))
+
+    def _side(self, place: int) -> Any:
+        if isinstance(self._returned, (tuple, list)) and place + 1 < len(self._returned):
+            return self._returned[place + 1]
+        return None
 
     def require_chunk(self) -> Chunk:
         if self.chunk is None:
@@ -124,3 +183,13 @@ class PipelineState:
                 "The step called the pipelined model twice. With pp > 1 a step may call it once: join the two inputs into one"
                 " batch, or use a layout with pp = 1."
             )
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _sides(output: Any) -> Sides | None:
+    if not isinstance(output, (tuple, list)):
+        return None
+    return tuple(spec_of(side) if _is_float(side) else None for side in output[1:])

@@ -211,8 +211,12 @@ def _is_table(model: nn.Module, name: str) -> bool:
 
 def _pipeline_part(order: PipelineOrder, layers: str) -> dict[str, Any]:
     hidden = ["hidden"]
-    entries: dict[str, Any] = {name: (["inputs"], hidden) for name in order.before}
-    entries[layers] = (hidden, hidden)
+    sides = [f"side_{place + 1}" for place in order.sides]
+    places = [f"side_{place + 1}" if place in order.sides else f"other_{place + 1}" for place in range(max(order.sides, default=-1) + 1)]
+    # What has a name of its own travels with the hidden states: see docs/your_model.md.
+    outputs = {name: [name.rpartition(".")[2]] for name in order.carried}
+    entries: dict[str, Any] = {name: (["inputs"], outputs.get(name, hidden)) for name in order.before}
+    entries[layers] = ([*hidden, *(name for names in outputs.values() for name in names), *sides], [*hidden, *places])
     entries |= dict.fromkeys(order.after[:-1], (hidden, hidden))
     return entries | {name: (hidden, ["outputs"]) for name in order.after[-1:]}
 

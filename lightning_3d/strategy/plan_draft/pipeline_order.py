@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.transformers import is_transformers_model
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.pipeline.gates import hidden_states_of
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 
 
@@ -24,12 +25,16 @@ class PipelineOrder:
         after: names of modules.
         loose: names of parameters that are read outside of the forward of their module.
         problems: reasons why a pipeline cannot run the model.
+        carried: those of `before` whose outputs are read where the blocks have begun, other than as their first hidden states.
+        sides: places of values behind the hidden states that a block returns and a later one reads.
     """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
     loose: tuple[str, ...]
     problems: tuple[str, ...]
+    carried: tuple[str, ...] = ()
+    sides: tuple[int, ...] = ()
 
 
 def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Inputs) -> PipelineOrder:
@@ -42,8 +47,10 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Input
     """
     blocks = [f"{layers}.{index}" for index in kept]
     around = [name for name, child in model.named_modules() if _is_around(name, child, layers)]
-    calls, read = _record(model, [*around, *blocks], inputs)
-    loose = [name for name in read if not name.startswith(f"{layers}.")]
+    every = [f"{layers}.{index}" for index, _ in model.get_submodule(layers).named_children()]
+    record = _record(model, around, every, inputs)
+    calls = record.calls
+    loose = [name for name in record.loose if not name.startswith(f"{layers}.")]
     order = [name for name in calls if name in blocks]
     problems = [f"{_whose(model, name)} is read outside of the forward of a module. {_ADVICE}" for name in loose]
     if order != blocks:
@@ -63,7 +70,9 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Input
             problems.append(f"'{name}' has parameters, but does not run with the inputs {inputs}")
     raw = [name for name, _ in model.named_parameters() if f"{layers}.".startswith(f"{name.rpartition('.')[0]}.".lstrip("."))]
     problems += [f"{_whose(model, name)} is not in a module before or after the blocks. {_ADVICE}" for name in raw if name not in known]
-    return PipelineOrder(_outermost(before), _outermost(after), tuple(loose), tuple(problems))
+    outermost = _outermost(before)
+    carried = tuple(name for name in outermost if name in record.carried)
+    return PipelineOrder(outermost, _outermost(after), tuple(loose), tuple(problems), carried, tuple(sorted(record.sides)))
 
 
 def _outermost(names: list[str]) -> tuple[str, ...]:
@@ -90,55 +99,125 @@ def _why_out_of_order(model: nn.Module, order: list[str], blocks: list[str]) -> 
     return f"the blocks run in the order {', '.join(order)}; a pipeline runs each block once, in order"
 
 
-def _record(model: nn.Module, names: list[str], inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Run the model. Returns the calls of the modules in order, and the parameters that are read outside of them.
+@dataclass
+class _Record:
+    """What one run of a model shows.
 
-    What the modules return is cut off from its gradient. A gradient in their inputs, or in the output of the model, then comes from
-    a parameter that is read elsewhere.
+    Attributes:
+        calls: the modules in the order of their calls.
+        loose: names of parameters that are read outside of the modules.
+        carried: names of modules around the blocks whose outputs are read after the first block was entered.
+        sides: places of values behind the hidden states that blocks return and that are read.
     """
-    calls: list[str] = []
-    seen: list[Tensor] = []
-    with _watched(model, names, calls, seen), torch.enable_grad():
-        seen += inputs.run(model)
-    read = [tensor for tensor in seen if tensor.requires_grad]
-    named = dict(model.named_parameters())
+
+    calls: list[str] = field(default_factory=list)
+    loose: list[str] = field(default_factory=list)
+    carried: set[str] = field(default_factory=set)
+    sides: set[int] = field(default_factory=set)
+
+
+def _record(model: nn.Module, around: list[str], blocks: list[str], inputs: Inputs) -> _Record:
+    """Run the model, in which what the modules return is cut off from its gradient.
+
+    A gradient in their inputs, or in the output of the model, then comes from a parameter that is read elsewhere. A gradient of what a module
+    returned shows that something reads it.
+    """
+    record, watch = _Record(), _Watch(blocks)
+    with watch.watching(model, [*around, *blocks], record.calls), torch.enable_grad():
+        watch.see(inputs.run(model))
+    named = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     for parameter in named.values():
-        parameter.requires_grad_(parameter.is_floating_point())
-    total = sum(tensor.sum() for tensor in read)
+        parameter.requires_grad_(True)
+    record.loose = [name for name, is_read in zip(named, _reached(watch.seen, list(named.values())), strict=True) if is_read]
+    record.carried = {name for name, made in watch.made.items() if any(_reached(watch.late, made))}
+    record.sides = {place for place, made in watch.sides.items() if any(_reached(watch.late, made))}
+    return record
+
+
+def _reached(tensors: list[Tensor], sources: list[Tensor]) -> list[bool]:
+    """For each source, whether it has a gradient in the tensors, or is one of them."""
+    total = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
     if not isinstance(total, Tensor):
-        return calls, []
-    found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-    return calls, [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
+        return [False] * len(sources)
+    return [gradient is not None for gradient in torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)]
 
 
-@contextmanager
-def _watched(model: nn.Module, names: list[str], calls: list[str], seen: list[Tensor]) -> Iterator[None]:
-    handles = []
-    for name in names:
+class _Watch:
+    """Sees what modules are given and return.
 
-        def enter(child: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            calls.append(name)
-            seen.extend(tensors_of((args, kwargs)))
+    Attributes:
+        seen: tensors that modules are given, and the output of the model.
+        late: those that later stages of a pipeline read: of all calls after the first block was entered, without its hidden states.
+        made: what modules other than blocks return, by name.
+        sides: values that blocks return behind the hidden states, by place.
+    """
 
-        def leave(child: nn.Module, args: Any, output: Any) -> Any:
-            return _detached(output)
+    def __init__(self, blocks: list[str]) -> None:
+        self._blocks = set(blocks)
+        self.seen: list[Tensor] = []
+        self.late: list[Tensor] = []
+        self.made: dict[str, list[Tensor]] = {}
+        self.sides: dict[int, list[Tensor]] = {}
+        self._begun = False
 
-        child = model.get_submodule(name)
-        handles += [child.register_forward_pre_hook(enter, with_kwargs=True), child.register_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def see(self, value: Any) -> None:
+        """Note tensors that are read now."""
+        tensors = [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+        self.seen += tensors
+        self.late += tensors if self._begun else []
+
+    @contextmanager
+    def watching(self, model: nn.Module, names: list[str], calls: list[str]) -> Iterator[None]:
+        """Watch these modules, and note their calls."""
+        handles = []
+        for name in names:
+
+            def enter(child: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                calls.append(name)
+                self._enter(name, args, kwargs)
+
+            def leave(child: nn.Module, args: Any, output: Any, name: str = name) -> Any:
+                return self._leave(name, output)
+
+            child = model.get_submodule(name)
+            handles += [child.register_forward_pre_hook(enter, with_kwargs=True), child.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in self._blocks and not self._begun:
+            self._begun = True
+            hidden = hidden_states_of(args, kwargs)
+            self.seen.append(hidden)
+            args = tuple(value for value in args if value is not hidden)
+            kwargs = {key: value for key, value in kwargs.items() if value is not hidden}
+        self.see((args, kwargs))
+
+    def _leave(self, name: str, output: Any) -> Any:
+        cut = _detached(output)
+        if name not in self._blocks:
+            self.made.setdefault(name, []).extend(tensor for tensor in tensors_of(cut) if tensor.requires_grad)
+        elif isinstance(cut, (tuple, list)):
+            for place, side in enumerate(cut[1:]):
+                self.sides.setdefault(place, []).extend(tensor for tensor in tensors_of(side) if tensor.requires_grad)
+        # A copy, so that the model may change it in place.
+        return _mapped(cut, lambda tensor: tensor.clone() if tensor.requires_grad else tensor)
 
 
 def _detached(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.detach()
+        return function(value)
     if isinstance(value, dict):
-        return type(value)((key, _detached(item)) for key, item in value.items())
+        return type(value)((key, _mapped(item, function)) for key, item in value.items())
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_detached(item) for item in value)
+        return type(value)(_mapped(item, function) for item in value)
     return value
 
 

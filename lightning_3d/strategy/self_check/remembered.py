@@ -92,7 +92,8 @@ def _text_of(value: Any, depth: int = 3) -> str:
 
 def _plan(plan: ParallelPlan) -> list[Any]:
     entries = [sorted((name, _cut(cut)) for name, cut in part.items()) for part in (plan.tp, plan.ep)]
-    return [*entries, plan.layers, plan.before, plan.after, plan.embedding, plan.head]
+    travels = [plan.carried, plan.sides] if plan.carried or plan.sides else []  # the hashes in `VERIFIED` are older
+    return [*entries, plan.layers, plan.before, plan.after, plan.embedding, plan.head, *travels]
 
 
 def _cut(cut: Cut) -> str:

@@ -33,7 +33,7 @@ class _Stage:
         """Run the stage. Returns what the last stage returns.
 
         Args:
-            received: hidden states of the stage before; None for the first stage.
+            received: what the stage before sent; None for the first stage.
             turned: whether to reorder the rows of `received`.
 
         Raises:
@@ -106,15 +106,16 @@ class RewrittenModel:
         the code. So before a stage runs, the one before it runs again with the rows in another order: what it leaves is then wrong.
         """
         received: Tensor | None = None
+        self._stages[0].state.boundary = None
         before: _Stage | None = None
         entered: Tensor | None = None
         for stage in self._stages:
             sent = received
             if before is not None:
-                sides, length = before.state.sides, before.state.sequence.length
+                boundary, length = before.state.boundary, before.state.sequence.length
                 with torch.no_grad(), suppress(StageBoundary):
                     before.run(entered, *_turned((args, kwargs)), turned=True)
-                stage.state.sides, stage.state.sequence.length = sides, length
+                stage.state.boundary, stage.state.sequence.length = boundary, length
             try:
                 return stage.run(sent, args, kwargs)
             except StageBoundary as end:

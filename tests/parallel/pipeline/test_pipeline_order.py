@@ -16,6 +16,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, PipelineState, StageBoundary, assign_stages, keep_owned
+from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Travels
 
 ROWS, LENGTH, VOCABULARY, WIDTH, BLOCKS, MICRO_BATCHES = 2, 6, 32, 8, 5, 4
 
@@ -69,6 +70,8 @@ class Toy(nn.Module):
             if how == "value residual":
                 hidden, value = block(hidden, side, side=True)
                 side = value if side is None else side
+            elif how == "handed on":
+                hidden, side = block(hidden, side, side=True)
             elif how == "recomputed":
                 hidden = checkpoint(block, hidden, use_reentrant=False)
             elif how == "embedding again":
@@ -130,14 +133,14 @@ class Step:
         return nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten())
 
 
-def errors(how: str, names: tuple[str, ...], vp: int, schedule: str) -> float:
+def errors(how: str, names: tuple[str, ...], vp: int, schedule: str, entries: dict[str, Any] | None = None) -> float:
     """The largest error of a gradient on this rank, after an evaluation and a step."""
     mesh = Mesh(Layout(pp=2, vp=vp))
     mesh.warm_up()
     full = build(how)
     owner = nn.Module()
     owner.model = copy.deepcopy(full)
-    plan = read_plan(owner.model, {"pp": dict.fromkeys(names)})
+    plan = read_plan(owner.model, {"pp": dict.fromkeys(names) | (entries or {})})
     assignment = assign_stages(owner.model, plan, mesh.layout, schedule)
     state = PipelineState(SimpleNamespace(enabled=False, layer=lambda index: None))  # type: ignore[arg-type]
     chunks = keep_owned(owner, "model", plan, assignment, mesh.index("pp"), state)
@@ -174,6 +177,42 @@ def test_legitimate_orders_stay_exact(how: str, names: tuple[str, ...], vp: int,
     assert max(run_ranks(errors, 2, how, names, vp, schedule)) < 1e-13
 
 
+SECOND = {"embed": (["tokens"], ["hidden", "first"]), "blocks": (["hidden", "first"], ["hidden"])}
+SIDE = {"blocks": (["hidden", "value"], ["hidden", "value"])}
+DECLARED = [
+    ("embedding again", SECOND, 1, "1F1B"),
+    ("named", SECOND, 2, "ZBVZeroBubble"),
+    ("skip between", SECOND, 2, "Interleaved1F1B"),
+    ("skip to the logits", SECOND, 1, "GPipe"),
+    ("handed on", SIDE, 1, "1F1B"),
+    ("handed on", SIDE, 2, "ZBVZeroBubble"),
+]
+
+
+@pytest.mark.parametrize(("how", "entries", "vp", "schedule"), DECLARED, ids=[f"{case[0]}-{case[3]}" for case in DECLARED])
+def test_declared_values_travel_with_the_hidden_states(how: str, entries: dict[str, Any], vp: int, schedule: str) -> None:
+    assert max(run_ranks(errors, 2, how, ORDER, vp, schedule, entries)) < 1e-13
+    assert how == "handed on" or refusals(how, ORDER, vp), "without the declaration it is refused"
+
+
+def test_tensors_of_several_types_travel_in_one_message() -> None:
+    hidden, first, side = torch.randn(2, 3, 4).bfloat16(), torch.randn(5, 2), torch.randn(2, 1).bfloat16()
+    whole, travels = ((2, 3, 4), torch.bfloat16), Travels(("embed",), (1,))
+    boundary = Boundary(whole, {"embed": [((5, 2), torch.float32)]}, (None, ((2, 1), torch.bfloat16)), 0, travels)
+    packed = boundary.pack(Arrived(hidden, {"embed": [first]}, {1: side})).requires_grad_()
+    found = boundary.unpack(packed)
+    for sent, arrived in ((hidden, found.hidden), (first, found.inputs["embed"][0]), (side, found.sides[1])):
+        assert torch.equal(sent, arrived) and sent.dtype == arrived.dtype
+    (found.hidden.float().sum() + 2 * found.inputs["embed"][0].sum()).backward()
+    assert packed.grad is not None and packed.grad.tolist() == [1.0] * 24 + [2.0] * 10 + [0.0] * 2
+
+
+def test_a_value_of_another_shape_does_not_travel() -> None:
+    boundary = Boundary(((2, 3), torch.float32), {"embed": [((5, 2), torch.float32)]}, None, 0, Travels(("embed",)))
+    with pytest.raises(PlanError, match=r"A stage sends the output of 'embed' of shape \(5, 3\)"):
+        boundary.pack(Arrived(torch.zeros(2, 3), {"embed": [torch.zeros(5, 3)]}))
+
+
 OPT = tuple(f"model.decoder.{name}" for name in OPT_ORDER)
 WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "opt": (
@@ -199,7 +238,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "embedding again": ("embedding again", ORDER, 1, "of Toy needs a value of an earlier stage (argument 2)"),
     "by name": ("named", ORDER, 2, "of Toy needs a value of an earlier stage (argument 'again')"),
     "value residual": ("value residual", ORDER, 1, "of Toy needs a value of an earlier stage (argument 2)"),
-    "skip between": ("skip between", ORDER, 1, "adds a value of an earlier pipeline stage to the hidden states before 'blocks."),
+    "skip between": ("skip between", ORDER, 1, "adds a value of an earlier pipeline stage to the hidden states before 'norm'"),
     "skip to the end": ("skip to the end", ORDER, 1, "to the hidden states before 'norm' reads them"),
     "skip to the logits": ("skip to the logits", ORDER, 1, "to the hidden states before the step reads them"),
     "zamba": (
@@ -221,7 +260,9 @@ def refusals(how: str, names: tuple[str, ...], vp: int) -> list[str]:
         state = PipelineState(SimpleNamespace(enabled=False, layer=lambda index: None))  # type: ignore[arg-type]
         for chunk in keep_owned(owner, "model", plan, assignment, pp_rank, state):
             received = None if chunk.is_first else torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
-            state.sides = (((ROWS, LENGTH, WIDTH), torch.float64),) if how == "value residual" else None
+            if how == "value residual" and not chunk.is_first:
+                whole = (ROWS, LENGTH, WIDTH), torch.float64
+                state.boundary = Boundary(whole, {}, (whole,), 0, Travels())
             try:
                 with state.running(chunk, received, forward=True):
                     owner.model(torch.zeros(ROWS, LENGTH, dtype=torch.long))
