@@ -56,8 +56,8 @@ class ParallelPlan:
     Attributes:
         tp: pattern of a module or parameter name -> how it is sharded.
         layers: name of the list of blocks, an `nn.ModuleList` or `nn.Sequential`; empty when the plan says nothing about pipelines.
-        before: modules that run before the blocks, in order of execution.
-        after: modules that run after the blocks, in order of execution.
+        before: modules that run before the blocks, in order of execution, and parameters that the model itself reads there.
+        after: the same after the blocks.
         carried: those of `before` whose outputs travel with the hidden states to every stage, because blocks read them too.
         sides: places of further values that a block returns behind the hidden states, and that the next block reads.
         embedding: name of the token embedding that is sharded by vocabulary, or None.
@@ -361,12 +361,12 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
     """Return (blocks, modules before, modules after) from the names in order of execution."""
     if not order:
         return "", (), ()
-    modules = dict(module.named_modules())
+    names = _names(module)
     for name in order:
-        if name not in modules:
+        if name not in names:
             raise PlanError(
-                f"The pipeline plan names '{name}', which is not a module of {type(module).__name__}."
-                f"{did_you_mean(name, modules)}"
+                f"The pipeline plan names '{name}', which is not a module or parameter of {type(module).__name__}."
+                f"{did_you_mean(name, names)}"
             )
     lists = _lists(module, order)
     if len(lists) != 1:

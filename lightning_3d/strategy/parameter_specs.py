@@ -50,9 +50,9 @@ class Owners:
         if inner.startswith(f"{self.plan.layers}."):
             index = int(inner.removeprefix(f"{self.plan.layers}.").split(".")[0])
             return [stage for stage, layers in enumerate(self.assignment.layers) if index in layers]
-        if any(inner.startswith(f"{part}.") for part in self.plan.before):
+        if any(f"{inner}.".startswith(f"{part}.") for part in self.plan.before):
             return [0]
-        if any(inner.startswith(f"{part}.") for part in self.plan.after):
+        if any(f"{inner}.".startswith(f"{part}.") for part in self.plan.after):
             return [last]
         raise PlanError(
             f"The parameter '{name}' is in no module of the pipeline plan (before: {', '.join(self.plan.before)}; blocks:"

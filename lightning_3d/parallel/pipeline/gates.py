@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.boundary import Spec
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
+from lightning_3d.parallel.specialize import specialize
 
 
 class Absent(nn.Module):
@@ -24,8 +25,7 @@ class Absent(nn.Module):
 
     def __init__(self, name: str, original: nn.Module) -> None:
         super().__init__()
-        plain = (str, int, float, bool)
-        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, plain) and key[0] != "_"})
+        self.__dict__.update(plain_values(original))
         self.absent_name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,23 +39,57 @@ class Absent(nn.Module):
         return f"'{self.absent_name}' is on another stage"
 
 
-class AbsentEnd(Absent):
-    """Replaces a module before or after the blocks. Names inside it exist too, and parameters as NaN: some models look up their head in it,
-    or the device of their embedding."""
+def plain_values(module: nn.Module) -> dict[str, Any]:
+    """Public attributes of a module, and of its class, that are plain values."""
+    of_class = {key: getattr(module, key, None) for kind in type(module).__mro__ if kind not in nn.Module.__mro__ for key in vars(kind)}
+    plain = (str, int, float, bool)
+    return {key: value for key, value in (of_class | vars(module)).items() if isinstance(value, plain) and key[0] != "_"}
+
+
+class AbsentParameters:
+    """Mixin for a module whose own parameters are on another stage: they exist as NaN, because some models look up the device of their
+    embedding, or change the weights of blocks in place."""
+
+    pipeline_state: PipelineState
+    absent_shapes: dict[str, tuple[int, ...]]
+
+    def __getattr__(self, name: str) -> Any:
+        shape = self.__dict__.get("absent_shapes", {}).get(name)
+        if shape is None:
+            return super().__getattr__(name)  # type: ignore[misc]
+        received = self.pipeline_state.received
+        return (received if received is not None else torch.empty(0)).new_full((), torch.nan).expand(shape)
+
+
+def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None:
+    """Remove a parameter of a module, which then is NaN."""
+    shapes = {**vars(module).get("absent_shapes", {}), name: tuple(module._parameters.pop(name).shape)}  # type: ignore[union-attr]
+    if isinstance(module, AbsentParameters):
+        module.absent_shapes = shapes
+    else:
+        specialize(module, AbsentParameters, pipeline_state=state, absent_shapes=shapes)
+
+
+class AbsentEnd(AbsentParameters, Absent):
+    """Replaces a module before or after the blocks, or in a block. Names inside it exist too: some models look up their head in it."""
 
     def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
         super().__init__(name, original)
-        self.state = state
+        self.pipeline_state = state
         self.absent_shapes = {key: tuple(parameter.shape) for key, parameter in original.named_parameters(recurse=False)}
-        for child_name, child in original.named_children():
-            self.add_module(child_name, AbsentEnd(f"{name}.{child_name}", child, state))
+        add_absent(self, name, original, state)
 
-    def __getattr__(self, name: str) -> Any:
-        shapes = vars(self).get("absent_shapes", {})
-        if name in shapes:
-            like = self.state.received if self.state.received is not None else torch.empty(0)
-            return like.new_full((), torch.nan).expand(shapes[name])
-        return super().__getattr__(name)
+
+def add_absent(parent: nn.Module, name: str, original: nn.Module, state: PipelineState) -> None:
+    """Give a stub of `original`, called `name`, stubs of its children. Lists and dictionaries of modules stay what they are."""
+    for child_name, child in original.named_children():
+        inner = f"{name}.{child_name}"
+        if type(child) in (nn.ModuleList, nn.ModuleDict):
+            stub: nn.Module = type(child)()
+            add_absent(stub, inner, child, state)
+        else:
+            stub = AbsentEnd(inner, child, state)
+        parent.add_module(child_name, stub)
 
 
 class AbsentInput(AbsentEnd):
@@ -65,17 +99,17 @@ class AbsentInput(AbsentEnd):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.state.order is not None:
-            self.state.order.call_before(self.absent_name)
-        return self.state.input_of(self.absent_name)
+        if self.pipeline_state.order is not None:
+            self.pipeline_state.order.call_before(self.absent_name)
+        return self.pipeline_state.input_of(self.absent_name)
 
 
 class AbsentOutput(AbsentEnd):
     """Replaces a module that runs after the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.order is not None:
-            self.state.order.call_after(self.absent_name)
+        if self.pipeline_state.order is not None:
+            self.pipeline_state.order.call_after(self.absent_name)
         return super().forward(*args, **kwargs)
 
 
@@ -85,12 +119,13 @@ class AbsentLayer(Absent):
     def __init__(self, name: str, original: nn.Module, index: int, state: PipelineState) -> None:
         super().__init__(name, original)
         self.index = index
-        self.state = state
+        self.pipeline_state = state
+        add_absent(self, name, original, state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.order is not None:
-            self.state.order.enter_block(self.index)
-        return _outside(self.state, self.index, args, kwargs)
+        if self.pipeline_state.order is not None:
+            self.pipeline_state.order.enter_block(self.index)
+        return _outside(self.pipeline_state, self.index, args, kwargs)
 
 
 class GatedInput:

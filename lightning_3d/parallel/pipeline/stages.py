@@ -22,6 +22,7 @@ from lightning_3d.parallel.pipeline.gates import (
     GatedInput,
     GatedLayer,
     GatedOutput,
+    remove_parameter,
 )
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState
 from lightning_3d.parallel.specialize import specialize
@@ -61,13 +62,13 @@ def assign_stages(module: nn.Module, plan: ParallelPlan, layout: Layout, schedul
     blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
     if stages == 1:
         return StageAssignment((range(len(blocks)),), (0,))
-    costs = [_cost([block]) for block in blocks]
+    costs, modules = [_cost([block]) for block in blocks], dict(module.named_modules())
     ranges = split_layers(
         [flops for flops, _ in costs],
         [parameters for _, parameters in costs],
         stages,
-        first_extra=_cost(module.get_submodule(name) for name in plan.before),
-        last_extra=_cost(module.get_submodule(name) for name in plan.after),
+        first_extra=_cost(modules[name] for name in plan.before if name in modules),
+        last_extra=_cost(modules[name] for name in plan.after if name in modules),
     )
     v_shaped = find_schedule(schedule).v_shaped
     owner = {s: rank for rank in range(layout.pp) for s in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)}
@@ -137,7 +138,8 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
 
 
 def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
-    """Put gates around modules with parameters before and after the blocks. Modules without compute the same on every rank."""
+    """Put gates around modules with parameters before and after the blocks. Modules without compute the same on every rank. Parameters that
+    the model reads by itself become NaN where they are absent."""
     owns_first = any(chunk.is_first for chunk in chunks)
     owns_last = any(chunk.is_last for chunk in chunks)
     for names, owned, gate, absent in (
@@ -145,6 +147,11 @@ def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...],
         (plan.after, owns_last, GatedOutput, AbsentOutput),
     ):
         for name in names:
+            owner, _, last = name.rpartition(".")
+            if isinstance(getattr(module.get_submodule(owner), last), nn.Parameter):
+                if not owned:
+                    remove_parameter(module.get_submodule(owner), last, state)
+                continue
             child = module.get_submodule(name)
             if owned and _has_parameters(child):
                 specialize(child, gate, pipeline_state=state, pipeline_name=name)

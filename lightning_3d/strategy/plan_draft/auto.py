@@ -57,7 +57,7 @@ def choose_plan(
     missing = _undeclared(root, mesh.layout, model) if given is not None or model is not None else []
     if not missing:
         return ChosenPlan(None, name)
-    draft = _agreed(root, mesh, model, alone=alone)
+    draft = _agreed(root, mesh, model, mesh.layout.tp if "tp" in missing else 1, alone=alone)
     # Nobody changes the code of a model of Transformers so that more of it can be sharded.
     draft.require(mesh.layout, missing, partly=is_transformers_model(root.get_submodule(draft.name)))
     plan = {axis: entries for axis, entries in draft.plan.items() if axis in missing}
@@ -75,7 +75,7 @@ def with_draft(error: NoPlanError, root: nn.Module, mesh: Mesh, name: str | None
     if layout.tp * layout.pp == 1:
         return error
     try:
-        draft = _agreed(root, mesh, name, alone=alone)
+        draft = _agreed(root, mesh, name, layout.tp, alone=alone)
     except Lightning3DError as reason:
         return NoPlanError(f"{error} No draft of a plan can be made: {reason}")
     if not draft.plan:
@@ -119,15 +119,15 @@ def _undeclared(root: nn.Module, layout: Layout, name: str | None) -> list[str]:
 def _is_complete(model: nn.Module, plan: ParallelPlan) -> bool:
     """Return whether each parameter is in a module of the pipeline plan."""
     parts = tuple(f"{part}." for part in (*plan.before, plan.layers, *plan.after))
-    return all(name.startswith(parts) for name, _ in model.named_parameters())
+    return all(f"{name}.".startswith(parts) for name, _ in model.named_parameters(remove_duplicate=False))
 
 
-def _agreed(root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> Draft:
+def _agreed(root: nn.Module, mesh: Mesh, name: str | None, tp: int, *, alone: bool) -> Draft:
     """Make the draft on rank 0, and return or raise on all ranks what it makes or raises."""
     found: list[Any] = [None]
     if alone or mesh.rank == 0:
         try:
-            found[0] = replace(draft_plan(root, mesh.layout.tp, name=name), inputs=Inputs())
+            found[0] = replace(draft_plan(root, tp, name=name), inputs=Inputs())
         except Lightning3DError as error:
             found[0] = error
         except Exception as error:  # the other ranks wait for an answer

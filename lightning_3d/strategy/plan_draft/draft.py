@@ -214,9 +214,8 @@ def _pipeline_part(order: PipelineOrder, layers: str) -> dict[str, Any]:
     sides = [f"side_{place + 1}" for place in order.sides]
     places = [f"side_{place + 1}" if place in order.sides else f"other_{place + 1}" for place in range(max(order.sides, default=-1) + 1)]
     # What has a name of its own travels with the hidden states: see docs/your_model.md.
-    outputs = {name: [name.rpartition(".")[2]] for name in order.carried}
-    entries: dict[str, Any] = {name: (["inputs"], outputs.get(name, hidden)) for name in order.before}
-    entries[layers] = ([*hidden, *(name for names in outputs.values() for name in names), *sides], [*hidden, *places])
+    entries: dict[str, Any] = {name: (["inputs"], [name] if name in order.carried else hidden) for name in order.before}
+    entries[layers] = ([*hidden, *order.carried, *sides], [*hidden, *places])
     entries |= dict.fromkeys(order.after[:-1], (hidden, hidden))
     return entries | {name: (hidden, ["outputs"]) for name in order.after[-1:]}
 

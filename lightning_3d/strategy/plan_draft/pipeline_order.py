@@ -18,11 +18,11 @@ from lightning_3d.strategy.plan_draft.inputs import Inputs
 
 @dataclass(frozen=True)
 class PipelineOrder:
-    """Modules with parameters before and after the blocks.
+    """Modules with parameters before and after the blocks, and parameters that the model reads by itself.
 
     Attributes:
-        before: names of modules.
-        after: names of modules.
+        before: names of modules and parameters.
+        after: names of modules and parameters.
         loose: names of parameters that are read outside of the forward of their module.
         problems: reasons why a pipeline cannot run the model.
         carried: those of `before` whose outputs are read where the blocks have begun, other than as their first hidden states.
@@ -52,24 +52,28 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Input
     calls = record.calls
     loose = [name for name in record.loose if not name.startswith(f"{layers}.")]
     order = [name for name in calls if name in blocks]
-    problems = [f"{_whose(model, name)} is read outside of the forward of a module. {_ADVICE}" for name in loose]
+    both = [name for name in loose if name in record.early and name in record.late]
+    problems = [f"{_whose(model, name)} is read both before and after the blocks. {_ADVICE}" for name in both]
     if order != blocks:
         problems.append(_why_out_of_order(model, order, blocks))
         return PipelineOrder((), (), tuple(loose), tuple(problems))
     first, last = calls.index(blocks[0]), calls.index(blocks[-1])
     # A vision or audio tower, which random tokens do not reach. What it makes goes into the embeddings, so it is on the first stage.
-    towers = [name for name in around if name not in calls and is_transformers_model(model)]
-    before = [*towers, *(name for name in calls[:first] if name in around)]
-    after = [name for name in calls[last + 1 :] if name in around]
-    known = set(loose)
+    idle = is_transformers_model(model)
+    towers = [name for name in around if name not in calls and idle and not record.reads_within(name)]
+    before = [*towers, *(name for name in calls[:first] if name in around), *(name for name in loose if name in record.early)]
+    after = [*(name for name in calls[last + 1 :] if name in around), *(name for name in loose if name in record.late)]
     for name in around:
         parameters = [f"{name}.{key}" for key, _ in model.get_submodule(name).named_parameters(recurse=False)]
-        if name in calls[first:last] or (name in before and name in after):
-            problems.append(f"'{name}' runs between or inside the blocks, or both before and after them")
-        elif name not in calls and name not in towers and not known.issuperset(parameters):
+        crossing = {name, *parameters}
+        if name in calls[first:last] or (crossing & {*before} and crossing & {*after}):
+            problems.append(f"'{name}' runs or is read between or inside the blocks, or both before and after them. {_ADVICE}")
+        elif name not in calls and name not in towers and not set(loose).issuperset(parameters):
             problems.append(f"'{name}' has parameters, but does not run with the inputs {inputs}")
     raw = [name for name, _ in model.named_parameters() if f"{layers}.".startswith(f"{name.rpartition('.')[0]}.".lstrip("."))]
-    problems += [f"{_whose(model, name)} is not in a module before or after the blocks. {_ADVICE}" for name in raw if name not in known]
+    unread = [name for name in raw if name not in loose]
+    before += unread if idle else []
+    problems += [f"{_whose(model, name)} is not in a module before or after the blocks. {_ADVICE}" for name in unread if not idle]
     outermost = _outermost(before)
     carried = tuple(name for name in outermost if name in record.carried)
     return PipelineOrder(outermost, _outermost(after), tuple(loose), tuple(problems), carried, tuple(sorted(record.sides)))
@@ -106,21 +110,29 @@ class _Record:
     Attributes:
         calls: the modules in the order of their calls.
         loose: names of parameters that are read outside of the modules.
+        early: those of them that are read before the first block was entered, or in its hidden states.
+        late: those of them that are read later.
         carried: names of modules around the blocks whose outputs are read after the first block was entered.
         sides: places of values behind the hidden states that blocks return and that are read.
     """
 
     calls: list[str] = field(default_factory=list)
     loose: list[str] = field(default_factory=list)
+    early: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
     carried: set[str] = field(default_factory=set)
     sides: set[int] = field(default_factory=set)
+
+    def reads_within(self, name: str) -> bool:
+        """Whether parameters of a module are read outside of its forward."""
+        return any(parameter.startswith(f"{name}.") for parameter in self.loose)
 
 
 def _record(model: nn.Module, around: list[str], blocks: list[str], inputs: Inputs) -> _Record:
     """Run the model, in which what the modules return is cut off from its gradient.
 
-    A gradient in their inputs, or in the output of the model, then comes from a parameter that is read elsewhere. A gradient of what a module
-    returned shows that something reads it.
+    A gradient in their inputs, or in the output of the model, then comes from a parameter that is read elsewhere. A gradient of what a
+    module returned shows that something reads it.
     """
     record, watch = _Record(), _Watch(blocks)
     with watch.watching(model, [*around, *blocks], record.calls), torch.enable_grad():
@@ -128,7 +140,9 @@ def _record(model: nn.Module, around: list[str], blocks: list[str], inputs: Inpu
     named = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     for parameter in named.values():
         parameter.requires_grad_(True)
-    record.loose = [name for name, is_read in zip(named, _reached(watch.seen, list(named.values())), strict=True) if is_read]
+    reached = [_reached(seen, list(named.values())) for seen in (watch.early, watch.late)]
+    record.early, record.late = ({name for name, is_read in zip(named, found, strict=True) if is_read} for found in reached)
+    record.loose = [name for name in named if name in record.early | record.late]
     record.carried = {name for name, made in watch.made.items() if any(_reached(watch.late, made))}
     record.sides = {place for place, made in watch.sides.items() if any(_reached(watch.late, made))}
     return record
@@ -137,7 +151,7 @@ def _record(model: nn.Module, around: list[str], blocks: list[str], inputs: Inpu
 def _reached(tensors: list[Tensor], sources: list[Tensor]) -> list[bool]:
     """For each source, whether it has a gradient in the tensors, or is one of them."""
     total = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
-    if not isinstance(total, Tensor):
+    if not isinstance(total, Tensor) or not sources:
         return [False] * len(sources)
     return [gradient is not None for gradient in torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)]
 
@@ -146,15 +160,15 @@ class _Watch:
     """Sees what modules are given and return.
 
     Attributes:
-        seen: tensors that modules are given, and the output of the model.
-        late: those that later stages of a pipeline read: of all calls after the first block was entered, without its hidden states.
+        early: tensors that modules are given until the first block is entered, and its hidden states.
+        late: tensors that later stages of a pipeline read: what the model returns, and what modules are given after that.
         made: what modules other than blocks return, by name.
         sides: values that blocks return behind the hidden states, by place.
     """
 
     def __init__(self, blocks: list[str]) -> None:
         self._blocks = set(blocks)
-        self.seen: list[Tensor] = []
+        self.early: list[Tensor] = []
         self.late: list[Tensor] = []
         self.made: dict[str, list[Tensor]] = {}
         self.sides: dict[int, list[Tensor]] = {}
@@ -162,9 +176,7 @@ class _Watch:
 
     def see(self, value: Any) -> None:
         """Note tensors that are read now."""
-        tensors = [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
-        self.seen += tensors
-        self.late += tensors if self._begun else []
+        (self.late if self._begun else self.early).extend(tensor for tensor in tensors_of(value) if tensor.is_floating_point())
 
     @contextmanager
     def watching(self, model: nn.Module, names: list[str], calls: list[str]) -> Iterator[None]:
@@ -191,7 +203,7 @@ class _Watch:
         if name in self._blocks and not self._begun:
             self._begun = True
             hidden = hidden_states_of(args, kwargs)
-            self.seen.append(hidden)
+            self.early.append(hidden)
             args = tuple(value for value in args if value is not hidden)
             kwargs = {key: value for key, value in kwargs.items() if value is not hidden}
         self.see((args, kwargs))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.models.parallel_plan import ParallelPlan
-from lightning_3d.parallel.pipeline.gates import hidden_states_of
+from lightning_3d.parallel.pipeline.gates import hidden_states_of, plain_values
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.weights.initialize import initialize
 from lightning_3d.weights.pretrained import forget_pretrained
@@ -145,8 +145,7 @@ class Skipped(nn.Module):
 
     def __init__(self, original: nn.Module, tuples: dict[str, int]) -> None:
         super().__init__()
-        plain = (str, int, float, bool)
-        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, plain) and key[0] != "_"})
+        self.__dict__.update(plain_values(original))
         self._tuples = tuples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
