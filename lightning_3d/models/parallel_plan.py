@@ -23,7 +23,9 @@ COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"}
 ROW_STYLES = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input"})
 EMBEDDING_STYLES = frozenset({"embedding_rowwise", "embedding_colwise"})
 REPLICATED_STYLES = frozenset({"replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
-DENSE_STYLES = COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | REPLICATED_STYLES
+SUMMED_STYLE = "all_reduce"
+"""Style of a module whose output is a sum over the ranks, because its own parameters, not layers in it, are sharded."""
+DENSE_STYLES = COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | REPLICATED_STYLES | {SUMMED_STYLE}
 EXPERT_MODULE_STYLES = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 EXPERT_STYLES = EXPERT_MODULE_STYLES | {"moe_identity_expert", "grouped_gemm", "ep_router"}
 OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -91,6 +93,7 @@ class ParallelPlan:
                 " of a layer in one module with one tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts':"
                 " 'ep_dispatch_experts', 'blocks.*.experts.up': 'grouped_gemm', ...}}."
             )
+        require_supported(self.ep)
         return replace(self, tp=self.tp | self.ep)
 
     def cut_of(self, name: str) -> Cut | None:
@@ -116,8 +119,10 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     if unknown := set(user_plan) - {"tp", "pp", "ep"}:
         raise PlanError(f"The keys of a plan must be 'tp', 'pp' or 'ep'; got {listed(map(repr, sorted(unknown)))}.")
     declared_tp, declared_pp = _declared(module)
-    tp = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
-    ep = {pattern: _as_cut(pattern, style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
+    tp = {pattern: _as_cut(style) for pattern, style in (user_plan.get("tp") or declared_tp).items()}
+    ep = {pattern: _as_cut(style) for pattern, style in (user_plan.get("ep") or _declared_ep(module)).items()}
+    # A family's own plan may have styles that this layout does not need (see `resolve`).
+    require_supported({pattern: cut for key, cuts in (("tp", tp), ("ep", ep)) if user_plan.get(key) for pattern, cut in cuts.items()})
     # Some families declare only the head, which is not a pipeline plan.
     order = user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else {})
     pp = list(order)
@@ -291,15 +296,23 @@ def _as_dict(plan: Any) -> dict[str, Any]:
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
-def _as_cut(pattern: str, entry: Any) -> Cut:
+def _as_cut(entry: Any) -> Cut:
     cut = entry if isinstance(entry, Cut) else Cut(str(entry))
-    style = OLDER_NAMES.get(cut.style, cut.style)
-    if style not in DENSE_STYLES | EXPERT_STYLES:
-        raise PlanError(
-            f"The plan shards '{pattern}' with the style '{style}', which is not supported."
-            f"{did_you_mean(style, DENSE_STYLES)} Supported are {', '.join(sorted(DENSE_STYLES))}."
-        )
-    return replace(cut, style=style)
+    return replace(cut, style=OLDER_NAMES.get(cut.style, cut.style))
+
+
+def require_supported(cuts: Mapping[str, Cut]) -> None:
+    """Refuse styles that are unknown here.
+
+    Raises:
+        PlanError: names the first entry that has one.
+    """
+    for pattern, cut in cuts.items():
+        if cut.style not in DENSE_STYLES | EXPERT_STYLES:
+            raise PlanError(
+                f"The plan shards '{pattern}' with the style '{cut.style}', which is not supported."
+                f"{did_you_mean(cut.style, DENSE_STYLES)} Supported are {', '.join(sorted(DENSE_STYLES))}."
+            )
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -12,8 +12,9 @@ from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from
 from lightning_3d.parallel.tensor.group import TensorParallel
 
 
-class TensorParallelExperts:
-    """Mixin for a module of experts, each sharded over the ranks (`moe_tp_experts`).
+class PartialSum:
+    """Mixin for a module whose own parameters are sharded, so that its output is a part of a sum: experts, each sharded over the ranks
+    (`moe_tp_experts`), and shared experts in one tensor per matrix (`all_reduce`).
 
     Gate and up are column parallel, down is row parallel: tokens (n, hidden) and their routing weights (n, k) are replicated and the
     output (n, hidden) is summed, by one all-reduce forward. Backward, one all-reduce of the gradient of the tokens and a small one of

@@ -19,7 +19,7 @@ from lightning_3d.compat.peft_layers import base_layer, is_adapter, is_lora_line
 from lightning_3d.compat.torch import real_values
 from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import LayoutError, PlanError
-from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan
+from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, require_supported
 from lightning_3d.parallel.sharding import even_range
 from lightning_3d.parallel.tensor.heads import Heads, heads_of, is_key_or_value
 
@@ -48,8 +48,9 @@ def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool 
         whole: whether no module was moved to another stage yet. Then a named module without parameters is not a stub.
 
     Raises:
-        PlanError: a style that its module cannot have.
+        PlanError: a style that is unknown, or that its module cannot have.
     """
+    require_supported(plan.tp)
     cuts = dict(_named(module, plan, whole))
     _require_routed(module, cuts)
     for parent, names in _by_parent(cuts).items():

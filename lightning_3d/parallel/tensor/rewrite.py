@@ -13,10 +13,10 @@ from torch import nn
 from lightning_3d.compat.peft_layers import is_adapter
 from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import NoPlanError, PlanError
-from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, tied_names
+from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, SUMMED_STYLE, Cut, ParallelPlan, tied_names
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.parallel.specialize import combined, specialize
-from lightning_3d.parallel.tensor.experts import SilentIdentity, TensorParallelExperts
+from lightning_3d.parallel.tensor.experts import PartialSum, SilentIdentity
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.heads import belongs_to_transformers, heads_of, local_attributes
 from lightning_3d.parallel.tensor.layers import (
@@ -118,8 +118,8 @@ def rewrite(
         name: width(module.get_submodule(name), cut.style) for name, cut in cuts.items() if _is_layer(module, name, cut)
     }
     _shard_parameters(module, specs)
-    for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts"):
-        specialize(module.get_submodule(name), TensorParallelExperts, tp_context=context)
+    for name in (name for name, cut in cuts.items() if cut.style == "moe_tp_experts" or _is_sum(module, name, cuts)):
+        specialize(module.get_submodule(name), PartialSum, tp_context=context)
     for name in (name for name, cut in cuts.items() if cut.style == "moe_identity_expert" and context.rank > 0):
         specialize(module.get_submodule(name), SilentIdentity)
     gathered = sequence.parents if sequence is not None else frozenset()
@@ -201,6 +201,14 @@ def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:
         return False
     owner, _, last = name.rpartition(".")
     return isinstance(getattr(module.get_submodule(owner), last), nn.Module)
+
+
+def _is_sum(module: nn.Module, name: str, cuts: dict[str, Cut]) -> bool:
+    """True for a module of the style "all_reduce" whose own parameters are sharded. Layers in it that are sharded sum their outputs."""
+    if cuts[name].style != SUMMED_STYLE:
+        return False
+    own = [f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters(recurse=False)]
+    return any(parameter in cuts and cuts[parameter].style in COLUMN_STYLES | ROW_STYLES for parameter in own)
 
 
 def _regions(cuts: dict[str, Cut], context: TensorParallel, gathered: frozenset[str]) -> Callable[[str], Region]:
