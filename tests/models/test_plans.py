@@ -202,6 +202,24 @@ def test_a_plan_with_a_mistake_is_refused(plan: dict, message: str) -> None:
         read_plan(models.build(models.PLAIN), plan)
 
 
+def test_a_style_that_is_unknown_matters_only_to_layouts_that_use_it() -> None:
+    model = models.build("llama")
+    model._tp_plan = {"model.layers.*.mlp": "invented"}
+    plan = read_plan(model)
+    assert shard_specs(model, plan, 1, 0)
+    with pytest.raises(PlanError, match="'invented', which is not supported"):
+        shard_specs(model, plan, 2, 0)
+
+
+def test_what_the_blocks_read_and_others_return_travels_with_the_hidden_states() -> None:
+    blocks = ["hidden", "first", "b"], ["hidden", "a", "b"]
+    entries = {"embed": (["tokens"], ["hidden", "first"]), "blocks": blocks, "norm": (), "head": ()}
+    plan = read_plan(models.build(models.PLAIN), {"pp": entries})
+    assert (plan.carried, plan.sides) == (("embed",), (1,))
+    declared = read_plan(models.build("llama"))
+    assert (declared.carried, declared.sides) == ((), ())
+
+
 def test_a_list_of_blocks_is_a_module_list_else_a_chain() -> None:
     chain, blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)])
     order = {"pp": {"first": (), "blocks": (), "last": ()}}

@@ -149,7 +149,18 @@ def test_flow_that_shards_would_break_is_never_drafted(how: str) -> None:
     assert not any(".mlp." in name for name in found.plan["tp"]) and "h.0.mlp.up'" in found.problems["tp"][0]
 
 
+def test_parameter_of_the_model_itself_is_an_entry_of_the_pipeline() -> None:
+    assert list(draft_plan(Text(foreign_gpts.RawPositions())).plan["pp"]) == ["tok_emb", "pos_emb", "blocks", "ln_f", "head"]
+
+
 # What cannot be derived
+
+
+class TiedByHand(foreign_gpts.XTransformer):
+    """Logits from the embedding's weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn_layers(self.token_emb(x) + self.pos_emb(x)) @ self.token_emb.weight.t()
 
 
 @pytest.mark.parametrize(
@@ -162,10 +173,10 @@ def test_flow_that_shards_would_break_is_never_drafted(how: str) -> None:
         pytest.param(lambda: with_mlp(foreign_gpts.NormBetween), "tp", ["h.0.mlp.up'", "several ranks need"], marks=pytest.mark.full),
         pytest.param(lambda: GPT(own_gpt.FixedHeads), "tp", ["'h.0.attn'", "Does it use a constant"], marks=pytest.mark.full),
         (foreign_gpts.with_conv1d, "tp", ["c_attn' (Conv1D)", "Replace them by nn.Linear"]),
-        (foreign_gpts.RawPositions, "pp", ["'pos_emb' of RawPositions", "Move it into a module"]),
+        pytest.param(TiedByHand, "pp", ["'token_emb' runs or is read", "both before and after", "Move it into a module"]),
         pytest.param(foreign_gpts.LooseLayers, "pp", ["'token_emb.weight'", "outside of the forward"], marks=pytest.mark.full),
     ],
-    ids=["packed_mqa", "alibi_buffer", "norm_between", "constant_heads", "conv1d", "raw_positions", "functional_head"],
+    ids=["packed_mqa", "alibi_buffer", "norm_between", "constant_heads", "conv1d", "tied_by_hand", "functional_head"],
 )
 def test_problem_is_named_and_left_out_of_the_plan(make: Make, axis: str, words: list[str]) -> None:
     found = draft(make)
@@ -220,10 +231,10 @@ def test_wrong_plan_option_is_refused(plan: Any, check: str, message: str) -> No
 
 DEFAULT = [("nano", "tp2")]
 LONG = [(name, layout) for name in MODELS for layout in ("tp2", "pp2", "tp2_pp2") if (name, layout) not in DEFAULT]
-LONG += [("loose", "tp2"), ("low_rank", "tp2_pp2")]
+LONG += [("loose", "tp2"), ("low_rank", "tp2_pp2"), ("raw_positions", "tp2_pp2")]
 
 
-TRAINED = MODELS | {"loose": foreign_gpts.LooseLayers, "low_rank": lambda: GPT(Chain)}
+TRAINED = MODELS | {"raw_positions": foreign_gpts.RawPositions, "loose": foreign_gpts.LooseLayers, "low_rank": lambda: GPT(Chain)}
 
 
 @pytest.mark.parametrize(("name", "layout"), [*DEFAULT, *(pytest.param(*cell, marks=pytest.mark.full) for cell in LONG)])

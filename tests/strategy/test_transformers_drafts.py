@@ -50,6 +50,17 @@ def test_what_cannot_be_split_gathers_its_output() -> None:
         found.require(Layout.parse("tp2"), ["tp"], partly=False)
 
 
+def test_a_pipeline_sends_what_blocks_read_besides_the_hidden_states() -> None:
+    """Zamba's blocks read the embedding again; ZAYA's hand the hidden states of their routers on, and the model reads two parameters."""
+    zamba = draft("zamba", 1).plan["pp"]
+    assert zamba["model.embed_tokens"] == (["inputs"], ["model.embed_tokens"])
+    assert zamba["model.layers"] == (["hidden", "model.embed_tokens"], ["hidden"])
+    zaya = draft("zaya", 1).plan["pp"]
+    assert zaya["model.layers"] == (["hidden", "side_1"], ["hidden", "side_1"])
+    assert {"model.input_hidden_states_scale", "model.input_hidden_states_bias"} <= set(zaya)
+    assert draft("gpt2", 1).plan["pp"]["transformer.h"] == (["hidden"], ["hidden"])
+
+
 class Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * input @ self.weight.T

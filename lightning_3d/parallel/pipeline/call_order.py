@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 
 _ADVICE = "Use a layout with pp = 1."
+_SENT = "Only hidden states are sent, and what the plan's 'pp' part names as inputs of the blocks (docs/your_model.md)."
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,7 @@ class CallOrder:
             if value is not hidden and has_nan(value):
                 raise PlanError(
                     f"Block '{self._plan.layers}.{index}' of {self._plan.model} needs a value of an earlier stage (argument {name})"
-                    " that is not on this stage: only hidden states are sent. A pipeline does not support values that several blocks read,"
-                    f" such as the embedding. {_ADVICE}"
+                    f" that is not on this stage. {_SENT} {_ADVICE}"
                 )
 
     def look_at_hidden(self, hidden: Any, reader: str) -> None:
@@ -159,7 +159,7 @@ class CallOrder:
         if self.looks and self._clean and has_nan(hidden):
             raise PlanError(
                 f"Outside its blocks, {self._plan.model} adds a value of an earlier pipeline stage to the hidden states before {reader}"
-                f" reads them. That value is not on this stage: only hidden states are sent. {_ADVICE}"
+                f" reads them. That value is not on this stage. {_SENT} {_ADVICE}"
             )
 
     def leave_block(self, hidden: Any) -> None:

@@ -52,11 +52,11 @@ def find_order(model: nn.Module, layers: str, kept: Iterable[int], inputs: Input
     calls = record.calls
     loose = [name for name in record.loose if not name.startswith(f"{layers}.")]
     order = [name for name in calls if name in blocks]
+    if order != blocks:
+        problems = [f"{_whose(model, name)} is read outside of the forward of a module. {_ADVICE}" for name in loose]
+        return PipelineOrder((), (), tuple(loose), (*problems, _why_out_of_order(model, order, blocks)))
     both = [name for name in loose if name in record.early and name in record.late]
     problems = [f"{_whose(model, name)} is read both before and after the blocks. {_ADVICE}" for name in both]
-    if order != blocks:
-        problems.append(_why_out_of_order(model, order, blocks))
-        return PipelineOrder((), (), tuple(loose), tuple(problems))
     first, last = calls.index(blocks[0]), calls.index(blocks[-1])
     # A vision or audio tower, which random tokens do not reach. What it makes goes into the embeddings, so it is on the first stage.
     idle = is_transformers_model(model)

@@ -47,9 +47,13 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        if how == "own parameters":
+            self.shift, self.gain = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
         how, first = self.how, self.embed(tokens)
+        if how == "own parameters":
+            first = first + self.shift
         if how == "two embeddings":
             first = first + self.embed(tokens.flip(1))
         if how == "norm first":
@@ -60,6 +64,8 @@ class Toy(nn.Module):
         if how == "skip to the end":
             hidden = hidden + first
         logits = self.head(self.scale(hidden if how == "norm first" else self.norm(hidden)))
+        if how == "own parameters":
+            logits = logits * self.gain
         return logits + first.sum() if how == "skip to the logits" else logits
 
     def _blocks(self, tokens: Tensor, hidden: Tensor, first: Tensor) -> Tensor:
@@ -70,6 +76,8 @@ class Toy(nn.Module):
             if how == "value residual":
                 hidden, value = block(hidden, side, side=True)
                 side = value if side is None else side
+            elif how == "halved between":
+                hidden = block(hidden) / 2
             elif how == "handed on":
                 hidden, side = block(hidden, side, side=True)
             elif how == "recomputed":
@@ -169,6 +177,8 @@ EXACT: list[tuple[str, tuple[str, ...], int, str]] = [
     ("two embeddings", ORDER, 2, "Interleaved1F1B"),
     ("recomputed", ORDER, 2, "ZBVZeroBubble"),
     ("norm first", ("embed", "norm", "blocks", "head"), 1, "1F1B"),
+    ("own parameters", ("embed", "shift", "blocks", "norm", "head", "gain"), 1, "1F1B"),
+    ("halved between", ORDER, 1, "1F1B"),
 ]
 
 
