@@ -139,8 +139,9 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     layers, before, after = _pipeline_order(module, pp)
     if user_plan.get("tp"):
         _require_pairs(module, ParallelPlan(tp), layers)
-    head = _find_head(module, before, after, ParallelPlan(tp))
-    embedding = _find_embedding(module, before, head)
+    modules_before, modules_after = (tuple(name for name in part if _is_module(module, name)) for part in (before, after))
+    head = _find_head(module, modules_before, modules_after, ParallelPlan(tp))
+    embedding = _find_embedding(module, modules_before, head)
     patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
     experts = tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
     carried, sides = _travelling(order, before, layers)
@@ -389,6 +390,11 @@ def _pipeline_order(module: nn.Module, order: list[str]) -> tuple[str, tuple[str
         )
     at = order.index(lists[0])
     return lists[0], tuple(order[:at]), tuple(order[at + 1 :])
+
+
+def _is_module(module: nn.Module, name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    return isinstance(getattr(module.get_submodule(owner), last), nn.Module)
 
 
 def _travelling(order: Any, before: tuple[str, ...], layers: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

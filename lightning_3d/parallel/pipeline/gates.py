@@ -240,7 +240,7 @@ def _absent(like: Tensor, spec: Spec | None) -> Tensor | None:
 def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among the arguments of a block."""
     place = _place_of_hidden_states(args, kwargs)
-    return args[place] if isinstance(place, int) else kwargs[place]  # type: ignore[no-any-return]
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def _with_hidden_states(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

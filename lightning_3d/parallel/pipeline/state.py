@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -151,9 +151,9 @@ class PipelineState:
     def pack(self, hidden: Tensor) -> Tensor:
         """Join the hidden states and what travels with them. The first stage describes them at the first micro-batch of a shape."""
         if self.boundary is None:
-            inputs = {name: [spec_of(tensor) for tensor in made] for name, made in self._inputs.items()}
-            self.boundary = Boundary(spec_of(hidden), inputs, _sides(self._returned), self.sequence.length, self.travels)
-        inputs = self._inputs if self.arrived is None else self.arrived.inputs
+            known = {name: [spec_of(tensor) for tensor in made] for name, made in self._inputs.items()}
+            self.boundary = Boundary(spec_of(hidden), known, _sides(self._returned), self.sequence.length, self.travels)
+        inputs: Mapping[str, Sequence[Tensor]] = self._inputs if self.arrived is None else self.arrived.inputs
         sides = {place: value for place in self.travels.sides if _is_float(value := self._side(place))}
         return self.boundary.pack(Arrived(hidden, inputs, sides))
 
