@@ -2,6 +2,7 @@
 group.
 """
 
+import copy
 from typing import Any
 
 import models
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.tensor import TensorParallel, rewrite, shard_specs
+from lightning_3d.parallel.tensor.experts import PartialSum
 from lightning_3d.parallel.tensor.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 
 
@@ -75,6 +77,34 @@ def test_key_groups_are_local(tp: int, groups: int) -> None:
     model = models.build("llama", 1)  # 4 heads, 2 key heads
     cut(model, tp, 0)
     assert model.model.layers[0].self_attn.num_key_value_groups == groups
+
+
+class Shared(nn.Module):
+    """Shared experts as Inkling has them: one tensor per matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 4)), nn.Parameter(torch.randn(3, 4, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (torch.relu(tokens @ self.up.transpose(1, 2)) @ self.down.transpose(1, 2)).sum(0)
+
+
+def test_a_module_whose_own_parameters_are_sharded_is_summed_once() -> None:
+    plan = {"tp": {"shared.up": "colwise", "shared.down": "rowwise", "shared": "all_reduce"}}
+    whole, tokens = nn.ModuleDict({"shared": Shared()}), torch.randn(5, 4)
+    ranks = [copy.deepcopy(whole) for _ in range(2)]
+    for rank, model in enumerate(ranks):
+        cut(model, 2, rank, plan)
+    assert all(isinstance(model["shared"], PartialSum) and model["shared"].up.shape == (3, 4, 4) for model in ranks)
+    parts = [Shared.forward(model["shared"], tokens) for model in ranks]
+    torch.testing.assert_close(parts[0] + parts[1], whole["shared"](tokens))
+
+
+def test_a_module_whose_layers_are_summed_is_not_summed_again() -> None:
+    mlp = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))})
+    cut(mlp, 2, 0, {"tp": {"mlp.0": "colwise", "mlp.1": "rowwise", "mlp": "all_reduce"}})
+    assert not isinstance(mlp["mlp"], PartialSum) and isinstance(mlp["mlp"][1], RowParallelLinear)
 
 
 class Stub(nn.Module):
