@@ -164,8 +164,9 @@ def by_default_but(cases: Iterable[str], others: Collection[str]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """The cases of a test that this session runs."""
-    return [item.callspec.params["case"] for item in request.session.items if item.name.startswith(f"{test}[")]
+    """The cases of a test of this file that this session runs."""
+    mine = [item for item in request.session.items if item.path == request.path and item.name.startswith(f"{test}[")]
+    return [item.callspec.params["case"] for item in mine]
 
 
 @pytest.fixture(scope="module")
