@@ -1,6 +1,6 @@
 """Every family of causal language models in Transformers on every layout, against a plain PyTorch loop on one process.
 
-    python tools/family_matrix.py --layouts tp2 pp2 tp2_pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4]
+    python tools/family_matrix.py --layouts tp2 pp2 tp2_pp2 zero3 ep2_dp2 cp2 [--families a b] [--shard 1/4] [--held-out without]
         [--variant padding] [--out FILE.csv] [--resume] [--self-check never] [--verified]
 
 A tiny model of each family trains 4 steps of AdamW on CPU ranks, in an ordinary LightningModule with `Lightning3DStrategy`. Losses,
@@ -12,6 +12,14 @@ that may be rounding is measured again in float64; with ZeRO, which has none, wi
     WRONG          something else was computed
     crash, hang    any other error; no end within --timeout seconds
     no reference   the family does not train on one process
+
+A third of the families, chosen by hash, is held out: use --held-out without while you build, and --held-out only at the end. Counts are
+printed for both groups.
+
+For another version of Transformers, put it in front of the installed one:
+
+    pip install --target OLD --no-deps transformers==5.2.0 "huggingface-hub<2" "tokenizers<0.23.1"
+    PYTHONPATH=OLD python tools/family_matrix.py --families llama mixtral gemma2
 
 With --verified, the families and axes that are exact are added to the list that ships with the package: with these versions of torch and
 Transformers their models need no self-check.
@@ -38,8 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from family_configs import NO_REFERENCE as WITHOUT
-from family_configs import build, families
+from family_configs import build, families, is_held_out
 from family_training import (
+    BF16,
     CRASH,
     EXACT,
     HANG,
@@ -53,6 +62,7 @@ from family_training import (
     Reference,
     Verdict,
     judge,
+    on_layout,
     parse,
     reference,
     train_on_rank,
@@ -66,6 +76,7 @@ LAYOUTS = ("tp2", "pp2", "tp2_pp2", "zero3", "ep2_dp2", "cp2")
 KINDS = (EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE)
 BAD = {WRONG, CRASH, HANG}
 FIELDS = ("family", "layout", "verdict", "loss", "norm", "weight", "noise_loss", "noise_norm", "noise_weight", "seconds", "detail")
+OTHERS_SECONDS = 20.0  # a rank that refuses says so after those that it ends, on a busy machine
 CELLS_OF_A_POOL = 150  # then ranks are started anew, so that what libraries keep does not add up
 
 
@@ -106,15 +117,16 @@ class Matrix:
 
     def __init__(self, timeout: float, pool: RankPool | None = None, self_check: str = "auto", variant: str = "") -> None:
         self._timeout, self._self_check, self._variant = timeout, self_check, variant
-        self._pool = pool or RankPool(limit=4)
+        self._pool = pool or RankPool(limit=4, others_seconds=OTHERS_SECONDS)
         self._references: dict[Recipe, Reference | str] = {}
         self._cells = 0
 
     def run(self, family: str, layout: str) -> Cell:
         """One cell, with a second opinion on differences that may be rounding."""
         started = time.monotonic()
-        verdict = self._measure(Recipe(family, variant=self._variant), layout)
-        if verdict.error is not None and (verdict.kind == WRONG or not verdict.is_plain):
+        dtype = "bfloat16" if self._variant == BF16 else "float32"
+        verdict = self._measure(Recipe(family, dtype, variant=self._variant), layout)
+        if verdict.error is not None and dtype == "float32" and (verdict.kind == WRONG or not verdict.is_plain):
             verdict = self._again(family, layout, verdict)
         self._cells += 1
         if self._cells % CELLS_OF_A_POOL == 0:
@@ -142,7 +154,7 @@ class Matrix:
         return Verdict(WRONG, f"{how}: {second.detail}", second.error, second.noise)
 
     def _measure(self, recipe: Recipe, layout: str) -> Verdict:
-        expected = self._reference(recipe)
+        expected = self._reference(on_layout(recipe, layout))
         if isinstance(expected, str):
             return Verdict(NO_REFERENCE, expected)
         try:
@@ -185,12 +197,13 @@ def sweep(
         matrix.close()
 
 
-def counts(verdicts: Iterable[tuple[str, str]]) -> str:
-    """A table of (layout, verdict) pairs."""
-    found = Counter(verdicts)
-    lines = [f"{'layout':<10}" + "".join(f"{kind:>14}" for kind in KINDS)]
-    for layout in dict.fromkeys(layout for layout, _ in found):
-        lines.append(f"{layout:<10}" + "".join(f"{found[layout, kind]:>14}" for kind in KINDS))
+def counts(verdicts: Iterable[tuple[str, str, str]]) -> str:
+    """A table of (family, layout, verdict), for all families and for those that are held out."""
+    found = Counter((layout, kind, is_held_out(family)) for family, layout, kind in verdicts)
+    lines = [f"{'layout':<20}" + "".join(f"{kind:>14}" for kind in KINDS)]
+    for layout in dict.fromkeys(layout for layout, _, _ in found):
+        for name, groups in ((layout, (True, False)), ("  held out", (True,))):
+            lines.append(f"{name:<20}" + "".join(f"{sum(found[layout, kind, group] for group in groups):>14}" for kind in KINDS))
     return "\n".join(lines)
 
 
@@ -246,18 +259,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
     parser.add_argument("--families", nargs="+", default=None)
     parser.add_argument("--shard", default="1/1", help="which part of the families, for example 1/4")
+    parser.add_argument("--held-out", choices=("only", "without"), default=None, help="of the families, only those held out, or all others")
     parser.add_argument("--out", type=Path, default=None, help="a CSV file with a row for each cell")
     parser.add_argument("--resume", action="store_true", help="skip the cells that --out has already")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a cell")
     parser.add_argument("--self-check", default="auto", choices=MODES, help="of the strategy; never: the rewrites alone are judged")
-    parser.add_argument("--variant", default="", choices=VARIANTS, help="padded rows, the loss of routers, or dropout in evaluation mode")
+    parser.add_argument("--variant", default="", choices=VARIANTS, help="see Recipe of family_training.py")
     parser.add_argument("--verified", action="store_true", help="add what is exact to the package's list of verified families")
     given = parser.parse_args(arguments)
     known = families()
     if unknown := sorted(set(given.families or ()) - set(known)):
         parser.error(f"not a family of Transformers' causal language models: {', '.join(unknown)}")
     index, parts = (int(part) for part in given.shard.split("/"))
-    chosen = [family for family in known if given.families is None or family in given.families][index - 1 :: parts]
+    chosen = [family for family in known if given.families is None or family in given.families]
+    if given.held_out is not None:
+        chosen = [family for family in chosen if is_held_out(family) == (given.held_out == "only")]
+    chosen = chosen[index - 1 :: parts]
     rows = rows_of(given.out) if given.resume else []
     seen = [(row["family"], row["layout"], row["verdict"]) for row in rows]
     with open_csv(given.out, rows) as write:
@@ -266,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(cell.line(), flush=True)
             write(cell)
             seen.append((cell.family, cell.layout, cell.verdict.kind))
-    print(counts((layout, verdict) for _, layout, verdict in seen))
+    print(counts(seen))
     if given.verified:
         print(f"{add_verified(seen)} families in {VERIFIED.name}")
     return int(any(verdict in BAD for _, _, verdict in seen))

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ PLAIN_WEIGHT = 1e-5  # of the 1.2e-3 that AdamW moves a weight in 4 steps; more 
 SHORTEST = 5  # tokens of a row with padding
 EPSILON = 1e-8
 LARGE_EPSILON = 1e-4  # at which a gradient of rounding errors does not move a weight
-PADDING, ROUTERS, DROPOUT = "padding", "routers", "dropout"
-VARIANTS = ("", PADDING, ROUTERS, DROPOUT)
+PADDING, ROUTERS, DROPOUT, BF16 = "padding", "routers", "dropout", "bf16"
+VARIANTS = ("", PADDING, ROUTERS, DROPOUT, BF16)
+ROUTER_LOSS = 0.1  # coefficient of the load-balancing loss
 SAID = "refused: "
 EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE = "exact", "refused", "WRONG", "crash", "hang", "no reference"
 
@@ -40,14 +42,18 @@ class Recipe:
     """One training run of a family, without its layout.
 
     Attributes:
-        variant: "padding": rows of different lengths, with labels for their tokens only. "routers": with the loss of routers. "dropout":
-            dropout of 0.1 in the configuration, and the model in evaluation mode, in which it must do nothing.
+        variant: "padding": rows of different lengths, with labels for their tokens only. "routers": with `moe_aux_loss`. "dropout":
+            dropout of 0.1 in the configuration, and the model in evaluation mode, in which it must do nothing. "bf16": bf16 parameters with
+            float32 master weights.
+        rows, data_ranks: micro-batches of so many rows of what so many ranks read; of a layout, where the loss depends on them.
     """
 
     family: str
     dtype: str = "float32"
     epsilon: float = EPSILON
     variant: str = ""
+    rows: int = ROWS
+    data_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,10 @@ class Difference:
         return self.loss <= limits.loss and self.norm <= limits.norm and self.weight <= limits.weight
 
 
+ALLOWED = {dtype: Difference(relative, relative, absolute) for dtype, (relative, absolute) in TOLERANCES.items()}
+ALLOWED["bfloat16"] = Difference(1e-3, 1e-2, 5e-3)  # 8 bits of a weight near 1 are 4e-3; 4 steps of AdamW move it by 1.2e-3
+
+
 @dataclass(frozen=True)
 class Reference:
     """A run on one process, and what another order of its sums changes."""
@@ -86,10 +96,6 @@ def initial_model(recipe: Recipe) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(recipe.family, 0.1 if recipe.variant == DROPOUT else 0.0)
-    if recipe.variant == ROUTERS:
-        if not hasattr(config, "output_router_logits"):
-            raise ValueError("it has no loss of routers")
-        config.output_router_logits = True
     if recipe.dtype == "float64":  # grouped matrix products do not know it
         for own in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
             if own is not None:
@@ -105,7 +111,7 @@ def initial_model(recipe: Recipe) -> nn.Module:
 
 def batches(variant: str = "") -> dict[str, Tensor]:
     """All rows of the run in their order; small tokens more often, so that there is something to learn."""
-    uniform = torch.rand((STEPS * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    uniform = torch.rand((STEPS * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(2), dtype=torch.float32)
     ids = 3 + (uniform.square() * (VOCABULARY - 3)).long()
     if variant != PADDING:
         return {"input_ids": ids, "labels": ids.clone()}
@@ -152,26 +158,105 @@ class Module(pl.LightningModule):
 
 
 @one_thread()
-def train(recipe: Recipe, rows: int = ROWS) -> Run:
-    """The plain loop on one process, with the batches of a step divided into micro-batches of so many rows, the last one first."""
+def train(recipe: Recipe, rows: int | None = None, *, backwards: bool = False) -> Run:
+    """The plain loop on one process, with micro-batches of so many rows; `backwards`: the last one of a step first."""
     model = initial_model(recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=recipe.epsilon)
+    weights = MasterWeights(model) if recipe.dtype == "bfloat16" else Weights(model)
+    optimizer = torch.optim.AdamW(weights.trained, lr=3e-4, eps=recipe.epsilon)
+    routers = RouterLosses(model) if recipe.variant == ROUTERS else None
     losses, norms = [], []
-    data = batches(recipe.variant)
     with default_dtype(getattr(torch, recipe.dtype)):
         for step in range(STEPS):
             loss = 0.0
-            for start in reversed(range(step * ROWS, (step + 1) * ROWS, rows)):
-                batch = {key: value[start : start + rows] for key, value in data.items()}
-                share = trained_tokens(batch) / trained_tokens({key: value[step * ROWS :][:ROWS] for key, value in data.items()})
+            micro_batches = list(divide(recipe, step, rows or recipe.rows))
+            whole = sum(trained_tokens(batch) for batch in micro_batches)
+            for batch in reversed(micro_batches) if backwards else micro_batches:
+                share = trained_tokens(batch) / whole
                 part = loss_of(model, batch, recipe.dtype) * share
-                part.backward()
                 loss += part.item()
+                (part + ROUTER_LOSS * share * routers.take() if routers else part).backward()
+                weights.collect()
             losses.append(loss)
-            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+            norms.append(nn.utils.get_total_norm([p.grad for p in weights.trained if p.grad is not None]).item())
             optimizer.step()
             optimizer.zero_grad()
+            weights.spread()
     return Run(torch.tensor(losses).double(), torch.tensor(norms).double(), {f"model.{n}": p.detach() for n, p in model.named_parameters()})
+
+
+def divide(recipe: Recipe, step: int, rows: int) -> Iterator[dict[str, Tensor]]:
+    """The micro-batches of one step: those of the first data-parallel rank, then those of the next."""
+    batch = {key: value[step * ROWS :][:ROWS] for key, value in batches(recipe.variant).items()}
+    for rank in range(recipe.data_ranks):
+        for start in range(0, ROWS // recipe.data_ranks, rows):
+            yield {key: value[rank :: recipe.data_ranks][start : start + rows] for key, value in batch.items()}
+
+
+class Weights:
+    """The parameters that the optimizer steps: those of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trained = list(model.parameters())
+
+    def collect(self) -> None:
+        """After the backward of each micro-batch."""
+
+    def spread(self) -> None:
+        """After each step."""
+
+
+class MasterWeights(Weights):
+    """float32 copies, to which the gradient of each micro-batch is added in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._copied = list(model.parameters())
+        self.trained = [nn.Parameter(parameter.detach().float()) for parameter in self._copied]
+
+    def collect(self) -> None:
+        for parameter, master in zip(self._copied, self.trained, strict=True):
+            if parameter.grad is not None:
+                master.grad = parameter.grad.float() + (0.0 if master.grad is None else master.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        for parameter, master in zip(self._copied, self.trained, strict=True):
+            parameter.copy_(master)
+
+
+class RouterLosses:
+    """The load-balancing loss of every router, from what it returns; docs/experts.md has the formula.
+
+    Raises:
+        ValueError: the model has no routers that return (logits, weights, experts).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values: list[Tensor] = []
+        modules = dict(model.named_modules())
+        mixtures = [name.removesuffix(".experts") for name in modules if name.endswith(".experts")]
+        routers = [modules[name] for mixture in mixtures for name in (f"{mixture}.gate", f"{mixture}.router") if name in modules]
+        if not routers:
+            raise ValueError("it has no routers")
+        for router in routers:
+            router.register_forward_hook(self._add)
+
+    def _add(self, router: nn.Module, args: Any, output: Any) -> None:
+        if not (isinstance(output, tuple) and len(output) == 3):
+            raise ValueError("its routers do not return (logits, weights, experts)")
+        logits, _, chosen = output
+        scores = logits.softmax(-1)
+        if hasattr(router, "e_score_correction_bias"):
+            scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+        count = logits.shape[-1]
+        shares = torch.stack([(chosen == expert).sum(-1).to(scores.dtype).mean() for expert in range(count)])
+        self._values.append(count * (shares * scores.mean(0)).sum())
+
+    def take(self) -> Tensor:
+        """The mean over layers in the last forward."""
+        mean = torch.stack(self._values).mean()
+        self._values = []
+        return mean
 
 
 @functools.cache
@@ -186,7 +271,8 @@ def reference(recipe: Recipe) -> Reference:
         raise ValueError("its loss or gradient is not finite on one process")
     if compare(train(recipe), run).loss:
         raise ValueError("it draws random numbers in its forward, and two runs differ")
-    return Reference(run, compare(train(recipe, 2), run))
+    other = train(recipe, None if recipe.variant == ROUTERS else 2, backwards=True)  # the loss of routers depends on the micro-batches
+    return Reference(run, compare(other, run))
 
 
 def compare(run: Run, other: Run) -> Difference:
@@ -213,8 +299,9 @@ def train_on_rank(recipe: Recipe, layout: str, self_check: str = "auto") -> Part
     from lightning_3d.strategy import Lightning3DStrategy
 
     try:
-        rows = 2 if degrees.tp * degrees.cp == 1 else 4
-        strategy = Lightning3DStrategy(degrees, micro_batch_size=rows, zero_stage=zero, self_check=self_check)
+        balanced = {"moe_aux_loss": ROUTER_LOSS} if recipe.variant == ROUTERS else {}
+        rows = micro_batch_rows(degrees)
+        strategy = Lightning3DStrategy(degrees, micro_batch_size=rows, zero_stage=zero, self_check=self_check, **balanced)
         values = StepValues()
         trainer = quiet_trainer(
             strategy=strategy,
@@ -232,6 +319,17 @@ def train_on_rank(recipe: Recipe, layout: str, self_check: str = "auto") -> Part
         return text
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     return Part(values.losses, values.grad_norms, weights, copy.deepcopy(dict(strategy.specs)))
+
+
+def micro_batch_rows(degrees: Layout) -> int:
+    """Rows of a micro-batch on a layout."""
+    return 2 if degrees.tp * degrees.cp == 1 else 4
+
+
+def on_layout(recipe: Recipe, layout: str) -> Recipe:
+    """The recipe for the reference: with the micro-batches of the layout, if its loss depends on them."""
+    degrees = parse(layout)[0]
+    return replace(recipe, rows=micro_batch_rows(degrees), data_ranks=degrees.dp) if recipe.variant == ROUTERS else recipe
 
 
 def parse(layout: str) -> tuple[Layout, int]:
@@ -260,11 +358,8 @@ class Verdict:
 
 def judge(parts: list[Part], expected: Reference, dtype: str) -> Verdict:
     """Whether the ranks have computed what one process computes."""
-    relative, absolute = TOLERANCES[dtype]
-    noise = expected.noise
-    limits = Difference(
-        max(relative, NOISE_FACTOR * noise.loss), max(relative, NOISE_FACTOR * noise.norm), max(absolute, NOISE_FACTOR * noise.weight)
-    )
+    allowed, noise = ALLOWED[dtype], expected.noise
+    limits = Difference(*(max(getattr(allowed, name), NOISE_FACTOR * getattr(noise, name)) for name in ("loss", "norm", "weight")))
     first = parts[0]
     try:
         if any((part.losses, part.grad_norms) != (first.losses, first.grad_norms) for part in parts):

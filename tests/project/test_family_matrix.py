@@ -17,9 +17,15 @@ from lightning_3d.parallel.sharding import replicated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from family_configs import NO_REFERENCE, families, tiny_config
+from family_configs import NO_REFERENCE, families, is_held_out, tiny_config
 from family_matrix import LAYOUTS, Matrix, main
+from family_page import page
 from family_training import Difference, Reference, Run, judge
+
+
+def name(value: str) -> str:
+    """For ids, without reasons."""
+    return value if " " not in value else ""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "why"), by_default(EXACT, 1, 4, 5), ids=lambda value: value if " " not in value else "")
+@pytest.mark.parametrize(("family", "layout", "why"), by_default(EXACT, 1, 4, 5), ids=name)
 def test_families_that_compute_what_one_process_computes(matrix: Matrix, family: str, layout: str, why: str) -> None:
     verdict = matrix.run(family, layout).verdict
     assert verdict.kind == "exact", (why, verdict)
@@ -53,6 +59,28 @@ def test_families_that_compute_what_one_process_computes(matrix: Matrix, family:
 def test_families_that_are_refused(matrix: Matrix, family: str, layout: str, words: str) -> None:
     verdict = matrix.run(family, layout).verdict
     assert verdict.kind == "refused" and words in verdict.detail, verdict
+
+
+VARIED = [
+    ("bart", "pp2", "padding", "its own forward computes the loss, over all labels"),
+    ("xlm", "zero3", "padding", "its last layer computes the loss"),
+    ("llama", "cp2", "padding", "ranks have other numbers of targets"),
+    ("mixtral", "pp2", "routers", "stages have other routers"),
+    ("deepseek_v3", "ep2_dp2", "routers", "scores are sigmoids"),
+    ("gpt2", "tp2_pp2", "dropout", "dropout of a model in evaluation mode does nothing"),
+    ("llama", "pp2", "bf16", "master weights are float32"),
+    ("mamba2", "tp2", "bf16", "a state in float32"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "variant", "why"), by_default(VARIED, 0, 3, 6), ids=name)
+def test_variants(family: str, layout: str, variant: str, why: str) -> None:
+    verdict = Matrix(timeout=120, pool=POOL, variant=variant).run(family, layout).verdict
+    assert verdict.kind == "exact", (why, verdict)
+
+
+def test_a_family_without_routers_has_no_loss_of_routers() -> None:
+    assert "no routers" in Matrix(timeout=120, pool=POOL, variant="routers").run("llama", "tp2").verdict.detail
 
 
 @pytest.mark.full
@@ -73,7 +101,33 @@ def test_two_families_on_one_layout(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert main([*arguments, "--resume"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and lines[1].split() == ["pp2", "1", "0", "0", "0", "0", "1"]
+    assert [line.split() for line in lines[1:]] == [["pp2", *"100001"], ["held", "out", *"100001"]]
+
+
+def test_a_third_of_the_families_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = families()
+    held = set(filter(is_held_out, known))
+    assert 0.25 < len(held) / len(known) < 0.4
+    tried: list[str] = []
+    monkeypatch.setattr("family_matrix.sweep", lambda chosen, *others: tried.extend(chosen) or iter(()))
+    main(["--held-out", "only"])
+    assert tried == [family for family in known if family in held]
+    tried.clear()
+    main(["--held-out", "without"])
+    assert tried == [family for family in known if family not in held]
+
+
+def test_the_page_counts_families_that_are_held_out() -> None:
+    assert is_held_out("llama") and not is_held_out("mistral")
+    numbers = {"loss": "1e-7", "norm": "2e-7"}
+    rows = [
+        {"family": "llama", "layout": "tp2", "verdict": "exact", "detail": "", **numbers},
+        {"family": "mistral", "layout": "tp2", "verdict": "refused", "detail": "PlanError: no", **numbers},
+        {"family": "git", "layout": "tp2", "verdict": "no reference", "detail": "an image", **numbers},
+    ]
+    text = page(rows, {"with padding": [{**rows[0], "verdict": "WRONG"}]})
+    assert "| tp2 | 1 | 1 | 1 | 1 of 1 | 0 of 1 |" in text
+    assert "| with padding | tp2 | 0 | 0 | 0 | 1 |" in text
 
 
 def test_every_family_has_a_tiny_configuration() -> None:
@@ -142,7 +196,7 @@ def test_verdicts_on_what_ranks_do(answer: Callable[[], Any], kind: str) -> None
 
 def test_a_wrong_cell_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pool = Answers(lambda: [part_with(torch.zeros(4))] * 2)
-    monkeypatch.setattr("family_matrix.RankPool", lambda limit: pool)
+    monkeypatch.setattr("family_matrix.RankPool", lambda **limits: pool)
     assert main(["--layouts", "tp2", "--families", "llama"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -63,7 +63,7 @@ SERVER_ENVIRONMENT = {
     # Every new connection to a store looks up the name of its address. Where no name server answers that takes 5 s.
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
-OTHERS_SECONDS = 1.0  # after the first failure, which is what is raised, how long the other ranks may take to report theirs
+OTHERS_SECONDS = 1.0
 STACKS_SECONDS = 3.0  # after a time-out, how long they may take to write where they are
 LOG_TAIL_BYTES = 4000
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,10 +108,15 @@ class Answer:
 
 
 class RankPool:
-    """Up to ``limit`` rank processes that wait for calls. Used from one thread."""
+    """Up to ``limit`` rank processes that wait for calls. Used from one thread.
 
-    def __init__(self, limit: int = 8) -> None:
+    Args:
+        others_seconds: after the first failure, which is what is raised, how long the other ranks may take to report theirs.
+    """
+
+    def __init__(self, limit: int = 8, others_seconds: float = OTHERS_SECONDS) -> None:
         self.limit = limit
+        self._others_seconds = others_seconds
         self._context = multiprocessing.get_context("forkserver")
         self._folder: Path | None = None
         self._ranks: list[tuple[Any, connection.Connection]] = []
@@ -175,7 +180,7 @@ class RankPool:
                 if not answers[rank].ok:
                     failed.append(rank)
             if len(failed) == 1:
-                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+                deadline = min(deadline, time.monotonic() + self._others_seconds)
         if failed:
             raise self._failure(failed, answers, world_size)
         if len(answers) < world_size:
@@ -200,7 +205,7 @@ class RankPool:
             error.answers = [pickle.loads(answer.payload) for answer in answers.values() if answer.ok]
         missing = [rank for rank in range(world_size) if rank not in answers]
         if missing:
-            error.add_note(f"ranks {missing} had not finished {OTHERS_SECONDS:.0f} s after the first failure")
+            error.add_note(f"ranks {missing} had not finished {self._others_seconds:.0f} s after the first failure")
         return error
 
     def _timeout(self, timeout: float, answers: dict[int, Answer], world_size: int) -> RankTimeout:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.context import ContextParallel, WholeSequenceLoss, sum_over_ranks
 from lightning_3d.parallel.tensor.loss import token_losses
+from lightning_3d.strategy.step.own_losses import count_own_losses
 
 LossFunction = Callable[..., Tensor]
 
@@ -18,8 +19,8 @@ LossFunction = Callable[..., Tensor]
 class LossWeights:
     """The weight of the micro-batch that is running.
 
-    A loss that came through `model.loss_function` weighs as many target tokens as it averages over, any other loss as many rows,
-    so that the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch.
+    A loss that a model computes from its labels weighs as many target tokens as it averages over, any other loss as many rows, so that
+    the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,8 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
 def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel | None = None) -> None:
     """Replace the loss function of every causal LM in `root` that has the usual one by `TokenMeanLoss`.
 
-    Other losses stay: they see the logits of all tokens and the full vocabulary, and are weighted by rows.
+    Other losses stay, and see the logits of all tokens and the full vocabulary. Those that a Transformers model computes from its labels
+    are weighted by target tokens, too, and losses of the user's step by rows.
     """
     for module in root.modules():
         if not hasattr(type(module), "loss_function") or _has_no_head(module):
@@ -115,6 +117,7 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
             module.loss_function = TokenMeanLoss(weights, context)  # type: ignore[assignment]
         elif context is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
             module.loss_function = WholeSequenceLoss(current, context)
+    count_own_losses(root, weights.count_tokens, lambda loss: isinstance(loss, TokenMeanLoss))
 
 
 def _has_no_head(module: nn.Module) -> bool:
