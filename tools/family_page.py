@@ -50,8 +50,19 @@ groups had been read. Llama, for example, is held out only from now on. So the t
 They do not show what happens to models that nobody has seen. The [self-check](verify.md) is for those.
 """
 
+IMAGES = """
+## Models that read images
+
+The families above were trained on text. LLaVA, Gemma 3 and Qwen2-VL were also trained with images (`tests/strategy/test_images.py`): they are
+exact with tp2, pp2 and ZeRO 3. With pp, the vision tower is on the first stage, and other stages do not get the images. If later blocks need
+features of the tower (Qwen3-VL), the self-check refuses pp. The first batch must have images, otherwise a later batch with images ends the run.
+"""
+
 MORE = """
 ## Other data, numbers and versions
+
+The variants of `family_matrix.py`, and versions of Transformers. A reference of *bf16* has float32 master weights; its losses may differ by
+1e-3, and gradient norms by 1e-2. *routers*: with `moe_aux_loss=0.1`; families without routers have no reference.
 
 | run | layout | exact | refused | no reference | WRONG, crash or hang |
 | --- | --- | --: | --: | --: | --: |
@@ -98,7 +109,7 @@ def page(rows: Iterable[Mapping[str, str]], more: Mapping[str, Iterable[Mapping[
         shown = [_shown(cells.get((family, layout))) for layout in layouts]
         text += f"| {family} | {' | '.join(shown)} |\n"
     reasons = {family: _reasons(cells, family, layouts) for family in families}
-    return text + "\n## Refusals\n\n" + "".join(f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason)
+    return text + IMAGES + "\n## Refusals\n\n" + "".join(f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason)
 
 
 def _share(cells: Mapping[tuple[str, str], Mapping[str, str]], families: Iterable[str], layout: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.boundary import Spec
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
+from lightning_3d.parallel.pipeline.towers import tower_inputs
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -197,13 +198,18 @@ def runs_now(block: nn.Module) -> bool:
 
 
 class CountedModel:
-    """Mixin for the pipelined module: refuses a second call in one step, and a call that skips blocks."""
+    """Mixin for the pipelined module: refuses a second call in one step, and a call that skips blocks. Only the first stage gets the inputs
+    of towers, such as images."""
 
     pipeline_state: PipelineState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.pipeline_state.require_chunk()
+        chunk = self.pipeline_state.require_chunk()
         self.pipeline_state.count_call()
+        if self.pipeline_state.has_towers and (encoded := tower_inputs(kwargs)):
+            self.pipeline_state.require_tower_check(encoded)
+            if not chunk.is_first:
+                kwargs = {name: value for name, value in kwargs.items() if name not in encoded}
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         order = self.pipeline_state.order
         if order is not None:

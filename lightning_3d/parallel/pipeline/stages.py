@@ -25,6 +25,7 @@ from lightning_3d.parallel.pipeline.gates import (
     remove_parameter,
 )
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState
+from lightning_3d.parallel.pipeline.towers import has_towers
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -116,6 +117,7 @@ def keep_owned(
             _gate_layers(module, plan, chunks, state)
         return chunks
     blocks = len(list(module.get_submodule(plan.layers).children()))
+    state.has_towers = has_towers(module, plan)
     state.plan = PlanOrder(type(module).__name__, plan.before, plan.layers, plan.after, blocks)
     state.travels = Travels(plan.carried, plan.sides)
     _gate_layers(module, plan, chunks, state)

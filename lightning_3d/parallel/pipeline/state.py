@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,8 @@ class PipelineState:
         travels: what the plan sends with the hidden states.
         plan: the order of execution that the plan gives; None as long as nothing is partitioned.
         order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
+        has_towers: whether the first stage has towers, which encode images or sounds.
+        towers_unchecked: whether the self-check ran without inputs of towers.
         whole: whether this rank holds all blocks (no pipeline), so that the model works outside a step too.
         sequence: how the hidden states between blocks are split over tensor-parallel ranks.
     """
@@ -75,6 +77,8 @@ class PipelineState:
         self.arrived: Arrived | None = None
         self.boundary: Boundary | None = None
         self.travels = Travels()
+        self.has_towers = False
+        self.towers_unchecked = False
         self.whole = False
         self.plan: PlanOrder | None = None
         self.order: CallOrder | None = None
@@ -161,6 +165,14 @@ class PipelineState:
         if isinstance(self._returned, (tuple, list)) and place + 1 < len(self._returned):
             return self._returned[place + 1]
         return None
+
+    def require_tower_check(self, names: Iterable[str]) -> None:
+        """Refuse inputs of towers that the self-check has not seen: a later stage may need more of them than the hidden states."""
+        if self.towers_unchecked:
+            raise PlanError(
+                f"This batch has {', '.join(sorted(names))}, but the first one had no such input. So the self-check could not find out"
+                " whether a pipeline computes the model with it. Let the first batch of each rank have it, or use a layout with pp = 1."
+            )
 
     def require_chunk(self) -> Chunk:
         if self.chunk is None:

@@ -25,6 +25,7 @@ from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages
+from lightning_3d.parallel.pipeline.towers import tower_inputs
 from lightning_3d.parallel.tensor.head_arguments import Place
 from lightning_3d.storage.numbers import gibibytes
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
@@ -136,7 +137,10 @@ class SelfCheck:
         if sizes is None:
             return
         apply_local_sizes(module, sizes, place_of(self._mesh))
-        if self._mesh.rank == 0:
+        state = getattr(module, "pipeline_state", None)
+        if state is not None and state.has_towers and not tower_inputs(kwargs):
+            state.towers_unchecked = True  # and not remembered
+        elif self._mesh.rank == 0:
             remember(subject.key, sizes, subject.model)
         _say(subject, self._mesh.layout, sizes, time.monotonic() - started)
 
