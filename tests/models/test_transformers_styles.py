@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from lightning_3d.errors import PlanError
-from lightning_3d.models.parallel_plan import DENSE_STYLES, EXPERT_STYLES, OLDER_NAMES, read_plan
+from lightning_3d.models.parallel_plan import DENSE_STYLES, EXPERT_STYLES, OLDER_NAMES, read_plan, require_supported
 
-REFUSED = {"all_reduce", "sequence_parallel"}
+REFUSED = {"sequence_parallel"}
 """Styles that are known, and refused by name."""
 
 TABLES = {
@@ -58,4 +58,4 @@ def test_a_style_that_is_not_known_is_refused_by_name(style: str) -> None:
         model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=11, **SIZES))
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": style}
     with pytest.raises(PlanError, match=f"'model.layers.\\*.mlp.up_proj' with the style '{style}', which is not supported"):
-        read_plan(model)
+        require_supported(read_plan(model).tp)
