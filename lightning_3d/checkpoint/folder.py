@@ -47,7 +47,7 @@ from lightning_3d.storage.checkpoint_names import (
     recover,
     recover_all,
 )
-from lightning_3d.storage.json_file import parse_json
+from lightning_3d.storage.json_file import parse_json, read_text
 from lightning_3d.storage.remote_path import Place, RemotePath
 
 TRAINER, TRAINER_TENSORS = "trainer.json", "trainer.safetensors"
@@ -333,6 +333,6 @@ def _write(path: Place, contents: bytes) -> FileSum:
 
 def _read_json(path: Place) -> Any:
     try:
-        return parse_json(path.read_text())
+        return parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error

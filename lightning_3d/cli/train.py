@@ -22,7 +22,7 @@ from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
 from lightning_3d.compat.hydra import checked_compositions
 from lightning_3d.config.compose import plain, register_sources
-from lightning_3d.config.explain import explain_sweep, is_composition_error
+from lightning_3d.config.explain import explain, explain_sweep, is_composition_error
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.hydra_part import check_hydra, check_search_path
 from lightning_3d.config.plan_run import RunPlan
@@ -137,7 +137,9 @@ class BeforeRun(Callback):
             self._take_folder(config, plan)
         except Lightning3DError as error:
             sys.exit(refuse(error, self.outside))
-        except Exception:
+        except Exception as error:
+            if is_composition_error(error):
+                sys.exit(refuse(explain(error), self.outside))
             traceback.print_exc()
             sys.exit(1)
         if self.outside is not None:

@@ -23,7 +23,7 @@ from lightning_3d.config.compose import hydra_config
 from lightning_3d.config.keys import explain_value
 from lightning_3d.config.secrets import check_secrets, check_words
 from lightning_3d.config.targets import ALLOW_VARIABLE, allow_typed, check_name, is_allowed, targets_of
-from lightning_3d.config.typed import Typed, leaves
+from lightning_3d.config.typed import Typed, leaves, noted_overrides
 from lightning_3d.config.written_paths import PLACES, SETTLED_PLACES, check_hydra_paths
 from lightning_3d.errors import ConfigError, listed
 
@@ -60,8 +60,7 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: with what to do instead.
     """
-    noted = [str(word) for kind in ("hydra", "task") for word in config.hydra.overrides[kind]]
-    if Counter(noted) != Counter(overrides):
+    if Counter(noted_overrides(config)) != Counter(overrides):
         raise ConfigError("hydra.overrides must not be set by a configuration file: it lists what the command line says. Remove it.")
     typed = Typed.of(config)
     check_words(overrides)
@@ -137,8 +136,13 @@ def _unmarked(value: Any) -> Any:
 
 def _check_objects(section: str, kind: type, value: Any) -> None:
     """Check the classes that a section names, at any depth."""
-    names = value if section == "callbacks" and isinstance(value, Mapping) else {}
-    tops = [f"hydra.{section}.{name}._target_" for name in names] if section == "callbacks" else [f"hydra.{section}._target_"]
+    made = {f"hydra.{section}": value}
+    if section == "callbacks" and (value is None or isinstance(value, Mapping)):
+        made = {f"hydra.{section}.{name}": entry for name, entry in (value or {}).items() if entry is not None}
+    for key, entry in made.items():
+        if not isinstance(entry, Mapping) or "_target_" not in entry:
+            raise ConfigError(f"{key} must have a _target_, which names its class; got {entry!r}.")
+    tops = [f"{key}._target_" for key in made]
     for key, name in targets_of(value, f"hydra.{section}"):
         packages = _PACKAGES if key in tops else _ARGUMENTS
         check_name(key, name, packages)

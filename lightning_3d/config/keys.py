@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
@@ -35,6 +37,27 @@ def check_type(key: str, value: Any, default: Any) -> None:
     if not fits:
         kinds = {bool: "true or false", int: "a whole number", float: "a number"}
         raise ConfigError(f"{key} must be {kinds.get(type(default), 'a string')}, for example {str(default).lower()}; got {value!r}.")
+
+
+def check_containers(values: Any, prefix: str = "") -> None:
+    """Refuse a value in the place of a group or a list. OmegaConf checks this, except where an interpolation has the value.
+
+    Args:
+        values: dataclass with checked values.
+        prefix: its full name with a dot.
+
+    Raises:
+        ConfigError: with the key and the value.
+    """
+    for key, hint in get_type_hints(type(values)).items():
+        value = getattr(values, key)
+        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        groups = [kind for kind in kinds if kind is dict or is_dataclass(kind)]
+        if (groups or list in kinds) and not isinstance(value, tuple(kinds)):
+            what = f"a group of keys, as in {prefix}{key}.KEY=..." if groups else "a list"
+            raise ConfigError(f"{prefix}{key} must be {what}; got {value!r}.")
+        if is_dataclass(value):
+            check_containers(value, f"{prefix}{key}.")
 
 
 def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]) -> None:

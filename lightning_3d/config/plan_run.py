@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.elastic import adapt
-from lightning_3d.config.keys import check_group_keys, check_type, data_options, explain_value
+from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
 from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
@@ -118,7 +118,8 @@ class RunPlan:
             "precision": {"name": self.precision},
             "model": self.model,
         }
-        return config | {group: {**config[group], **values} for group, values in filled.items()}
+        given = config | {group: {**config[group], **values} for group, values in filled.items()}
+        return _with_defaults(given, self.run)
 
     def describe(self) -> str:
         """Describe the run in one line."""
@@ -234,33 +235,12 @@ def check_keys(config: DictConfig) -> RunConfig:
     Raises:
         ConfigError: an unknown key, a value of a wrong type, or a missing value.
     """
-    for group in GROUPS:
-        if config.get(group) is None:
-            raise ConfigError(
-                f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
-            )
-    for group in WHOLE_RUN_GROUPS:
-        if group in config:
-            raise ConfigError(
-                f"The group {group} sets keys of the whole run, so the first line of its file must be  # @package _global_"
-            )
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    OmegaConf.update(plain, "run_folder", folder_of(config), force_add=True)
     try:
-        merged = OmegaConf.merge(_schema(), plain)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if merged.trainer.dry:  # files of data may be named when the run is started
-            for key in (name for name in missing if name.startswith("data.")):
-                OmegaConf.update(merged, key, None)
-            missing = [key for key in missing if not key.startswith("data.")]
-        if missing:
-            raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
-        run = OmegaConf.to_object(merged)
+        run = _typed(config)
     except OmegaConfBaseException as error:
         raise explain_value(error) from error
     except (OverflowError, RecursionError) as error:
         raise ConfigError(f"A value of the configuration is too large or nested too deeply: {error}.") from error
-    assert isinstance(run, RunConfig)
     typed = Typed.of(config)
     content = asdict(run)
     check_targets(content, typed.words)
@@ -271,6 +251,44 @@ def check_keys(config: DictConfig) -> RunConfig:
     check_group_keys("data", run.data, (*options, "global_batch_size", "seed", "vocab_size") if options else ())
     for key, value in run.data.items():
         check_type(f"data.{key}", value, options.get(key))
+    return run
+
+
+def _with_defaults(given: dict[str, Any], values: Any) -> dict[str, Any]:
+    """Return a configuration with the keys that it lacks, from its typed form: ranks read all of them."""
+    known = {entry.name: getattr(values, entry.name) for entry in fields(values) if entry.name not in ("spec", "lora")}
+    groups = {key: _with_defaults(given.get(key, {}), value) for key, value in known.items() if is_dataclass(value)}
+    return {**known, **given, **groups}
+
+
+def _typed(config: DictConfig) -> RunConfig:
+    """Return a composed configuration without interpolations, whose values have the types of `RunConfig`."""
+    for group in (*GROUPS, "logger", "callbacks", "plan"):
+        value = config.get(group)
+        if value is None and group in GROUPS:
+            raise ConfigError(
+                f"The group {group} must be given, as {group}=... or in the defaults list of the configuration."
+            )
+        if value is not None and not isinstance(value, DictConfig):
+            raise ConfigError(f"{group} must be a group of keys, as in {group}.KEY=...; got {value!r}.")
+    for group in WHOLE_RUN_GROUPS:
+        if group in config:
+            raise ConfigError(
+                f"The group {group} sets keys of the whole run, so the first line of its file must be  # @package _global_"
+            )
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    OmegaConf.update(plain, "run_folder", folder_of(config), force_add=True)
+    merged = OmegaConf.merge(_schema(), plain)
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if OmegaConf.select(merged, "trainer.dry"):  # files of data may be named when the run is started
+        for key in (name for name in missing if name.startswith("data.")):
+            OmegaConf.update(merged, key, None)
+        missing = [key for key in missing if not key.startswith("data.")]
+    if missing:
+        raise ConfigError(f"{listed(missing)} must be given, for example {missing[0]}=... on the command line.")
+    run = OmegaConf.to_object(merged)
+    assert isinstance(run, RunConfig)
+    check_containers(run)
     return run
 
 

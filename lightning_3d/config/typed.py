@@ -23,7 +23,7 @@ class Typed:
     def of(cls, config: DictConfig) -> Typed:
         """Return the overrides of a composed configuration; parameters of a sweep that a file sets are not among them."""
         swept = OmegaConf.select(config, "hydra.sweeper.params") or {}
-        words = [str(word) for kind in ("task", "hydra") for word in OmegaConf.select(config, f"hydra.overrides.{kind}") or ()]
+        words = noted_overrides(config)
         return cls(tuple(word for word in words if word.partition("=")[0] not in swept))
 
     def sets(self, key: str) -> bool:
@@ -34,6 +34,12 @@ class Typed:
             if name == key or (key.startswith((f"{name}.", f"{name}[")) and value.lstrip().startswith(("{", "["))):
                 return True
         return False
+
+
+def noted_overrides(config: DictConfig) -> list[str]:
+    """Return the overrides that Hydra has noted in a configuration, as they were typed: interpolations in them are not resolved."""
+    lists = [OmegaConf.select(config, f"hydra.overrides.{kind}") for kind in ("task", "hydra")]
+    return [str(word) for words in lists if words is not None for word in OmegaConf.to_container(words, resolve=False) or ()]
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

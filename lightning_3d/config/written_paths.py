@@ -14,7 +14,7 @@ from lightning_3d.config.typed import Typed, leaves
 from lightning_3d.errors import ConfigError
 
 ALLOW_VARIABLE = "LIGHTNING_3D_ALLOW_PATHS"
-"""Environment variable with more folders and URLs to which configurations may write, separated by commas."""
+"""Environment variable with more folders and URLs to which configurations may write, separated by commas; by newlines if it has any."""
 
 PLACES = ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.name")
 """Keys of Hydra that place files."""
@@ -47,15 +47,31 @@ def check_paths(config: DictConfig, resolved: Mapping[str, Any], typed: Typed) -
         ConfigError: with the place that works.
     """
     folder = folder_of(config)
-    if not folder:  # nothing is written
-        return
+    if not folder:
+        if resolved["trainer"]["dry"]:  # nothing is written
+            return
+        raise ConfigError(f"run_folder must be {_RUN_FOLDER} in a file; got nothing. A run needs a folder. Add run_folder: {_RUN_FOLDER}.")
     raw = str(OmegaConf.to_container(config, resolve=False)["run_folder"])  # type: ignore[index,call-overload]
     if "hydra" in config and raw != _RUN_FOLDER and not typed.sets("run_folder"):
         raise ConfigError(f"run_folder must be {_RUN_FOLDER} in a file; got {raw}. Set hydra.run.dir=... on the command line.")
+    _check_written(resolved, folder, typed)
+
+
+def check_frozen_paths(frozen: Mapping[str, Any]) -> None:
+    """Refuse a complete configuration that writes outside its run folder, which is known now: paths may depend on its name.
+
+    Raises:
+        ConfigError: with the place that works.
+    """
+    if frozen.get("run_folder"):
+        _check_written(frozen, str(frozen["run_folder"]), Typed())
+
+
+def _check_written(resolved: Mapping[str, Any], folder: str, typed: Typed) -> None:
     for key, value in _written(resolved):
         if typed.sets(key):
             _allow(value)
-        elif leaves_folder(value, key, folder) and not _is_allowed(value):
+        elif leaves_folder(value, key, folder) and not _is_allowed(value) and not _is_allowed(value.replace(folder, _MARK)):
             shown = value.replace(_MARK, "${run_folder}")
             raise ConfigError(
                 f"{key}={shown} of a configuration file would be written outside the run folder. Use {_inside(value)}, give {key} on the"
@@ -148,7 +164,7 @@ def _inside(value: str) -> str:
 
 def _allow(value: str) -> None:
     if not _is_allowed(value):
-        os.environ[ALLOW_VARIABLE] = ",".join([*_allowed(), value.rstrip("/")])
+        os.environ[ALLOW_VARIABLE] = "".join(f"{place}\n" for place in [*_allowed(), value.rstrip("/")])
 
 
 def _is_allowed(value: str) -> bool:
@@ -156,4 +172,5 @@ def _is_allowed(value: str) -> bool:
 
 
 def _allowed() -> list[str]:
-    return [place.strip().rstrip("/") for place in os.environ.get(ALLOW_VARIABLE, "").split(",") if place.strip()]
+    given = os.environ.get(ALLOW_VARIABLE, "")
+    return [place.strip().rstrip("/") for place in given.split("\n" if "\n" in given else ",") if place.strip()]

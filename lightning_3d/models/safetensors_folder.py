@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import CheckpointError, listed, plural
-from lightning_3d.storage.json_file import parse_json
+from lightning_3d.storage.json_file import parse_json, read_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -76,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or not a JSON object.
     """
     try:
-        config = parse_json((folder / CONFIG).read_text())
+        config = parse_json(read_text(folder / CONFIG))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}.{_what_it_is(folder)}") from None
     except (OSError, ValueError) as error:
@@ -115,7 +115,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        places = parse_json(file.read_text())["weight_map"]
+        places = parse_json(read_text(file))["weight_map"]
         if all(isinstance(name, str) and Path(name).name == name and len(name.encode()) < 256 for name in places.values()):
             return dict(places)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -129,15 +129,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: not a safetensors file, or another size than its header describes.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            if _LFS.startswith(start) and start:
-                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` in {file.parent}.")
-            raise _damaged(file, f"its first 8 bytes announce a header of {length} bytes, but the whole file has {size}")
-        text = stream.read(length)
+    size, length, text = _header_text(file)
     try:
         header = parse_json(text)
         header.pop("__metadata__", None)
@@ -153,6 +145,23 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if stored.dtype in WIDTHS and end - begin != prod(stored.shape) * WIDTHS[stored.dtype]:
             raise _damaged(file, f"{end - begin} bytes cannot hold a {stored.dtype} tensor of shape {list(stored.shape)} ('{name}')")
     return tensors
+
+
+def _header_text(file: Path) -> tuple[int, int, bytes]:
+    """Return (bytes of the file, bytes of its header, the header)."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            text = stream.read(length) if length <= min(size - 8, _LARGEST_HEADER) else None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}. Copy or download it again.") from error
+    if text is not None:
+        return size, length, text
+    if _LFS.startswith(start) and start:
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` in {file.parent}.")
+    raise _damaged(file, f"its first 8 bytes announce a header of {length} bytes, but the whole file has {size}")
 
 
 def _damaged(file: Path, why: str) -> CheckpointError:

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_3d.config.keys import explain_value
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.folder import CONFIG_FILE
+from lightning_3d.storage.json_file import read_text
 
 _WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
 _READ_FROM_ANYWHERE = ("resume",)
@@ -26,7 +27,7 @@ def read_frozen(path: Path) -> dict[str, Any]:
     not_complete = f"{path} is not a complete configuration of a run"
     hint = f"Use the {CONFIG_FILE} that lightning-3d train wrote into the folder of a run, not the one in its .hydra folder."
     try:
-        path.read_text("utf-8")
+        read_text(path)
         content = OmegaConf.load(path)  # reads numbers as Hydra does: 1e-5 is a string for other readers of YAML
     except UnicodeDecodeError as error:
         raise ConfigError(f"Cannot read the configuration {path}: it is not text.") from error

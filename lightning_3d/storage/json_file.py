@@ -1,9 +1,25 @@
-"""Read JSON that may come from anywhere. Imports no torch."""
+"""Read text and JSON that may come from anywhere. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
 import json
+from pathlib import Path
 from typing import Any
+
+from lightning_3d.storage.remote_path import RemotePath
+
+
+def read_text(path: Path | RemotePath) -> str:
+    """Read a text file.
+
+    Raises:
+        OSError: it does not exist or cannot be read, or is a pipe or a device, which may never end.
+        ValueError: it is not text.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "It is a pipe or a device, not a file", str(path))
+    return path.read_text("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:

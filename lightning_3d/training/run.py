@@ -162,6 +162,7 @@ def quiet() -> None:
     """Silence announcements of Lightning and DeepSpeed; the run itself prints what matters."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "compilers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # of a class that does not exist: the error says it too
     # Who starts the ranks is the user's choice; the last warning was printed before they were started.
     known = ("The `srun` command is available.*", ".*does not have many workers.*", "A step has .*")
     shown_anyway = "No checkpoint is written after a failure.*"

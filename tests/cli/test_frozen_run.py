@@ -136,6 +136,8 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
         ("- a", "has no run_folder"),
         ("a: 1", "has no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
+        ("run_folder: x\na: ${seed", "not a complete configuration of a run: .*Use the config.yaml"),
+        ("run_folder: x\na: ${no_such:1}", "not a complete configuration of a run: .*no_such"),
         ("run_folder: ${hydra:runtime.output_dir}", "not the one in its .hydra"),
         ("run_folder: null", "has no run_folder"),
         ("3", "has no keys"),

@@ -19,6 +19,7 @@ from lightning_3d.config.targets import ALLOW_VARIABLE, allowed, check_targets
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.training.objects import make_object, strategy_class
+from lightning_3d.training.run import quiet
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,13 @@ def test_f22_known_packages_are_no_way_around(key: str, entry: dict[str, Any], m
     check_targets({key: entry})
     with pytest.raises(ConfigError, match=match):
         make_object(key, entry)
+
+
+def test_a_class_that_does_not_exist_is_one_message(capfd: pytest.CaptureFixture[str]) -> None:
+    quiet()
+    with pytest.raises(ConfigError, match="Cannot create callbacks.mine"):
+        make_object("callbacks.mine", {"_target_": "lightning_3d.nowhere.Timeline"})
+    assert capfd.readouterr() == ("", "")
 
 
 HIDDEN = "${oc.select:seed,${oc.create:{_target_:torch.load}}}"

@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_3d.cli.main import main
 from lightning_3d.config.compose import compose
 from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.written_paths import ALLOW_VARIABLE, leaves_folder
+from lightning_3d.config.written_paths import ALLOW_VARIABLE, check_frozen_paths, leaves_folder
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.check import check_shapes
+from lightning_3d.training.job import run_rank
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +80,34 @@ def test_places_in_the_run_folder_are_allowed(default: DictConfig) -> None:
 def test_what_the_command_line_names_is_allowed_there_and_in_jobs_of_a_sweep() -> None:
     words = ["callbacks.checkpoint.dirpath=s3://mine/run", "+callbacks.mine={_target_: lightning_3d.PeriodicCheckpoint, dirpath: /mine}"]
     check_keys(compose([*words, "data=instructions", "data.path=x", "data.cache_dir=cache"]))
-    assert os.environ[ALLOW_VARIABLE].split(",") == ["s3://mine/run", "/mine", "cache"]
+    assert os.environ[ALLOW_VARIABLE].splitlines() == ["s3://mine/run", "/mine", "cache"]
     check_keys(changed(compose([]), {"callbacks.checkpoint.dirpath": "s3://mine/run/deep"}))
     for other in ("s3://mine/run2", "s3://mine/run/../x", "/min"):
         with pytest.raises(ConfigError, match="outside the run folder"):
             check_keys(changed(compose([]), {"callbacks.checkpoint.dirpath": other}))
+
+
+def test_paths_with_commas_are_passed_on_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_VARIABLE, "/a, /b/")
+    check_keys(compose(["callbacks.checkpoint.dirpath='/mine/lr=1,wd=2'"]))
+    assert os.environ[ALLOW_VARIABLE] == "/a\n/b\n/mine/lr=1,wd=2\n"
+    for allowed in ("/a/x", "/b", "/mine/lr=1,wd=2/deep"):
+        check_frozen_paths({"run_folder": "/run", "callbacks": {"checkpoint": {"dirpath": allowed}}})
+    for other in ("/mine/lr=1", "wd=2"):
+        with pytest.raises(ConfigError, match="outside the run folder"):
+            check_frozen_paths({"run_folder": "/run", "callbacks": {"checkpoint": {"dirpath": other}}})
+
+
+def test_f22_ranks_check_paths_again() -> None:
+    """They may depend on the name of the run folder, which `lightning-3d train` chooses after the first check."""
+    frozen = {"run_folder": "/runs/a", "callbacks": {"checkpoint": {"dirpath": "/elsewhere"}}}
+    with pytest.raises(ConfigError, match=r"callbacks\.checkpoint\.dirpath=/elsewhere of a configuration file would be written outside"):
+        run_rank(frozen)
+
+
+def test_what_the_command_line_names_relative_to_the_run_folder_is_allowed_in_ranks() -> None:
+    check_keys(compose(["callbacks.checkpoint.dirpath=${run_folder}/../mine"]))
+    check_frozen_paths({"run_folder": "/runs/a", "callbacks": {"checkpoint": {"dirpath": "/runs/a/../mine"}}})
 
 
 def test_f22_a_frozen_configuration_writes_into_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,21 +22,30 @@ def test_f22_whatever_is_read_ends_in_a_result_or_a_message(cases: int) -> None:
 
 
 def test_the_fuzzer_would_tell() -> None:
-    """A case that takes too long, raises something else, or runs code of the input is a problem."""
+    """A case that computes or waits too long, raises something else, writes elsewhere, or runs code of the input is an error."""
     script = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(TOOL.parent)!r})
 import fuzz
 fuzz.LIMIT_SECONDS = 1
-fuzz.SHARES = dict.fromkeys(["slow", "wrong", "unsafe"], 1)
+fuzz.SHARES = dict.fromkeys(["slow", "waits", "wrong", "writes", "unsafe", "well"], 1)
 
 class Broken(fuzz.Fuzzer):
     def __init__(self, folder, seed):
         super().__init__(folder, seed)
-        self.kinds = {{"slow": self.slow, "wrong": self.wrong, "unsafe": self.unsafe}}
+        self.kinds = {{name: getattr(self, name) for name in fuzz.SHARES}}
+    def prepare(self):
+        pass
     def slow(self, numbers):
         while True:
             pass
+    def waits(self, numbers):
+        os.mkfifo(self.folder / "pipe")
+        (self.folder / "pipe").read_text()
+    def writes(self, numbers):
+        open("elsewhere", "w").close()
+    def well(self, numbers):
+        pass
     def wrong(self, numbers):
         raise KeyError("version")
     def unsafe(self, numbers):
@@ -44,10 +53,9 @@ class Broken(fuzz.Fuzzer):
         pickle.loads(pickle.dumps(fuzz.Bomb(self.canary)))
 
 fuzz.Fuzzer = Broken
-for problem in fuzz.fuzz(1, 0, ["slow", "wrong", "unsafe"]):
-    print("PROBLEM", problem)
+print("errors:", len(fuzz.fuzz(1, 0, list(fuzz.SHARES))))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.count("PROBLEM") == 3, done.stdout + done.stderr
-    for words in ("longer than 1 s", "KeyError: 'version'", "code of the input was run"):
+    assert "errors: 5" in done.stdout and done.stdout.count("longer than 1 s") == 2, done.stdout + done.stderr
+    for words in ("in waits", "KeyError: 'version'", "elsewhere was written into the folder", "code of the input was run"):
         assert words in done.stdout, done.stdout + done.stderr

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_3d.errors import DataError, listed, plural
-from lightning_3d.storage.json_file import parse_json
+from lightning_3d.storage.json_file import parse_json, read_text
 
 DTYPES = ("uint16", "uint32")
 
@@ -82,7 +82,7 @@ def read_index(path: Path) -> TokenIndex:
     """
     sidecar = index_path(path)
     try:
-        entries = parse_json(sidecar.read_text())
+        entries = parse_json(read_text(sidecar))
     except FileNotFoundError:
         raise DataError(
             f"{path} has no {sidecar.name} next to it. Write one such as"
