@@ -39,7 +39,7 @@ def queue_of(step: Step, job: Job) -> float:
     In a pipeline the first rank starts pp - 1 forward passes before it waits for a gradient. At pp - 2 of them the GPU is busy with one, as
     far as the host is not the slower one.
     """
-    ahead = step.waiting * software_of(job).allocator.ahead
+    ahead = step.waiting
     started = (job.layout.pp - 2) / (job.layout.pp - 1) if job.layout.pp > 2 else 0.0
     return max(started * min(1.0, ahead), 1 / (1 + ahead**-_AHEAD_SHARPNESS))
 
@@ -83,9 +83,7 @@ def _on_top(job: Job, own: StagesOfRank) -> float:
     inner = (2 if model.gated else 1) * max(model.ffn, model.expert_ffn) / tp
     logits = _WORD * model.vocab / tp if any(stage.head for stage in stages) else 0.0
     largest = job.tokens * max(job.width * inner, logits, job.width * model.hidden)
-    gradient = job.width * model.embedding / tp
-    embeds = any(stage.embedding for stage in stages)
-    size = gradient if allocator.largest_gradient and embeds and gradient > largest else 0.0
+    size = 0.0
     if sharers > 1 and job.zero == 0:
         size += allocator.bucket_bytes * parameters
     elif sharers > 1 and job.zero == 1:

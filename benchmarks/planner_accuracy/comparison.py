@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.planner_accuracy.allocator import allocated, queue_of
@@ -49,5 +50,14 @@ def compare(run: Run) -> Comparison:
     """Predict a measured run."""
     step = step_of(run.job, run.machine)
     queue = queue_of(step, run.job)
-    printed = allocated(run.job, queue=queue, room=run.room, first=run.software.allocator.prints_first)
+    printed = allocated(run.job, queue=queue, room=run.machine.memory)
     return Comparison(run, step.seconds, printed.total, allocated(run.job, queue=queue).total)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the quantile of the absolute values, interpolated linearly."""
+    ordered = sorted(abs(value) for value in values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

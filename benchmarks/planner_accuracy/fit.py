@@ -1,20 +1,21 @@
-"""Calibrate the constants marked [fit] in `lightning_3d.planner.constants` and `software`, and check them on cells that were left out.
+"""Calibrate the constants marked [fit] in `lightning_3d.planner.constants` and `software`, and check them on runs that were left out.
 
-Each constant in turn is multiplied and divided by a factor as long as the mean absolute logarithm of predicted / measured shrinks; then the
-factor becomes smaller. Constants belong to a type of GPU or to a software, never to a model, a layout or a run.
+The mean absolute logarithm of predicted / measured is minimized by iteratively reweighted least squares (Gauss and Newton's steps on the
+logarithms of the constants). Constants belong to a type of GPU or to a software, never to a model, a layout or a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import exp, log
 from typing import Any
 
-from benchmarks.planner_accuracy.allocator import allocated, queue_of
+import numpy as np
+
 from benchmarks.planner_accuracy.comparison import Comparison
 from benchmarks.planner_accuracy.published_runs import Run
-from benchmarks.planner_accuracy.software import Published
+from benchmarks.planner_accuracy.software import Published, any_software, family
 from lightning_3d.planner.step_time import step_of
 
 Values = dict[tuple[str, str], float]
@@ -22,55 +23,49 @@ Values = dict[tuple[str, str], float]
 
 _START = {
     "matmul": 0.75,
-    "matmul8": 0.75,
-    "memory": 0.7,
     "attention": 0.5,
-    "kernel": 5e-6,
-    "link": 0.7,
-    "network": 0.45,
-    "crowding": 0.05,
-    "exposed": 0.7,
+    "network": 0.6,
+    "overlap.layers": 0.8,
     "traffic.elementwise": 1.8,
     "attention_speed": 0.5,
-    "traffic.logit": 20.0,
-    "traffic.parameter": 60.0,
-    "host.block": 2e-3,
-    "host.collectives": 1.5e-3,
+    "host.block": 1.5e-3,
+    "host.collectives": 1.0e-3,
     "host_tensor": 1.5e-3,
     "host.step": 0.03,
     "separate.network": 0.5,
-    "allocator.queued": 30.0,
-    "allocator.filled": 0.9,
-    "allocator.ahead": 1.0,
 }
 _LIMITS = {
     "matmul": (0.4, 0.92),
-    "matmul8": (0.3, 0.92),
-    "memory": (0.4, 0.95),
     "attention": (0.2, 0.8),
-    "kernel": (2e-6, 3e-5),
-    "link": (0.3, 0.9),
     "network": (0.2, 0.95),
-    "crowding": (1e-3, 0.5),
     "separate.network": (0.05, 0.95),
-    "exposed": (0.2, 1.0),
-    "traffic.elementwise": (1.0, 6.0),
-    "traffic.logit": (8.0, 80.0),
-    "traffic.parameter": (28.0, 150.0),
-    "allocator.filled": (0.7, 1.0),
+    "overlap.layers": (0.2, 1.0),
+    "traffic.elementwise": (0.5, 6.0),
+    "host.block": (1e-4, 1e-2),
+    "host.collectives": (1e-4, 1e-2),
+    "host_tensor": (1e-4, 1e-2),
+    "host.step": (1e-3, 0.3),
 }
-_OF_GPU = ("matmul", "memory", "attention", "kernel", "link", "network", "crowding", "exposed")
+_OF_GPU = ("matmul", "attention")
 _OF_SOFTWARE = {
-    "nanotron": ("traffic.elementwise", "traffic.logit", "traffic.parameter", "host.block", "host.collectives", "host_tensor", "host.step"),
-    "megatron_deepspeed": ("traffic.elementwise", "traffic.logit", "host.block", "host.collectives", "host_tensor", "host.step"),
-    "foundry": ("traffic.elementwise", "attention_speed", "traffic.logit", "host.step"),
-    "foundry_a100": ("traffic.elementwise", "attention_speed", "traffic.logit", "host.step"),
-    "megatron": ("traffic.elementwise", "host.step"),
-    "megatron_2021": ("traffic.elementwise", "separate.network"),
+    "nanotron": ("traffic.elementwise", "network", "overlap.layers", "host.block", "host.collectives", "host_tensor", "host.step"),
+    "megatron_deepspeed": ("traffic.elementwise", "overlap.layers", "host.block", "host.collectives", "host_tensor", "host.step"),
+    "foundry": ("traffic.elementwise", "attention_speed", "host.step"),
+    "foundry_a100": ("traffic.elementwise", "attention_speed", "host.step"),
+    "megatron": ("traffic.elementwise", "overlap.layers", "host.step"),
+    "megatron_2021": ("traffic.elementwise", "overlap.layers", "separate.network"),
+    "titan": ("traffic.elementwise", "host.step"),
+    "titan_compiled": ("traffic.elementwise", "overlap.layers", "host.step"),
+    "any": ("traffic.elementwise", "overlap.layers", "host.step"),
 }
-_OF_MEMORY = {"nanotron": ("allocator.queued", "allocator.filled", "allocator.ahead")}
 _MOST = 0.5
-"""Larger errors count as this: some runs met a slow machine."""
+"""Larger errors weigh less: some runs met a slow machine."""
+
+_EXACT = 0.02
+"""Smaller errors weigh no more."""
+
+_SAMPLED = 40
+"""Most runs of a source that are calibrated on: its runs are alike."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,8 @@ def with_values(run: Run, values: Values) -> Run:
     of_gpu: Any = {name: value for (owner, name), value in values.items() if owner == gpu}
     machine = replace(run.machine, efficiency=replace(run.machine.efficiency, **of_gpu))
     of_software = {name: value for (owner, name), value in values.items() if owner == software}
-    return replace(run, machine=machine, job=replace(run.job, stack=_with_fields(run.software, of_software)))
+    stack = _with_fields(run.software, of_software)
+    return replace(run, machine=stack.on(machine), job=replace(run.job, stack=stack))
 
 
 def _with_fields(stack: Published, values: Mapping[str, float]) -> Published:
@@ -111,35 +107,26 @@ def _with_fields(stack: Published, values: Mapping[str, float]) -> Published:
     return replace(stack, **changes)
 
 
-def fit(runs: Sequence[Run], *, rounds: int = 6) -> Values:
-    """Calibrate on runs: the constants of time, then, with these, those of memory."""
-    timed = [run for run in runs if run.core and run.seconds and run.software.name in _OF_SOFTWARE and not run.job.model.experts]
+def fit(runs: Sequence[Run], *, rounds: int = 8) -> Values:
+    """Calibrate the constants of time on runs."""
+    timed = [run for run in runs if _usual(run) and run.software.name in _OF_SOFTWARE]
     softwares = {run.software.name for run in timed}
     values: Values = {(gpu, name): _START[name] for gpu in sorted({gpu_type(run) for run in timed}) for name in _OF_GPU}
-    if any(run.job.precision == "fp8" for run in timed):
-        values["h100", "matmul8"] = _START["matmul8"]
     values |= {(software, name): _START[name] for software in sorted(softwares) for name in _OF_SOFTWARE[software]}
-    values = _descend(_weighted(timed), values, _time_error, rounds)
-    full = [with_values(run, values) for run in runs if run.core and run.memory and run.software.name in _OF_MEMORY]
-    steps = {id(run): step_of(run.job, run.machine, pipeline="estimate") for run in full}
-    kinds = sorted({run.software.name for run in full})
-    memory: Values = {(software, name): _START[name] for software in kinds for name in _OF_MEMORY[software]}
+    return _descend(_weighted(timed), values, _time_error, rounds)
 
-    def error(run: Run, tried: Values) -> float:
-        tried_run = with_values(run, tried)
-        queue = queue_of(steps[id(run)], tried_run.job)
-        printed = allocated(tried_run.job, queue=queue, room=tried_run.room, first=run.software.allocator.prints_first)
-        return log(printed.total / 2**30 / (run.memory or 1.0))
 
-    return values | _descend(_weighted(full), memory, error, rounds)
+def _usual(run: Run) -> bool:
+    """Check whether a run can be calibrated on: useful, not slowed by its cluster, and with a stated micro-batch."""
+    return run.core and bool(run.seconds) and not run.job.model.experts and not run.assumed
 
 
 def _weighted(runs: Sequence[Run]) -> list[Sample]:
-    counts: dict[tuple[str, str], int] = {}
+    groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        key = run.source, run.software.name
-        counts[key] = counts.get(key, 0) + 1
-    return [Sample(run, counts[run.source, run.software.name] ** -0.5) for run in runs]
+        groups.setdefault((run.source, run.software.name), []).append(run)
+    sampled = [members[:: -(-len(members) // _SAMPLED)] for members in groups.values()]
+    return [Sample(run, len(members) ** -0.5) for members in sampled for run in members]
 
 
 def _time_error(run: Run, values: Values) -> float:
@@ -148,32 +135,58 @@ def _time_error(run: Run, values: Values) -> float:
 
 
 def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Values], float], rounds: int) -> Values:
-    """Run some rounds of coordinate descent and return the values."""
+    """Run some rounds of reweighted least squares and return the values."""
+    keys = list(values)
+    low, high = (_bounds(keys, side) for side in (0, 1))
+    weights = np.array([sample.weight for sample in samples])
+    touched = {key: [index for index, sample in enumerate(samples) if key[0] in sample.owners] for key in keys}
 
-    def cost(sample: Sample, tried: Values) -> float:
-        return sample.weight * min(abs(error(sample.run, tried)), _MOST)
+    def errors(place: np.ndarray, which: Sequence[int]) -> np.ndarray:
+        tried = {key: exp(value) for key, value in zip(keys, place, strict=True)}
+        return np.array([error(samples[index].run, tried) for index in which])
 
-    costs = [cost(sample, values) for sample in samples]
-    factor = 1.3
+    def cost(found: np.ndarray) -> float:
+        return float(np.sum(weights * np.minimum(np.abs(found), _MOST)))
+
+    everyone = range(len(samples))
+    place = np.array([log(value) for value in values.values()])
+    now, damping = errors(place, everyone), 1e-2
     for _ in range(rounds):
-        moved = False
-        for key in values:
-            touched = [index for index, sample in enumerate(samples) if key[0] in sample.owners]
-            for step in (factor, 1 / factor):
-                while True:
-                    tried = values | {key: values[key] * step}
-                    low, high = _LIMITS.get(key[1], (0.0, float("inf")))
-                    if not low <= tried[key] <= high:
-                        break
-                    new = {index: cost(samples[index], tried) for index in touched}
-                    if sum(new.values()) >= sum(costs[index] for index in touched) - 1e-9:
-                        break
-                    values, moved = tried, True
-                    for index, value in new.items():
-                        costs[index] = value
-        if not moved or factor > 1.1:
-            factor = factor**0.6
-    return values
+        size = np.abs(now)
+        weight = weights * np.minimum(1.0, (_MOST / np.maximum(size, 1e-9)) ** 2) / np.maximum(size, _EXACT)
+        slopes = np.zeros((len(samples), len(keys)))
+        for column, key in enumerate(keys):
+            moved = place.copy()
+            moved[column] += 0.02
+            slopes[touched[key], column] = (errors(moved, touched[key]) - now[touched[key]]) / 0.02
+        square = slopes.T @ (slopes * weight[:, None])
+        gradient = slopes.T @ (weight * now)
+        for _ in range(4):
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -gradient)
+            tried = np.clip(place + np.clip(step, -0.4, 0.4), low, high)
+            found = errors(tried, everyone)
+            if cost(found) < cost(now) - 1e-9:
+                place, now, damping = tried, found, damping / 3
+                break
+            damping *= 6
+        else:
+            break
+    return {key: exp(value) for key, value in zip(keys, place, strict=True)}
+
+
+def _bounds(keys: Sequence[tuple[str, str]], side: int) -> np.ndarray:
+    return np.array([log(_LIMITS[name][side]) if name in _LIMITS else (-50.0, 50.0)[side] for _, name in keys])
+
+
+def leave_out(runs: Sequence[Run], predict: Callable[[Run], Comparison]) -> list[Comparison]:
+    """Predict every run as one of software that is not known: with what its documentation says of it, and with constants that were
+    calibrated for any software, without the runs of this one."""
+    unknown = [replace(run, job=replace(run.job, stack=any_software(run.software))) for run in runs]
+    found: dict[str, Values] = {}
+    for name in sorted({family(run.software) for run in runs}):
+        others = [run for run, one in zip(unknown, runs, strict=True) if family(one.software) != name and _usual(one)]
+        found[name] = fit(others)
+    return [predict(with_values(run, found[family(one.software)])) for run, one in zip(unknown, runs, strict=True)]
 
 
 def cross_validate(runs: Sequence[Run], folds: int, predict: Callable[[Run], Comparison]) -> list[Comparison]:

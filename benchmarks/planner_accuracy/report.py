@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 
-from benchmarks.planner_accuracy.comparison import Comparison, compare
+from benchmarks.planner_accuracy.comparison import Comparison, compare, quantile
 from benchmarks.planner_accuracy.polling import polling
 from benchmarks.planner_accuracy.published_runs import read_runs
 from lightning_3d.errors import plural
@@ -50,15 +50,6 @@ _TIME, _MEMORY = ("step time: rows", "median", "mean", "p90", "under"), ("memory
 _HEAD = ("source", "GPU", "rows", *_TIME, *_MEMORY)
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """Return the quantile of the absolute values, interpolated linearly."""
-    ordered = sorted(abs(value) for value in values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def choices(compared: Sequence[Comparison]) -> list[tuple[str, str, int, int, int, float]]:
     """Return for every cell with several timed layouts (software, model, tokens of a sequence, GPUs, layouts, score). The score is measured
     tokens/s of the layout that is predicted to fit and to be fastest, divided by the most tokens/s that were measured."""
@@ -94,6 +85,23 @@ def evaluate(path: Path, folds: int = 0) -> str:
         held = cross_validate(runs, folds, compare)
         text += f"\n# With constants that were calibrated without the predicted runs ({folds} folds)\n\n{report(held)}"
     return text
+
+
+def plain(path: Path, failed: Path | None = None) -> str:
+    """Return the tables of all runs, for known and for unknown software, and the calibration of the memory if there are failed runs.
+
+    Raises:
+        ConfigError: a file is missing, or has no columns of measured runs.
+    """
+    from benchmarks.planner_accuracy.calibration import attempts_of, calibration
+    from benchmarks.planner_accuracy.fit import leave_out
+    from benchmarks.planner_accuracy.yardstick import judge, yardstick
+
+    runs, _ = read_runs(path)
+    lines = yardstick(judge([compare(run) for run in runs], leave_out(runs, compare)))
+    if failed is not None:
+        lines += calibration(attempts_of(runs, read_runs(failed)[0]))
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def in_short(compared: Sequence[Comparison]) -> str:

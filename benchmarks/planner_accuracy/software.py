@@ -8,41 +8,59 @@ from dataclasses import dataclass, field, replace
 from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.planner.block_costs import pipeline_hops
 from lightning_3d.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
-from lightning_3d.planner.machine import Group, Machine, group
+from lightning_3d.planner.machine import Group, Machine
 from lightning_3d.planner.stack import Footprint, Host, Overlap, Split, Stack, Traffic, balanced
 
 _RATES = {
-    # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network:
-    # vendors' datasheets
+    # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network,
+    # GPUs that fast links connect: vendors' datasheets
     # The memory is 95 % of what nvidia-smi shows (81,559 MiB of an H100): nanotron's runs that come nearer to it are several times slower,
     # because the allocator frees and allocates again in every step.
-    "h100": (81.2e9, 3.35e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
-    "h100_96gb": (95.0e9, 2.4e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),  # HBM2e, as in torchtitan's tables
-    "a100": (81.6e9, 2.039e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9),
-    "a100_40gb": (40.8e9, 1.555e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9),
-    "h200": (141.0e9, 4.8e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9),
-    "b200": (180.0e9, 8.0e12, 2250.0e12, 4500.0e12, 1125.0e12, 900.0e9, 50.0e9),
+    "h100": (81.2e9, 3.35e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9, 8),
+    "h100_96gb": (95.0e9, 2.4e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9, 8),  # HBM2e, as in torchtitan's tables
+    "a100": (81.6e9, 2.039e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9, 8),
+    "a100_40gb": (40.8e9, 1.555e12, 312.0e12, 312.0e12, 156.0e12, 300.0e9, 25.0e9, 8),
+    "h200": (141.0e9, 4.8e12, 989.5e12, 1979.0e12, 494.5e12, 450.0e9, 50.0e9, 8),
+    "gb200": (186.0e9, 8.0e12, 2500.0e12, 5000.0e12, 1250.0e12, 900.0e9, 50.0e9, 72),
+    "gb300": (279.0e9, 8.0e12, 2500.0e12, 5000.0e12, 1250.0e12, 900.0e9, 100.0e9, 72),
+    "b300": (270.0e9, 8.0e12, 2250.0e12, 4500.0e12, 1125.0e12, 900.0e9, 100.0e9, 8),
+    "b200": (180.0e9, 8.0e12, 2250.0e12, 4500.0e12, 1125.0e12, 900.0e9, 50.0e9, 8),
 }
 
 
+_TIMES_4 = {"gb300": 3.0, "b300": 3.0, "gb200": 2.0, "b200": 2.0}
+"""Operations a second in NVFP4, divided by those in FP8 (datasheets, without sparsity)."""
+
+_KINDS = "gb300", "gb200", "b300", "b200", "h200", "h100", "a100"
+"""Types of GPU; the first one that a name contains counts."""
+
+_NETWORK = re.compile(r"(IB |InfiniBand )?(?:(\d+) ?x ?)?(\d+) ?G(?:b|bps|b/s|bit/s|bE)\b")
+"""A network as tables write it: "800 Gbps" and "4x100Gb" are those of a node, "IB 400Gbps" is a port of InfiniBand, one for each GPU."""
+
+
 def published_machine(gpu: str, gpus: int, remark: str = "") -> Machine | None:
-    """Nodes of 8 of the GPU that a table of measured runs names, with the network of a node that this name or a remark states in Gbps;
-    None for a type that is not known."""
+    """Return nodes of the GPU that a table of measured runs names: 8 GPUs, or the 72 that NVLink connects in a rack. The network is the
+    one of a node that the name or a remark states. None for a type that is not known."""
     name = gpu.lower()
-    kind = next((kind for kind in ("h100", "a100", "h200", "b200") if kind in name), None)
+    kind = next((kind for kind in _KINDS if kind in name), None)
     if kind is None:
         return None
     kind += "_96gb" if kind == "h100" and "96gb" in name else "_40gb" if kind == "a100" and "40gb" in name else ""
-    memory, bandwidth, peak, peak8, peak32, link, network = _RATES[kind]
-    stated = re.search(r"(\d+) ?gbps", f"{name} {remark.lower()}")
-    network = float(stated[1]) * 1e9 / 8 / 8 if stated else network
+    memory, bandwidth, peak, peak8, peak32, link, network, together = _RATES[kind]
+    if (stated := _NETWORK.search(f"{gpu} {remark}")) is not None:
+        port, ports, gigabits = stated.groups()
+        network = float(ports or 1) * float(gigabits) * 1e9 / 8 / (1 if port and not ports else 8)
     watts = re.search(r"\b(\d+)w\b", name)  # of an H100 that is allowed fewer than 700: products slow down in proportion
     slower = min(1.0, float(watts[1]) / 700.0) if watts and kind.startswith("h100") else 1.0
     peak, peak8, peak32 = peak * slower, peak8 * slower, peak32 * slower
-    nodes = max(1, -(-gpus // 8))
     latencies = LINK_LATENCY, NETWORK_LATENCY
-    return Machine(kind, nodes, 8, memory, bandwidth, peak, peak8, peak32, link, network, *latencies, efficiency_of(kind))
+    nodes, peak4 = max(1, -(-gpus // together)), _TIMES_4.get(kind, 0.0) * peak8
+    rates = memory, bandwidth, peak, peak8, peak32, link, network
+    return Machine(kind, nodes, together, *rates, *latencies, efficiency_of(kind), peak4)
 
+
+NETWORK = efficiency_of("").network
+"""Share of the bandwidth between nodes that NCCL reaches."""
 
 _HEAD_WORK = 0.95
 """Work of an output head, divided by that of a block with as many weights."""
@@ -77,20 +95,11 @@ class Allocator:
         queued: (batch, seq, hidden) tensors of 16 bits that wait to be freed when collectives run next to the work.
         bucket_bytes: of a parameter, in buckets that ZeRO stage 0 keeps next to its gradient.
         gathered_copies: of all parameters, while ZeRO stage 1 gathers them: first in one piece for each rank, then in one.
-        largest_gradient: the gradient of the embedding, the largest of a rank, comes on top of everything else.
-        filled: share of a GPU's memory that is filled before reserves are given back.
-        ahead: seconds of a block on the host, divided by those after which its last kernel has started: what comes later does not keep the
-            host from running ahead.
-        prints_first: the printed memory is that of the first rank, otherwise the most of all ranks.
     """
 
     queued: float = 0.0
     bucket_bytes: float = 0.0
     gathered_copies: int = 0
-    largest_gradient: bool = False
-    filled: float = 1.0
-    ahead: float = 1.0
-    prints_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,8 @@ class Published(Stack):
         reduced_bytes: of a gradient that is sent.
         scatters: ZeRO scatters gradients, otherwise it reduces all of them on every rank.
         attention_speed: rate of its attention kernel, divided by that of the best one of its day.
+        network: bandwidth between nodes that its collectives reach, divided by that of NCCL.
         host_tensor: seconds of the host for each block and tensor-parallel rank where a pipeline's messages wait for the host.
-        host_network: seconds of the host for each block and tensor-parallel rank where these ranks are on several nodes.
-        every_traffic: bytes read and written once a step for every parameter of a rank, whatever ZeRO shards.
         kept_logit_bytes: of a logit that lives on while the next micro-batch runs.
         saved_keys: bytes that a block keeps for each number of a key and a value, beyond what its backward pass needs.
         selective_share: of what a block keeps, with selective recomputation; None: all but half of attention's own.
@@ -133,9 +141,8 @@ class Published(Stack):
     reduced_bytes: float = 4.0
     scatters: bool = True
     attention_speed: float = 1.0
+    network: float = 1.0
     host_tensor: float = 0.0
-    host_network: float = 0.0
-    every_traffic: float = 0.0
     kept_logit_bytes: float = 0.0
     saved_keys: float = 0.0
     selective_share: float | None = None
@@ -146,11 +153,13 @@ class Published(Stack):
         seconds = super().host_seconds(layout, machine)
         if layout.tp == 1:
             return seconds
-        if group(layout, ("tp",), machine.gpus_per_node).nodes > 1:
-            seconds += self.host_network * layout.tp
         if layout.pp > 1 and pipeline_hops(layout, machine):
             seconds += self.host_tensor * layout.tp
         return seconds
+
+    def on(self, machine: Machine) -> Machine:
+        """Return the machine as this software uses its network."""
+        return replace(machine, efficiency=replace(machine.efficiency, network=NETWORK * self.network))
 
     def attention_rate(self, machine: Machine) -> float:
         return super().attention_rate(machine) * self.attention_speed
@@ -163,9 +172,6 @@ class Published(Stack):
 
     def logit_bytes(self, micro_batches: int) -> float:
         return super().logit_bytes(micro_batches) + (self.kept_logit_bytes if micro_batches > 1 else 0.0)
-
-    def optimizer_bytes(self, stepped: float, held: float) -> float:
-        return super().optimizer_bytes(stepped, held) + held * self.every_traffic
 
     def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
         return None if self.separate is None else gather_separately(machine, ranks, size, self.separate)
@@ -189,11 +195,11 @@ NANOTRON = Published(
     order=_MEGATRON_ORDER,  # parallel/context.py
     split=filled,  # models/base.py: blocks are given out by cumulated cost
     host=replace(EAGER.host, step=0.05),  # [fit]
+    network=0.53,  # gradients and parameters are joined and split on the way (distributed.py) [fit]
     host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
-    host_network=0.32e-3,  # [fit]
     traffic=EAGER.traffic,
-    every_traffic=16.0,  # float32 gradients are read for their norm, scaled, and set to zero
-    overlap=Overlap(data=False, gather=False),  # gradients in float32 are reduced after the last micro-batch (trainer.py)
+    # gradients in float32 are reduced after the last micro-batch (trainer.py)
+    overlap=Overlap(data=False, gather=False, layers=0.67),  # layers [fit]
     scatters=False,  # trainer.py, sync_gradients_across_dp
     saved_keys=2.0,  # queries stay in one tensor with keys and values, of which rotation takes a copy (models/llama.py)
     kept_logit_bytes=4.0,  # float32 logits of the last micro-batch, until the next one replaces them; runs show 3.8 to 5.2
@@ -205,64 +211,75 @@ NANOTRON = Published(
     allocator=Allocator(
         bucket_bytes=2.0,  # of DistributedDataParallel, which is used where ZeRO is off (trainer.py)
         gathered_copies=2,  # tensors are joined for each rank (distributed.py, all_gather_coalesced), and torch joins these once more
-        largest_gradient=True,  # 16-bit gradients live until the backward pass ends (optim/gradient_accumulator.py)
-        prints_first=True,  # helpers.py, log_throughput: the reserved memory of rank 0, whose peak was reset after the last pass
         queued=54.0,  # [fit]
-        filled=0.85,  # [fit]
-        ahead=1.16,  # [fit]
     ),
 )
 MEGATRON = Published(
     name="megatron",
     order=_MEGATRON_ORDER,
     split=equal,
-    traffic=Traffic(elementwise=1.2),  # [fit]
-    host=Host(block=0.5e-3, step=0.045),  # [fit]
+    attention_speed=1.5,  # cuDNN's kernel and FlashAttention-3, next to FlashAttention-2 (arXiv:2407.08608, figures 5 and 6)
+    overlap=Overlap(layers=0.38),  # tensor-parallel communication is split and overlapped [fit]
+    traffic=Traffic(elementwise=2.8),  # [fit]
+    host=Host(block=0.5e-3, step=0.019),  # [fit]
 )
 MEGATRON_2021 = replace(
     MEGATRON,
     name="megatron_2021",
     sequence_parallel=False,
     flash=False,
+    attention_speed=1.0,
     overlap=Overlap(all_reduce=False, data=False, gather=False),
     # DeepSpeed's ZeRO 3 of 2021, without model parallelism: four products and two norms, each with a weight and a bias
-    separate=SeparateGathers(12, network=0.28),  # [fit]
-    traffic=Traffic(elementwise=1.0),  # [fit]
+    separate=SeparateGathers(12, network=0.29),  # [fit]
+    traffic=Traffic(elementwise=0.5),  # its kernels join the bias, dropout and residual sum [fit]
     host=Host(block=1.0e-3),
 )
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
     name="megatron_deepspeed",
     reduced_bytes=2.0,
-    traffic=Traffic(
-        elementwise=1.6,  # [fit]
-        logit=50.0,  # [fit]
-        parameter=28.0,  # 4-byte gradient, weight and two moments read, three written, 2-byte weight written
-    ),
-    host=Host(block=1.6e-3, collectives=2.0e-3, step=0.007),  # [fit]
+    host=Host(block=3.4e-3, collectives=0.27e-3, step=0.007),  # [fit]
     host_tensor=1.5e-3,  # [fit]
 )
 FOUNDRY = Published(
     name="foundry",
-    traffic=Traffic(elementwise=1.0, logit=9.0),  # on H100 [fit]
-    attention_speed=0.42,  # FlashAttention written in Triton [fit]
-    host=Host(block=1.0e-3, step=0.13),  # [fit]
+    traffic=Traffic(elementwise=1.7),  # on H100 [fit]
+    attention_speed=0.44,  # FlashAttention written in Triton [fit]
+    host=Host(block=1.0e-3, step=0.17),  # [fit]
 )
 FOUNDRY_A100 = replace(
     FOUNDRY,
     name="foundry_a100",
-    traffic=Traffic(elementwise=2.0, logit=19.0),  # the releases of a year earlier [fit]
-    attention_speed=0.55,  # [fit]
-    host=Host(block=1.0e-3, step=0.037),  # [fit]
+    traffic=Traffic(elementwise=1.2),  # the releases of a year earlier [fit]
+    attention_speed=0.56,  # [fit]
+    host=Host(block=1.0e-3, step=0.069),  # [fit]
 )
 TITAN = Published(
     name="titan",
-    traffic=Traffic(elementwise=2.4),
+    traffic=Traffic(elementwise=3.2),  # [fit]
     footprint=Footprint(logit=14.0),  # 16-bit logits and, in float32, these, their softmax and their gradient
     selective_share=0.5,  # every second product is kept (models/llama3/infra/parallelize.py)
-    host=Host(block=1.0e-3, step=0.04),
+    host=Host(block=1.0e-3, step=0.14),  # [fit]
 )
 TITAN_COMPILED = replace(TITAN, name="titan_compiled", traffic=Traffic(elementwise=1.0))
+
+ANY = Published(
+    name="any",
+    overlap=Overlap(layers=0.75),  # [fit] on all other software
+    traffic=Traffic(elementwise=1.9),  # [fit]
+    # forward and backward of an eager block start about 200 kernels, which takes the host 7 us each; `step` [fit]
+    host=Host(block=1.4e-3, step=0.049),
+)
+"""Software of which nothing is known."""
+
+
+def any_software(software: Published) -> Published:
+    """Return what a software's documentation says of it, with the constants of software of which nothing is known."""
+    overlap = replace(software.overlap, layers=ANY.overlap.layers)
+    fitted = {"traffic": ANY.traffic, "host": ANY.host, "network": ANY.network}
+    return replace(software, name=ANY.name, overlap=overlap, host_tensor=0.0, **fitted)
+
 
 SOURCES: tuple[tuple[tuple[str, ...], Published], ...] = (
     (("ultra-scale",), NANOTRON),
@@ -273,6 +290,19 @@ SOURCES: tuple[tuple[tuple[str, ...], Published], ...] = (
     (("llm-foundry",), FOUNDRY),
     (("torchtitan", "compile"), TITAN_COMPILED),
     (("torchtitan",), TITAN),
-    ((), MEGATRON),
+    (("megatron",), MEGATRON),
+    (("nemo",), MEGATRON),
+    (("moe parallel folding",), MEGATRON),
+    ((), ANY),
 )
 """Words of a run's source, type of GPU and notes, and its software; the first entry all of whose words occur."""
+
+
+def shards_experts(notes: str) -> bool:
+    """Check whether each expert is itself sharded over the tensor-parallel ranks: Megatron's ETP, which is tp where notes leave it open."""
+    return bool(re.search(r"ETP=(?!\d)", notes)) and "Folding" not in notes
+
+
+def family(software: Published) -> str:
+    """Return the name that the versions of a software share."""
+    return {"foundry_a100": "foundry", "titan_compiled": "titan"}.get(software.name, software.name)

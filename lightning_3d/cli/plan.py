@@ -26,8 +26,12 @@ COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; defau
 COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
 COMMAND.count("--steps", "timed steps of each layout with --validate, after one warm-up step; default: 4", default=4)
 COMMAND.word("parallelism.KEY=VALUE", "fix a choice: schedule, micro_batch_size, zero_stage, recompute, sequence_parallel, order")
-COMMAND.word("plan.memory_reserve=SHARE", "share of each GPU's memory that proposals leave free; default: 0.12")
+COMMAND.word("plan.memory_risk=P", "largest probability with which a proposed layout may run out of memory; default: 0.1")
+COMMAND.word("plan.max_bubble=SHARE", "largest share of a step, 0 to 1, that pipeline ranks may wait for each other; default: 1")
 COMMAND.word("profile=FILE.json", "measurements that lightning-3d profile wrote, used instead of the planner's constants")
+
+
+_OWN = " (the longest that the model supports; for another length, set data.sequence_length)"
 
 
 def run(arguments: list[str]) -> int:
@@ -35,14 +39,12 @@ def run(arguments: list[str]) -> int:
     return COMMAND.run(arguments, lambda options, overrides: _plan(overrides, Path(options.out), options.validate or 0, options.steps))
 
 
-def _length_left_open(run: CompleteRun, overrides: Sequence[str]) -> str:
-    """Point out that a plan is for the short samples of the data although the model takes longer ones; empty otherwise."""
-    longest = run.spec.max_positions
+def _own_length(run: CompleteRun, overrides: Sequence[str]) -> list[str]:
+    """Return the override that sets the length of a sequence to the model's own where nothing sets it; empty where the model states none
+    or the data's default is about as long."""
+    longest, length = run.spec.max_positions, run.data.get("sequence_length")
     given = any(word.lstrip("+").startswith(("data.sequence_length=", "recipe=")) for word in overrides)
-    if given or longest is None or longest < 2 * run.data["sequence_length"]:
-        return ""
-    length = run.data["sequence_length"]
-    return f" ({length} is the default of data={run.data.get('name')}; the model supports up to data.sequence_length={longest})"
+    return [] if given or longest is None or (isinstance(length, int) and longest < 2 * length) else [f"data.sequence_length={longest}"]
 
 
 def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
@@ -52,7 +54,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.config.plan_run import check_keys
     from lightning_3d.config.run_config import complete_run
-    from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
+    from lightning_3d.planner.advice import machine_of, plan, planned_accelerator, spanning
     from lightning_3d.planner.html_page import page
     from lightning_3d.planner.tables import as_data, found_table, margin, memory_table
     from lightning_3d.runs.report.page import ASSETS
@@ -63,6 +65,10 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     keys.cluster.check()
     keys.plan.check()
     run = complete_run(keys)
+    own = _own_length(run, overrides)
+    if own:
+        overrides = [*overrides, *own]
+        run = complete_run(check_keys(compose([*overrides, "trainer.dry=true"])))
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
         raise ConfigError(
             "data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given, for example"
@@ -75,11 +81,13 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     assert machine is not None
     first = found.best[0]
     title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
-    data, gpus, reserve = run.data, machine.gpus, run.plan.memory_reserve
-    print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step{_length_left_open(run, overrides)}\n")
+    data, gpus, risk = run.data, machine.gpus, run.plan.memory_risk
+    print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step{_OWN if own else ''}\n")
     print(found_table(found, machine))
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
     print(f"  {margin(first.memory, machine)}")
+    for warning in spanning(first.job, machine):
+        print(f"\n{warning}")
     words = training_words(overrides, first.job)
     command = shlex.join(["lightning-3d", "train", *words])
     content = {
@@ -89,7 +97,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
         "global_batch_size": data["global_batch_size"],
         "shapes": found.shapes,
         "expanded": found.expanded,
-        "memory_reserve": reserve,
+        "memory_risk": risk,
         "command": command,
         "best": [as_data(one, machine) for one in found.best],
         "simulated": len(found.simulated),
@@ -97,7 +105,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (ASSETS / "style.css").read_text("utf-8")
-    (folder / "plan.html").write_text(page(found, machine, title, style, reserve, command), encoding="utf-8")
+    (folder / "plan.html").write_text(page(found, machine, title, style, risk, command), encoding="utf-8")
     counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
     print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
     code = validate(overrides, found.best[:validated], steps) if validated else 0

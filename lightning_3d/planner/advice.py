@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from math import floor
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
 from lightning_3d.planner.host_memory import available_memory
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.machine import Machine, group
 from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
+from lightning_3d.planner.memory_risk import fit_probability, largest_share
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
 from lightning_3d.planner.search import Candidate, Fixed, Found, search
 from lightning_3d.planner.stack import Stack
+from lightning_3d.planner.step_time import step_of
 from lightning_3d.planner.tables import memory_table
 from lightning_3d.ranks.progress import task
 from lightning_3d.storage.numbers import gibibytes, gpu_memory
@@ -194,7 +196,8 @@ class Advice:
         """Refuse a layout that does not fit on the cluster's GPUs, where these and the model family are known.
 
         Returns:
-            Warnings about a layout that fits but uses the reserve that proposals leave free.
+            Warnings about a layout that fits but is more likely to run out of memory than proposals may be, or whose tp or cp spans
+            nodes.
 
         Raises:
             LayoutError: with a table of the memory, and options that would fit.
@@ -202,11 +205,12 @@ class Advice:
         machine = machine_of(run.cluster, run.profile)
         if machine is None or run.spec.shapes is None:
             return ()
-        job, reserve = job_of(run, precision, layout, schedule, micro_batch), run.plan.memory_reserve
+        job, risk = job_of(run, precision, layout, schedule, micro_batch), run.plan.memory_risk
         memory = memory_of(job)
         if memory.total > machine.memory:
-            raise LayoutError(_too_large(job, memory, machine, reserve))
-        return (_tight(job, memory, machine, reserve),) if memory.total > (1 - reserve) * machine.memory else ()
+            raise LayoutError(_too_large(job, memory, machine, risk))
+        tight = (_tight(job, memory, machine, risk),) if memory.total > largest_share(risk) * machine.memory else ()
+        return (*tight, *spanning(job, machine))
 
     def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Refuse a run whose `ranks` ranks on the cores of this machine need more than its memory.
@@ -237,6 +241,23 @@ class Advice:
             f" {gibibytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8). Use force=true to"
             " start anyway."
         )
+
+
+def spanning(job: Job, machine: Machine) -> tuple[str, ...]:
+    """Return a warning for tp and for cp if their ranks are on several nodes, with the seconds of a step that this is predicted to cost."""
+    axes = [axis for axis in ("tp", "cp") if group(job.layout, (axis,), machine.gpus_per_node).nodes > 1]
+    if not axes:
+        return ()
+    nearer = replace(machine, nodes=1, gpus_per_node=machine.gpus)  # the same GPUs, all joined by fast links
+    whole = step_of(job, machine, pipeline="estimate").seconds
+    lost = whole - step_of(job, nearer, pipeline="estimate").seconds
+    names = {"tp": "tensor", "cp": "context"}
+    return tuple(
+        f"The {job.layout.size(axis)} {names[axis]}-parallel ranks of {job.layout.name} are on"
+        f" {group(job.layout, (axis,), machine.gpus_per_node).nodes} nodes. Communication between nodes is predicted to cost"
+        f" {lost:.3g} s of each step of {whole:.3g} s. Use at most {machine.gpus_per_node} ranks for tp and cp together."
+        for axis in axes
+    )
 
 
 def need_less(run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> str | None:
@@ -287,51 +308,52 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         recompute=parallelism.recompute if automatic else None,
         sequence_parallel=parallelism.sequence_parallel if automatic else None,
         order=tuple(parallelism.order) if automatic and parallelism.order is not None else None,
+        max_bubble=run.plan.max_bubble,
     )
-    reserve = run.plan.memory_reserve
+    risk = run.plan.memory_risk
     with task(f"searching layouts for {plural(machine.gpus, 'GPU')}"):
-        found = search(job, machine, fixed=fixed, most=most, reserve=reserve)
+        found = search(job, machine, fixed=fixed, most=most, room=largest_share(risk) * machine.memory)
     if not found.best:
         size = f"{job.model.parameters / 1e9:.1f} billion parameters"
-        tight = search(job, machine, fixed=fixed, most=1).best if reserve else ()
+        tight = search(job, machine, fixed=fixed, most=1).best if risk < 0.5 else ()
         raise LayoutError(
             f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
             f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
-            f"{_without_reserve(tight, machine, reserve)} Use more GPUs, shorter sequences, or a global batch with more divisors."
+            f"{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a global batch with more divisors."
         )
     return found
 
 
-def _without_reserve(tight: Sequence[Candidate], machine: Machine, reserve: float) -> str:
-    """Describe what would fit without the reserve."""
+def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> str:
+    """Describe what would fit at a higher risk."""
     if not tight:
         return ""
-    share = tight[0].memory.total / machine.memory
+    predicted = tight[0].memory.total
+    needed = ceil(100 * (1 - fit_probability(predicted, machine.memory))) / 100
     return (
-        f" {reserve:.0%} of the memory must stay free (plan.memory_reserve={reserve:g}), but {tight[0].job.layout.name} would fill"
-        f" {share:.0%}. To allow it, set plan.memory_reserve={floor(100 * (1 - share)) / 100:g}. With less than 0.12, runs often run out of"
-        " memory."
+        f" Layouts may run out of memory with a probability of at most {risk:.1%} (plan.memory_risk={risk:g}), but"
+        f" {tight[0].job.layout.name} would fill {predicted / machine.memory:.0%} of a GPU. To allow it, set plan.memory_risk={needed:g}."
     )
 
 
-def _room(machine: Machine, reserve: float) -> Callable[[Job], float | None]:
-    """Return a function from a job to the bytes that it needs; None if they use the reserve."""
-    return lambda one: total if (total := memory_of(one).total) <= (1 - reserve) * machine.memory else None
+def _room(machine: Machine, risk: float) -> Callable[[Job], float | None]:
+    """Return a function from a job to the bytes that it needs; None if it is too likely to run out of memory."""
+    return lambda one: total if (total := memory_of(one).total) <= largest_share(risk) * machine.memory else None
 
 
-def _tight(job: Job, memory: Memory, machine: Machine, reserve: float) -> str:
-    """Return the warning about a layout that fits but uses the reserve."""
-    advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
+def _tight(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
+    """Return the warning about a layout that fits but is too likely to run out of memory."""
+    advice = _nearest(job, _room(machine, risk)) or "Use more GPUs or a larger tp or pp"
     return (
         f"{job.layout.name} is predicted to fill {memory.total / machine.memory:.0%} of {gibibytes(machine.memory)} on its fullest rank."
-        f" That leaves {gibibytes(machine.memory - memory.total)}, less than the reserve of {reserve:.0%} (plan.memory_reserve), so the run"
-        f" may run out of memory. {advice}."
+        f" That leaves {gibibytes(machine.memory - memory.total)}, and it fits with a probability of"
+        f" {fit_probability(memory.total, machine.memory):.0%}; proposals fit with at least {1 - risk:.0%} (plan.memory_risk). {advice}."
     )
 
 
-def _too_large(job: Job, memory: Memory, machine: Machine, reserve: float) -> str:
+def _too_large(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
     """Return the message about a layout that does not fit, with the nearest options that do."""
-    advice = _nearest(job, _room(machine, reserve)) or "Use more GPUs or a larger tp or pp"
+    advice = _nearest(job, _room(machine, risk)) or "Use more GPUs or a larger tp or pp"
     return (
         f"{job.layout.name} needs about {gibibytes(memory.total)} on its fullest rank, but {machine.gpu} has"
         f" {gpu_memory(machine.memory)}.\n{memory_table(memory)}\n{advice}, or use parallelism=auto to let the planner choose."

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.options.plan import MEMORY_RESERVE, PlanOptions
+from lightning_3d.config.options.plan import MEMORY_RISK, PlanOptions
 from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
 from lightning_3d.config.run_config import ParallelismConfig, RunConfig, complete_run
 from lightning_3d.errors import ConfigError
@@ -32,7 +32,7 @@ def planned(
     precision: str = "bf16",
     profile: str | None = None,
     force: bool = False,
-    memory_reserve: float = MEMORY_RESERVE,
+    memory_risk: float = MEMORY_RISK,
     **options: Any,
 ) -> dict[str, Any]:
     """Return arguments of `Lightning3DStrategy` that the planner chose or checked, before a model is built or a rank started:
@@ -48,7 +48,8 @@ def planned(
         precision: name in the group `precision`: bf16, bf16_mixed, fp8, fp32, fp64.
         profile: file that `lightning-3d profile` wrote.
         force: whether to accept layouts that do not fit.
-        memory_reserve: share of each GPU's memory, 0 to 0.9, that `auto` leaves free; a named layout that uses it causes a warning.
+        memory_risk: largest probability, 0.001 to 0.5, with which the layout of `auto` may run out of memory; a named layout that exceeds
+            it causes a warning.
         options: other arguments of the strategy. `auto` searches for schedule, micro_batch_size, zero_stage, recompute,
             sequence_parallel and order, except for those that are given here.
 
@@ -69,7 +70,7 @@ def planned(
         cluster=_cluster(cluster),
         force=force,
         profile=profile,
-        plan=PlanOptions(memory_reserve),
+        plan=PlanOptions(memory_risk),
     )
     run = complete_run(asked)
     run.plan.check()

@@ -93,7 +93,7 @@ def pipeline_hops(layout: Layout, machine: Machine) -> bool:
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
     """Predict matrix products of `tokens` tokens with matrices that tensor parallelism shards, `copies` times (experts)."""
     rate, bandwidth, kernel = machine.matmul_rate(job.precision), machine.memory_rate, machine.efficiency.kernel
-    width = 1 if job.precision == "fp8" else job.width
+    width = {"fp8": 1.0, "fp4": 0.5}.get(job.precision, job.width)
     forward = inputs = weights = 0.0
     for matrix in matrices:
         outputs, depth = matrix.local(job.layout.tp)
@@ -142,7 +142,7 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
     rotated = (model.query_width + model.key_width / 2) / tp
     gates = 3 if model.gated else 2
     traffic = job.width * job.tokens * job.stack.traffic.elementwise * (10 * shared + 2 * rotated + gates * inner)
-    if job.precision == "fp8":
+    if job.precision in ("fp8", "fp4"):
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
     forward = traffic / machine.memory_rate
     return Part(forward=forward, backward=2 * forward)
@@ -156,7 +156,7 @@ def _tensor_parallel(job: Job, machine: Machine) -> Part:
         return Part()
     ranks = group(layout, ("tp",), machine.gpus_per_node)
     once = gather(machine, ranks, job.tokens * job.model.hidden * job.width)
-    exposed = machine.efficiency.exposed
+    exposed = job.stack.overlap.layers
     return Part(forward_communication=4 * once * exposed, backward_communication=(6 if job.sequence_parallel else 4) * once * exposed)
 
 
@@ -178,7 +178,6 @@ def _mixture(job: Job, machine: Machine) -> Part:
         part += products(job, machine, model.mlp(model.shared_ffn), job.tokens)
     moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
     exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * job.width) if layout.ep > 1 else 0.0
-    exchange *= machine.efficiency.exposed
     part += Part(forward=moved, backward=2 * moved, forward_communication=2 * exchange, backward_communication=2 * exchange)
     return part + _elementwise(job, machine, inner)
 
@@ -227,6 +226,6 @@ def _head(job: Job, machine: Machine) -> Part:
     part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
     if job.layout.tp > 1:
         ranks = group(job.layout, ("tp",), machine.gpus_per_node)
-        once = gather(machine, ranks, job.tokens * model.hidden * job.width) * machine.efficiency.exposed
+        once = gather(machine, ranks, job.tokens * model.hidden * job.width) * job.stack.overlap.layers
         part += Part(forward_communication=once, backward_communication=2 * once)
     return part

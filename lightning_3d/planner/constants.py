@@ -14,13 +14,9 @@ from lightning_3d.planner.stack import Footprint, Host, Overlap, Stack, Traffic
 
 EFFICIENCIES = {
     # [fit] on nanotron's sweep, llm-foundry, Megatron Core (NeMo) and torchtitan, 80 GB and 96 GB
-    "h100": Efficiency(
-        matmul=0.70, matmul8=0.86, memory=0.60, attention=0.45, kernel=3.4e-6, link=0.73, network=0.70, crowding=0.10, exposed=0.60
-    ),
+    "h100": Efficiency(matmul=0.72, attention=0.43),
     # [fit] on llm-foundry, vTrain's runs of Megatron-DeepSpeed and Megatron-LM of 2021
-    "a100": Efficiency(
-        matmul=0.85, matmul8=0.85, memory=0.90, attention=0.55, kernel=2.9e-5, link=0.85, network=0.75, crowding=0.02, exposed=0.72
-    ),
+    "a100": Efficiency(matmul=0.77, attention=0.56),
 }
 """Efficiency by type of GPU. Later types than H100 are assumed to reach the same shares of their rates as H100."""
 
@@ -32,8 +28,13 @@ LINK_LATENCY, NETWORK_LATENCY = 0.6e-6, 2.7e-6
 """NCCL 2.30, src/graph/tuning.cc, hwLatencies."""
 
 EAGER = Stack(
-    host=Host(block=3.0e-3, collectives=1.25e-3),  # [fit]
-    traffic=Traffic(elementwise=2.4, logit=14.3, parameter=90.0),  # [fit]
+    host=Host(block=3.0e-3, collectives=1.3e-3),  # [fit]
+    traffic=Traffic(
+        elementwise=4.1,  # [fit]
+        # torch's AdamW with a kernel for each operation reads and writes 80 bytes, the gradient norm and clipping 12, zeroing 4, copies
+        # into and out of buckets 16, and the copy in 16 bits 6
+        parameter=120.0,
+    ),
     overlap=Overlap(gather=False),
 )
 """Eager blocks, as nanotron's runs show them."""

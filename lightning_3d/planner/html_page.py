@@ -8,6 +8,7 @@ from math import ceil, log10
 
 from lightning_3d.errors import plural
 from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory_risk import largest_share
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import step_of
 from lightning_3d.planner.tables import COMPARED, PARTS, compare, describe, margin, share_of_peak, tokens_per_second
@@ -40,7 +41,7 @@ td.layout { white-space: normal; min-width: 210px; } td.layout b { display: bloc
 _PARETO_NOTE = "numbers refer to the rows above; a line joins the layouts that no other layout beats in both speed and memory"
 
 
-def page(found: Found, machine: Machine, title: str, style: str = "", reserve: float = 0.0, command: str = "") -> str:
+def page(found: Found, machine: Machine, title: str, style: str = "", risk: float = 0.5, command: str = "") -> str:
     """Return the whole page.
 
     Args:
@@ -48,13 +49,13 @@ def page(found: Found, machine: Machine, title: str, style: str = "", reserve: f
         machine: the cluster.
         title: heading of the page.
         style: style sheet of the reports, so that all pages look alike.
-        reserve: share of each GPU's memory that no layout may use, 0 to 1.
+        risk: largest probability with which a layout may run out of memory.
         command: command line that trains with the first layout, for the head of the page; its keys of `parallelism` if empty.
     """
     first = found.best[0]
     cards = [
         _card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
-        _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, reserve)),
+        _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, risk)),
         _card("Where a step's time goes", "on the busiest rank", _bars(found.best)),
         _card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
     ]
@@ -128,7 +129,7 @@ def marks_between(low: float, high: float, count: int) -> list[float]:
     return [place * step for place in range(ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)]
 
 
-def _pareto(found: Found, machine: Machine, reserve: float) -> str:
+def _pareto(found: Found, machine: Machine, risk: float) -> str:
     width, height, left, right, top, bottom = 1100, 340, 76, 24, 28, 44
     sizes = [one.memory.total / 2**30 for one in found.seen]
     speeds = [tokens_per_second(one) for one in found.seen]
@@ -155,11 +156,11 @@ def _pareto(found: Found, machine: Machine, reserve: float) -> str:
     full = across(machine.memory / 2**30)
     marks.append(f'<line x1="{full:.1f}" x2="{full:.1f}" y1="{top}" y2="{height - bottom}" stroke="var(--bad)" stroke-dasharray="5 4"/>')
     marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a GPU: {gibibytes(machine.memory)}</text>')
-    if reserve:
-        room = across((1 - reserve) * machine.memory / 2**30)
+    if risk < 0.5:
+        room = across(largest_share(risk) * machine.memory / 2**30)
         ends = f'x1="{room:.1f}" x2="{room:.1f}" y1="{top}" y2="{height - bottom}"'
         marks.append(f'<line {ends} stroke="var(--muted)" stroke-dasharray="2 4"/>')
-        marks.append(f'<text x="{room - 6:.1f}" y="{top + 8}" text-anchor="end">without the reserve of {reserve:.0%}</text>')
+        marks.append(f'<text x="{room - 6:.1f}" y="{top + 8}" text-anchor="end">fits with {1 - risk:.0%}</text>')
     front = " ".join(f"{across(one.memory.total / 2**30):.1f},{up(tokens_per_second(one)):.1f}" for one in pareto(found.seen))
     marks.append(f'<polyline points="{front}" fill="none" stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="5 4"/>')
     places = {id(one): place for place, one in enumerate(found.best, 1)}

@@ -21,7 +21,7 @@ class Job:
         micro_batch: sequences that pass a stage at once.
         schedule: name of the pipeline schedule, as in `lightning_3d.layout.schedules`.
         zero: ZeRO stage, 0 to 3.
-        precision: precision of matrix products: `bf16` (or another 16-bit format), `fp8` or `fp32`.
+        precision: precision of matrix products: `bf16` (or another 16-bit format), `fp8`, `fp4` or `fp32`.
         weight_bytes: bytes of a parameter; 2 with float32 master weights.
         state_bytes: bytes that the optimizer keeps for a parameter; 12 with float32 master weights.
         trained: share of parameters that have gradients.

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +244,7 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
     if stated is None:
         link = inside or (0.0, profile.bandwidth)
         outer = between or link
-        known = replace(efficiency_of(profile.name), crowding=0.0)
+        known = efficiency_of(profile.name)
         sizes = nodes, profile.ranks_per_node, profile.memory, profile.bandwidth
         stated = Machine(profile.name, *sizes, rate, rate, rate, link[1], outer[1], link[0], outer[0], known)
     peak = stated.peak32 if profile.precision in ("fp32", "fp64") else stated.peak
@@ -255,8 +254,6 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
         "attention": profile.attention / stated.peak,
         "kernel": kernel,
     }
-    if profile.device == "cpu":
-        reached["exposed"] = 1.0  # the cores that compute also send
     measured = replace(stated, efficiency=replace(stated.efficiency, **reached))
     return _with_links(profile, measured)
 
@@ -274,8 +271,7 @@ def _with_links(profile: Profile, stated: Machine | None) -> Machine:
     if inside is not None:
         latencies["link_latency"], reached["link"] = inside[0], inside[1] / stated.link
     if between is not None:
-        crowd = 1 + stated.efficiency.crowding * max(0.0, log2(profile.ranks / profile.ranks_per_node / 2))
-        latencies["network_latency"], reached["network"] = between[0], between[1] * crowd / stated.network
+        latencies["network_latency"], reached["network"] = between[0], between[1] / stated.network
     elif stated.network == stated.link and inside is not None:
         reached["network"] = reached["link"]
     return replace(stated, **latencies, efficiency=replace(stated.efficiency, **reached))

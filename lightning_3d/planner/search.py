@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count, product
 
 from lightning_3d.layout.layout import Layout, divisors
-from lightning_3d.layout.schedules import SCHEDULES, find_schedule
+from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
 from lightning_3d.planner.block_costs import Work, work_of
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
@@ -26,13 +26,17 @@ MOST_SIMULATED = 30
 
 ORDERS = (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp"))
 _RECOMPUTE = ("none", "selective", "full")
+_MOST_CHUNKS = 12
+"""Most virtual stages of a rank: each more sends more messages and hides less of the bubble."""
+
 _LONGEST_SHARE = 1024
 """Fewest tokens of a sequence that context parallelism leaves each rank."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Values that the user has set, which are not searched. None: the search may choose the value."""
+    """Values that the user has set, which are not searched. None: the search may choose the value. `max_bubble` is the largest share of a
+    step that the ranks of a pipeline may wait for each other."""
 
     layout: Layout | None = None
     schedule: str | None = None
@@ -41,6 +45,7 @@ class Fixed:
     recompute: str | None = None
     sequence_parallel: bool | None = None
     order: tuple[str, ...] | None = None
+    max_bubble: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Found:
 
 
 def search(
-    job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int = 5, limit: int = MOST_SIMULATED, reserve: float = 0.0
+    job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int = 5, limit: int = MOST_SIMULATED, room: float | None = None
 ) -> Found:
     """Find the fastest candidates with different degrees of parallelism.
 
@@ -84,12 +89,12 @@ def search(
         fixed: values that are not searched.
         most: layouts to return.
         limit: most candidates to simulate.
-        reserve: share of each GPU's memory that stays free, 0 to 1.
+        room: most bytes of a GPU that may be predicted; None: all of its memory.
 
     Returns:
         The result; its `best` is empty when nothing fits.
     """
-    fixed, room = fixed or Fixed(), (1 - reserve) * machine.memory
+    fixed, room = fixed or Fixed(), machine.memory if room is None else room
     number = count()
     queue: list[tuple[float, int, Job | Candidate | tuple[Job, Memory]]] = []
 
@@ -192,10 +197,17 @@ def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
         if fixed.layout is not None and fixed.layout.vp > 1:
             chunks = [fixed.layout.vp]
         else:
-            chunks = [2] if info.v_shaped else [vp for vp in (2, 4, 8) if vp * layout.pp <= job.model.layers] if info.looped else [1]
+            chunks = [2] if info.v_shaped else _chunks(job.model.layers, layout.pp) if info.looped else [1]
         for vp in chunks:
-            if layout.pp * vp <= job.model.layers and info.accepts(layout.pp, vp, job.micro_batches):
+            fits = layout.pp * vp <= job.model.layers and info.accepts(layout.pp, vp, job.micro_batches)
+            if fits and predicted_bubble(info, layout.pp, vp, job.micro_batches) <= fixed.max_bubble:
                 yield replace(job, layout=replace(layout, vp=vp), schedule=info.name)
+
+
+def _chunks(layers: int, pp: int) -> list[int]:
+    """Return the numbers of virtual stages of a rank that are worth a try: powers of two, and those with equal stages."""
+    equal = divisors(layers // pp) if layers % pp == 0 else []
+    return sorted(vp for vp in {2, 4, 8, *equal} if 1 < vp <= min(_MOST_CHUNKS, layers // pp))
 
 
 def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:

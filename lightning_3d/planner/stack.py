@@ -80,11 +80,13 @@ class Overlap:
         all_reduce: reduction of gradients at ZeRO stage 0, during the last backward pass.
         data: reduction of gradients at ZeRO stages 1 to 3, during the last backward pass.
         gather: gathering of parameters, during the first forward pass.
+        layers: share of tensor-parallel communication that is waited for; 1 without overlap.
     """
 
     all_reduce: bool = True
     data: bool = True
     gather: bool = True
+    layers: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -146,15 +148,6 @@ class Stack:
     def logit_bytes(self, micro_batches: int) -> float:
         """Return the bytes of one logit at the peak of a step."""
         return self.footprint.logit
-
-    def optimizer_bytes(self, stepped: float, held: float) -> float:
-        """Return the bytes that are read and written in an optimizer step.
-
-        Args:
-            stepped: trained parameters whose step this rank does.
-            held: trained parameters of this rank.
-        """
-        return stepped * self.traffic.parameter
 
     def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
         """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None if gathering overlaps."""

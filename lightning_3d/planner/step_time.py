@@ -210,7 +210,7 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
-    optimizer = stack.optimizer_bytes(stepped, job.trained * (dense + routed)) / machine.memory_rate
+    optimizer = stepped * stack.traffic.parameter / machine.memory_rate
     if job.zero == 0:
         reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
     else:

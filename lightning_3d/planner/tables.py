@@ -9,6 +9,7 @@ from typing import Any
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory
+from lightning_3d.planner.memory_risk import fit_probability
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import Step
 from lightning_3d.storage.numbers import gibibytes
@@ -38,8 +39,8 @@ def memory_table(memory: Memory) -> str:
 
 def margin(memory: Memory, machine: Machine) -> str:
     """Describe the share of a GPU that a rank is predicted to fill, and what stays free."""
-    free = machine.memory - memory.total
-    return f"{memory.total / machine.memory:.0%} of {gibibytes(machine.memory)}, {gibibytes(free)} free"
+    free, fits = machine.memory - memory.total, fit_probability(memory.total, machine.memory)
+    return f"{memory.total / machine.memory:.0%} of {gibibytes(machine.memory)}, {gibibytes(free)} free, fits with {fits:.0%}"
 
 
 def describe(job: Job) -> str:
@@ -97,7 +98,8 @@ def _seconds(step: Step, part: str) -> float:
 
 def found_table(found: Found, machine: Machine) -> str:
     """Return a table of the best candidates, one row each."""
-    head = ("layout", "schedule", "micro-batch", "ZeRO", "recompute", "s/step", "tokens/s", "MFU", "GiB", "of GPU", "GiB free", COMPARED)
+    settings, sizes = ("layout", "schedule", "micro-batch", "ZeRO", "recompute"), ("GiB", "of GPU", "GiB free", "fits")
+    head = (*settings, "s/step", "tokens/s", "MFU", *sizes, COMPARED)
     rows = [head]
     for one in found.best:
         job = one.job
@@ -114,6 +116,7 @@ def found_table(found: Found, machine: Machine) -> str:
                 f"{one.memory.total / 2**30:.0f}",
                 f"{one.memory.total / machine.memory:.0%}",
                 f"{(machine.memory - one.memory.total) / 2**30:.0f}",
+                f"{fit_probability(one.memory.total, machine.memory):.0%}",
                 compare(one, found.best[0]),
             )
         )
@@ -142,6 +145,7 @@ def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
         "bytes": candidate.memory.total,
         "bytes_free": machine.memory - candidate.memory.total,
         "memory_share": candidate.memory.total / machine.memory,
+        "fit_probability": fit_probability(candidate.memory.total, machine.memory),
         "bytes_of": asdict(candidate.memory),
     }
 

@@ -49,19 +49,19 @@ def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
     assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
 
 
-def test_a_reserve_is_left_free_and_a_named_layout_that_uses_it_is_warned_of() -> None:
+def test_a_choice_is_likely_to_fit_and_a_named_layout_that_is_not_is_warned_of() -> None:
     mixtral = yaml.safe_load((REPOSITORY / "conf/model/mixtral_8x7b.yaml").read_text())["config"]
     where: dict[str, Any] = {"cluster": "h100_4x8", "sequence_length": 4096, "global_batch_size": 512}
-    full = planned(mixtral, **where, memory_reserve=0)
+    full = planned(mixtral, **where, memory_risk=0.5)
     assert full["layout"] != planned(mixtral, **where)["layout"]
     named = {"layout": full["layout"], "micro_batch_size": full["micro_batch_size"], "zero_stage": full["zero_stage"]}
     with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 74.5 GiB on its fullest rank. That leaves [0-9.]+ GiB"):
         assert planned(mixtral, **where, **named) == named
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert planned(mixtral, **where, **named, memory_reserve=0.02) == planned(mixtral, **where, **named, force=True) == named
-    with pytest.raises(ConfigError, match="plan.memory_reserve must be .*; got 2"):
-        planned(mixtral, **where, memory_reserve=2)
+        assert planned(mixtral, **where, **named, memory_risk=0.45) == planned(mixtral, **where, **named, force=True) == named
+    with pytest.raises(ConfigError, match="plan.memory_risk must be .*; got 2"):
+        planned(mixtral, **where, memory_risk=2)
 
 
 def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:

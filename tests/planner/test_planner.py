@@ -1,11 +1,14 @@
 """What the planner predicts, against published numbers and against a search without shortcuts."""
 
 import csv
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from math import exp
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -14,11 +17,14 @@ from command_line import REPOSITORY
 
 from benchmarks.planner_accuracy import software
 from benchmarks.planner_accuracy.allocator import allocated, queue_of
-from benchmarks.planner_accuracy.comparison import compare
-from benchmarks.planner_accuracy.fit import fit, with_values
+from benchmarks.planner_accuracy.calibration import Attempt, attempts_of, calibration, spread_of
+from benchmarks.planner_accuracy.comparison import compare, quantile
+from benchmarks.planner_accuracy.fit import fit, leave_out, with_values
+from benchmarks.planner_accuracy.known_models import named_model
 from benchmarks.planner_accuracy.polling import polled_seconds, polling
-from benchmarks.planner_accuracy.published_runs import COLUMNS, Run, read_runs, run_of
-from benchmarks.planner_accuracy.report import contradictions, evaluate, quantile
+from benchmarks.planner_accuracy.published_runs import COLUMNS, Run, architecture_of, read_runs, run_of
+from benchmarks.planner_accuracy.report import contradictions, evaluate
+from benchmarks.planner_accuracy.yardstick import judge, yardstick
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
@@ -122,13 +128,6 @@ def test_copies_that_fit_in_no_block_come_on_top() -> None:
     assert copies(512, 1) == 0.0, "nothing is gathered"
 
 
-def test_memory_of_the_first_rank() -> None:
-    """With one micro-batch in flight the logits make the last of four equal stages the fullest."""
-    job = replace(published(PUBLISHED[4]).job, global_batch=4, micro_batch=2, stack=replace(software.NANOTRON, split=software.equal))
-    assert allocated(job, first=True).loss == 0.0 < allocated(job).loss
-    assert allocated(job, first=True).total < allocated(job).total
-
-
 @pytest.mark.parametrize(("slower", "least", "most"), [(100.0, 2 / 3, 1.0), (0.5, 1 / 3, 1 / 3), (0.01, 0.0, 0.01)])
 def test_a_first_rank_runs_ahead_as_far_as_its_host_is_not_the_slower_one(slower: float, least: float, most: float) -> None:
     """Of the three forward passes that the first of four ranks starts at once, two find the GPU busy. `slower`: the GPU than the host."""
@@ -225,7 +224,7 @@ def test_a_report_on_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [("8,1,4,1,2", "8,1,40,1,2"), (",1,8,H100", ",,8,H100"), ("4096,14336", "x,14336"), ("8,1,4,1", "8,0,4,1")]
+    "change", [("8,1,4,1,2", "8,1,40,1,2"), (",8,H100", ",,H100"), ("4096,14336", "x,14336"), ("8,1,4,1", "8,0,4,1")]
 )
 def test_rows_that_cannot_be_are_left_out(change: tuple[str, str]) -> None:
     line = PUBLISHED[4].replace("SXM,1,4", "SXM 8,1,4")
@@ -233,6 +232,116 @@ def test_rows_that_cannot_be_are_left_out(change: tuple[str, str]) -> None:
     odd = line.replace(*change, 1)
     assert odd != line
     assert run_of(dict(zip(COLUMNS, odd.split(","), strict=True))) is None
+
+
+def row(line: str, **changes: str) -> dict[str, str]:
+    return {**dict(zip(COLUMNS, line.split(","), strict=True)), **changes}
+
+
+def test_a_row_without_a_micro_batch_takes_1_and_seconds_come_from_flops() -> None:
+    run = run_of(row(PUBLISHED[5], micro_batch="", step_time_s="", tokens_per_s_per_gpu="", tflops_per_gpu="400"))
+    assert run is not None and run.assumed and run.job.micro_batch == 1 and run.seconds is not None
+    assert run.job.model.model_flops(4096) * 256 * 4096 / 16 / run.seconds == pytest.approx(400e12)
+    longest = row(PUBLISHED[5], seq_len="65536", step_time_s="", tokens_per_s_per_gpu="", tflops_per_gpu="400")
+    unsure = run_of(longest)
+    assert unsure is not None and unsure.seconds is None, "tables do not say whether they count what a causal mask saves"
+
+
+def test_virtual_stages_that_are_not_stated_are_those_that_are_fastest() -> None:
+    run = run_of(row(PUBLISHED[6], vpp="", schedule=""))
+    assert run is not None and run.job.layout.vp == 5 and run.job.schedule == "Interleaved1F1B", "80 blocks on 16 stages"
+    stated = run_of(row(PUBLISHED[6], vpp="", schedule="1F1B"))
+    assert stated is not None and stated.job.layout.vp == 1
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("NVFP4", "fp4"), ("MXFP8", "fp8"), ("FP8-CS", "fp8"), ("bf16", "bf16")])
+def test_precisions_below_16_bits_are_read(precision: str, kind: str) -> None:
+    run = run_of(row(PUBLISHED[5], precision=precision, gpu_type="DGX-GB200"))
+    assert run is not None and run.job.precision == kind
+
+
+def test_nvfp4_is_faster_only_where_the_gpu_has_it() -> None:
+    new, old = machine(72, "GB200"), machine(8)
+    assert new.matmul_rate("fp4") == pytest.approx(2 * new.matmul_rate("fp8"))
+    assert old.matmul_rate("fp4") == old.matmul_rate("fp8")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "together", "network"),
+    [
+        ("GB200 NVL72", 72, 50e9),
+        ("DGX-B200", 8, 50e9),
+        ("DGX-GB300", 72, 100e9),
+        ("A100-80GB 4x100Gb", 8, 6.25e9),
+        ("A100 (1600 Gbps)", 8, 25e9),
+        ("H100-80GB SXM (NVLink4 450GB/s, IB 400Gbps)", 8, 50e9),
+    ],
+)
+def test_groups_of_fast_links_and_networks_are_read(gpu: str, together: int, network: float) -> None:
+    found = machine(144, gpu)
+    assert (found.gpus_per_node, found.network) == (together, network)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "billions"),
+    [
+        ("DeepSeek-V3", 61, 7168, 671.0),
+        ("Qwen2-57B-A14B", 28, 3584, 57.4),
+        ("Qwen3_235B_a22B", 94, 4096, 235.1),
+        ("Kimi K2", 61, 7168, 1026.4),
+    ],
+)
+def test_models_that_columns_do_not_describe_are_known_by_name(name: str, layers: int, hidden: int, billions: float) -> None:
+    model = named_model(name, layers, hidden)
+    assert model is not None and model.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert named_model(name, layers + 1, hidden) is None, "another size of that name"
+
+
+def test_gpt_oss_has_heads_of_64_and_windows() -> None:
+    line = row(PUBLISHED[5], model="GPT OSS 120B", params_b="117", layers="36", hidden="2880", ffn_hidden="2880", heads="64", kv_heads="8")
+    model = architecture_of({**line, "vocab": "201088", "experts": "128", "topk": "4"})
+    assert model.parameters / 1e9 == pytest.approx(117, rel=0.01) and model.query_width == 4096
+    assert model.windows[:2] == (128, None)
+
+
+def test_the_plain_tables_have_all_runs_and_both_baselines() -> None:
+    sizes = [replace(published(PUBLISHED[6]), seconds=seconds) for seconds in (6.9, 8.0)]
+    slower = replace(sizes[1], job=replace(sizes[1].job, layout=replace(sizes[1].job.layout, tp=8, pp=8)))
+    wide = replace(sizes[0], job=replace(sizes[0].job, layout=Layout(tp=16, pp=4, dp=4)))
+    runs = [published(line) for line in PUBLISHED[:6]] + [sizes[0], slower, wide]
+    compared = [compare(run) for run in runs]
+    lines = yardstick(judge(compared, compared))
+    (whole, choices) = [line for line in lines if line.startswith("| all") and line.count(" all ") >= 3]
+    assert whole.split("|")[4].strip() == "8", "tp=16 is not inside a node"
+    errors = [abs(one.time_error or 0) for one in compared[:-1]]
+    assert whole.split("|")[5].strip() == whole.split("|")[8].strip() == f"{quantile(errors, 0.5):.1%}"
+    best = max(compared[6:8], key=lambda one: one.predicted_rate)
+    assert choices.split("|")[5].strip() == f"{6.9 / (best.run.seconds or 1):.3f}" and choices.split("|")[4].strip() == "1"
+
+
+def test_unknown_software_takes_no_constant_of_its_own() -> None:
+    runs = [published(line) for line in PUBLISHED]
+    slow = [replace(run, job=replace(run.job, stack=replace(run.software, host=replace(run.job.stack.host, block=1.0)))) for run in runs]
+    found = [[one.seconds for one in leave_out(group, compare)] for group in (runs, slow)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0][4] != pytest.approx(compare(runs[4]).seconds, rel=1e-3)
+
+
+def test_the_spread_of_memory_is_found_and_shown() -> None:
+    run = published(PUBLISHED[4])
+    shares = [0.3 + 0.005 * step for step in range(240)]
+    made = [
+        Attempt(replace(run, job=replace(run.job, micro_batch=1 + index)), needed * share <= 1, 1.0 + share, share)
+        for share in shares
+        for index, needed in enumerate(exp(0.1 * NormalDist().inv_cdf((step + 0.5) / 20)) for step in range(20))
+    ]
+    assert spread_of(made) == pytest.approx(0.1, abs=0.015)
+    text = "\n".join(calibration(made))
+    spreads = re.search(r"Spreads of the two halves:\s([0-9.]+) and ([0-9.]+)\.", text)
+    assert spreads and [float(spread) for spread in spreads.groups()] == pytest.approx([0.1, 0.1], abs=0.04)
+    assert re.search(r"proposed first, \d of \d+ failed", text)
+    failing = [one for one in attempts_of([run], [replace(run, seconds=None)]) if not one.ran]
+    assert len(failing) == 1 and failing[0].share == pytest.approx(0.8, abs=0.15)
 
 
 def test_files_that_are_no_tables_of_runs(tmp_path: Path) -> None:
@@ -303,6 +412,19 @@ def test_what_is_set_is_not_searched() -> None:
         assert isinstance(one, Candidate)
         assert (one.job.micro_batch, one.job.zero, one.job.recompute) == (2, 1, "full")
         assert one.job.schedule == "GPipe" or one.job.layout.pp == 1
+
+
+def test_pipelines_whose_ranks_wait_longer_than_they_may_are_not_searched() -> None:
+    job = Job(Architecture.from_spec(spec("llama2_13b")), Layout(pp=4, dp=2), 4096, 16, 1, schedule="", stack=constants.OURS)
+    free, strict = list(schedules(job, Fixed())), list(schedules(job, Fixed(max_bubble=0.1)))
+    assert {one.schedule for one in free} > {one.schedule for one in strict} and strict
+    assert "1F1B" not in {one.schedule for one in strict}, "3 of 11"
+
+
+def test_virtual_stages_that_make_stages_equal_are_searched() -> None:
+    job = Job(Architecture.from_spec(spec("llama2_13b")), Layout(pp=4), 4096, 16, 1, schedule="", stack=constants.OURS)
+    found = {one.layout.vp for one in schedules(job, Fixed(schedule="Interleaved1F1B"))}
+    assert found == {2, 4, 5, 8, 10}, "40 blocks on 4 ranks; 4 and 8 make unequal stages"
 
 
 def test_importing_the_planner_imports_no_torch() -> None:

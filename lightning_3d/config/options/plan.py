@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from lightning_3d.layout.sizes import check_number
 
-MEMORY_RESERVE = 0.12
-"""Share of a GPU's memory that proposals leave free. Predictions are more often too low than too high: where 90 to 97 % of a GPU was
-predicted, most of the measured runs ran out of memory."""
+MEMORY_RISK = 0.1
+"""Largest probability with which a proposed layout may run out of memory."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +15,15 @@ class PlanOptions:
     """Keys `plan`.
 
     Attributes:
-        memory_reserve: share of each GPU's memory that no proposal may use, 0 to 0.9.
+        memory_risk: largest probability, 0.001 to 0.5, with which a proposed layout may run out of memory; at 0.5 the prediction may fill
+            the whole GPU.
+        max_bubble: largest share of a step, 0 to 1, that the ranks of a proposed pipeline may wait for each other.
     """
 
-    memory_reserve: float = MEMORY_RESERVE
+    memory_risk: float = MEMORY_RISK
+    max_bubble: float = 1.0
 
     def check(self) -> None:
-        """Raise ConfigError for a share outside 0 to 0.9."""
-        check_number("plan.memory_reserve", self.memory_reserve, most=0.9)
+        """Raise ConfigError for a probability outside 0.001 to 0.5, or a share outside 0 to 1."""
+        check_number("plan.max_bubble", self.max_bubble, most=1.0)
+        check_number("plan.memory_risk", self.memory_risk, least=0.001, most=0.5)
