@@ -243,6 +243,10 @@ class Advice:
         )
 
 
+_WORTH_A_WARNING = 0.01
+"""Share of a step."""
+
+
 def spanning(job: Job, machine: Machine) -> tuple[str, ...]:
     """Return a warning for tp and for cp if their ranks are on several nodes, with the seconds of a step that this is predicted to cost."""
     axes = [axis for axis in ("tp", "cp") if group(job.layout, (axis,), machine.gpus_per_node).nodes > 1]
@@ -251,6 +255,8 @@ def spanning(job: Job, machine: Machine) -> tuple[str, ...]:
     nearer = replace(machine, nodes=1, gpus_per_node=machine.gpus)  # the same GPUs, all joined by fast links
     whole = step_of(job, machine, pipeline="estimate").seconds
     lost = whole - step_of(job, nearer, pipeline="estimate").seconds
+    if lost < _WORTH_A_WARNING * whole:  # the ring attention of long sequences hides its messages
+        return ()
     names = {"tp": "tensor", "cp": "context"}
     return tuple(
         f"The {job.layout.size(axis)} {names[axis]}-parallel ranks of {job.layout.name} are on"
