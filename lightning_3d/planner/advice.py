@@ -243,7 +243,7 @@ class Advice:
         )
 
 
-_WORTH_A_WARNING = 0.01
+_WORTH_A_WARNING = 0.002
 """Share of a step."""
 
 
