@@ -319,7 +319,7 @@ def test_files_of_a_user(tmp_path: Path) -> None:
         "recipe=mine parallelism=pp4_dp2": "pp4_dp2: 8 ranks on CPU, 1F1B, ZeRO-0",
         "recipe=theirs": "tp8_pp8_dp4: 256 ranks on GPUs",
         "-cn whole": "tp8_pp4_dp8: 256 ranks on GPUs",
-        "-cn whole parallelism=tp8_pp2_dp16": "tp8_pp2_dp16: 256 ranks on GPUs",
+        "-cn whole parallelism=tp8_pp8_dp4": "tp8_pp8_dp4: 256 ranks on GPUs",
         "recipe=local": "the first line of its file must be  # @package _global_",
         "-cn nothing": 'There is no configuration "nothing".',
         "-cp nothing": "--config-path must be an absolute path",

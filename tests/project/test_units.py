@@ -7,7 +7,7 @@ import pytest
 from command_line import REPOSITORY
 
 SOLD = r"\(80 GB\)|A100 80 GB|[AH]\d00-\d+GB|GPU has \d+ GB|sold with 80 GB"
-NO_MEMORY = r"[\d.]+ GB(?:/s| of weights (?:between nodes|from the folder))|such as GB and GB/s"
+NO_MEMORY = r"[\d.]+ ?GB(?:/s| of weights (?:between nodes|from the folder))|such as GB and GB/s"
 PAGES = sorted(path for pattern in ("docs/*.md", "recipes/*.yaml", "README.md") for path in REPOSITORY.glob(pattern))
 
 
