@@ -67,7 +67,7 @@ class CountedForward:
 
 
 def count_own_losses(root: nn.Module, count: CountTokens, counts: Callable[[Any], bool]) -> None:
-    """Count the targets of every Transformers model in `root` whose loss does not come through a loss function that counts.
+    """Count the targets of every Transformers model in `root` whose own forward computes cross-entropies.
 
     Args:
         root: the user's module.
@@ -75,11 +75,16 @@ def count_own_losses(root: nn.Module, count: CountTokens, counts: Callable[[Any]
         counts: whether a loss function counts its targets itself.
     """
     for model in models_in(root).values():
-        if not (counts(getattr(model, "loss_function", None)) and _calls_loss_function(model)):
+        if _computes_losses(model) and not (counts(getattr(model, "loss_function", None)) and _names(model) & {"loss_function"}):
             current: Any = model.forward
             model.forward = CountedForward(current.inner if isinstance(current, CountedForward) else current, count)
 
 
-def _calls_loss_function(model: nn.Module) -> bool:
+def _computes_losses(model: nn.Module) -> bool:
+    return bool(_names(model) & {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"})
+
+
+def _names(model: nn.Module) -> set[str]:
+    """Names in the code of a model's forward, without its decorators."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
+    return set(code.co_names) if code is not None else set()
