@@ -64,6 +64,11 @@ class WholeSequenceLoss:
     def __call__(self, logits: Tensor, labels: Tensor | None, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         return self._loss(WholeSequence(logits, self._context).full(), labels, *args, **kwargs)
 
+    @property
+    def inner(self) -> Any:
+        """Loss function that is wrapped."""
+        return self._loss
+
 
 def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name."""

@@ -106,8 +106,8 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
 def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel | None = None) -> None:
     """Replace the loss function of every causal LM in `root` that has the usual one by `TokenMeanLoss`.
 
-    Other losses stay, and see the logits of all tokens and the full vocabulary. Those that a Transformers model computes from its labels
-    are weighted by target tokens, too, and losses of the user's step by rows.
+    Other losses stay, and see the logits of all tokens and the full vocabulary. Those that code of Transformers computes from labels are
+    weighted by target tokens, too; losses of the user's step, and loss functions of the user's own, by rows.
     """
     for module in root.modules():
         if not hasattr(type(module), "loss_function") or _has_no_head(module):
@@ -117,7 +117,7 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
             module.loss_function = TokenMeanLoss(weights, context)  # type: ignore[assignment]
         elif context is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
             module.loss_function = WholeSequenceLoss(current, context)
-    count_own_losses(root, weights.count_tokens, lambda loss: isinstance(loss, TokenMeanLoss))
+    count_own_losses(root, weights.count_tokens)
 
 
 def _has_no_head(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -66,25 +67,36 @@ class CountedForward:
         return self._forward
 
 
-def count_own_losses(root: nn.Module, count: CountTokens, counts: Callable[[Any], bool]) -> None:
-    """Count the targets of every Transformers model in `root` whose own forward computes cross-entropies.
+def count_own_losses(root: nn.Module, count: CountTokens) -> None:
+    """Count the targets of every Transformers model in `root` whose loss does not come through a loss function that counts.
 
     Args:
         root: the user's module.
         count: receives the number of target tokens.
-        counts: whether a loss function counts its targets itself.
     """
     for model in models_in(root).values():
-        if _computes_losses(model) and not (counts(getattr(model, "loss_function", None)) and _names(model) & {"loss_function"}):
+        if _counts_nothing(model):
             current: Any = model.forward
             model.forward = CountedForward(current.inner if isinstance(current, CountedForward) else current, count)
 
 
-def _computes_losses(model: nn.Module) -> bool:
-    return bool(_names(model) & {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"})
+def _counts_nothing(model: nn.Module) -> bool:
+    """Check whether a model computes a loss from `labels` in its own forward, or by a loss function of Transformers for other tasks.
+
+    A loss function of the user's own is weighted by rows, and `TokenMeanLoss` counts. The usual one is replaced by it wherever there is a
+    head, so it is never called where it still is there.
+    """
+    forwards = _own_forwards(model)
+    if not any("labels" in inspect.signature(forward).parameters for forward in forwards):
+        return False
+    if not any("loss_function" in forward.__code__.co_names for forward in forwards):
+        return True
+    used: Any = model.loss_function
+    used = getattr(used, "inner", used)
+    return getattr(used, "__module__", "").startswith("transformers.") and getattr(used, "__name__", "") != "ForCausalLMLoss"
 
 
-def _names(model: nn.Module) -> set[str]:
-    """Names in the code of a model's forward, without its decorators."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return set(code.co_names) if code is not None else set()
+def _own_forwards(model: nn.Module) -> list[FunctionType]:
+    """Return the forwards of a model's classes, without decorators and without those that this package puts in front (`specialize`)."""
+    found = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return [one for one in found if isinstance(one, FunctionType) and not one.__module__.startswith("lightning_3d.")]
