@@ -1,8 +1,8 @@
 """How likely a layout fits in the memory of a GPU. Pure Python.
 
 What a run needs differs from its prediction: blocks of the allocator that no later tensor fits in, buffers of collectives, CUDA's own
-memory, and what the first step and checkpoints add. On nanotron's sweep, 872 runs that fit and 616 that failed, the logarithm of
-needed / predicted is normal, without a bias and with this spread (`python -m benchmarks.planner_accuracy --failed`).
+memory, and what the first step and checkpoints add. `python -m benchmarks.planner_accuracy FILE.csv --failed FAILED.csv` estimates how far
+needed and predicted memory differ, from 585 published runs that fit and 565 that failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import exp, log
 from statistics import NormalDist
 
 SPREAD = 0.13
-"""Standard deviation of the logarithm of needed / predicted memory."""
+"""Standard deviation of the logarithm of needed / predicted memory, taken as normal without a bias. The runs give 0.12."""
 
 
 def fit_probability(predicted: float, memory: float, spread: float = SPREAD) -> float:

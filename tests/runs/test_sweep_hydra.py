@@ -179,7 +179,9 @@ def test_optuna_is_told_the_results_and_goes_on_after_invalid_trials(tmp_path: P
     ("name", "code", "message"), [("optuna", 2, "no job of this sweep has finished"), ("strict optuna", 1, "the sweeper stopped")]
 )
 def test_optuna_with_no_valid_trial_ends_in_a_message(results: dict[str, Result], name: str, code: int, message: str) -> None:
-    assert results[name].code == code and message in results[name].output, results[name].output
+    done = results[name]
+    assert done.code == code and message in done.output and "Traceback" not in done.output, done.output
+    assert done.left == []
 
 
 # Whole sweeps
