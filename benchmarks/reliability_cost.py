@@ -21,7 +21,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 OFF = (
     *("trainer.hang_timeout=null", "trainer.check_replicas_every_n_steps=null", "trainer.slow_rank_factor=null"),
-    *("trainer.loss_spikes=ignore", "trainer.nonfinite=ignore"),
+    *("trainer.loss_spikes=ignore", "trainer.nonfinite=ignore", "trainer.lost_node_timeout=null"),
 )
 
 

@@ -194,8 +194,10 @@ def _check_launcher(value: Any, typed: Typed) -> None:
             )
 
 
-def _check_environment(variables: Mapping[str, Any], typed: Typed) -> None:
+def _check_environment(variables: Any, typed: Typed) -> None:
     """Refuse environment variables of a file: they can load code into the ranks, and allow what this check refuses."""
+    if not isinstance(variables, Mapping):
+        raise ConfigError(f"hydra.job.env_set must be a group of variables, as in +hydra.job.env_set.NAME=value; got {variables!r}.")
     for name, value in variables.items():
         key = f"hydra.job.env_set.{name}"
         if not typed.sets(key) and value != os.environ.get(str(name)):

@@ -16,8 +16,8 @@ from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 def data_options(name: object) -> dict[str, Any]:
     """Return the options of a data module with their defaults, from its configuration file. Empty when there is no file."""
-    file = conf_folder() / "data" / f"{name}.yaml"
-    if not file.is_file():
+    file = next((one for one in (conf_folder() / "data").glob("*.yaml") if one.stem == name), None)
+    if file is None:
         return {}
     options = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(options, dict)

@@ -14,12 +14,13 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.options.reliability import Reliability
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.strategy import Lightning3DStrategy
@@ -114,6 +115,10 @@ def make_trainer(config: Mapping[str, Any]) -> Trainer:
         return Trainer(**{**arguments, **extra})
     except TypeError as error:
         raise ConfigError(f"trainer.extra has an option that Lightning's Trainer does not accept: {error}.") from error
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        if isinstance(error, Lightning3DError):
+            raise
+        raise ConfigError(f"Lightning's Trainer refuses the callbacks or the options of this configuration: {error}") from error
 
 
 def _extra(key: str, value: Any) -> Any:

@@ -63,6 +63,20 @@ def test_objects_among_the_arguments_of_the_trainer_are_built(tmp_path: Path) ->
         make_trainer(frozen)
 
 
+def test_what_the_trainer_refuses_is_one_message(tmp_path: Path) -> None:
+    config = composed(*ON_CPU, "callbacks=none", f"run_folder={tmp_path}")
+    content: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), resolve=True)
+    frozen = plan_run(config).freeze(content)
+    frozen["trainer"]["extra"]["val_check_interval"] = "8"
+    with pytest.raises(ConfigError, match="Lightning's Trainer refuses .*: Invalid time format for `val_check_interval`: '8'"):
+        make_trainer(frozen)
+    del frozen["trainer"]["extra"]["val_check_interval"]
+    metrics = "lightning_3d.training.callbacks.MetricsCSV"
+    frozen["callbacks"] = {name: {"_target_": metrics, "path": f"{tmp_path}/{name}.csv"} for name in "ab"}
+    with pytest.raises(ConfigError, match="Lightning's Trainer refuses .*: Found more than one stateful callback of type `MetricsCSV`"):
+        make_trainer(frozen)
+
+
 @pytest.mark.parametrize("option", options("hparams_search"))
 def test_a_search_varies_keys_that_exist(option: str) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

@@ -71,6 +71,7 @@ CODE: dict[str, dict[str, Any]] = {
     "an object": {"job_logging.handlers.x": {"class": "logging.StreamHandler", "stream": "ext://evil.x"}},
     "a handler from elsewhere": {"job_logging.handlers": "${oc.create:{x:{class:evil.touch}}}"},
     "a format that reads objects": {"job_logging.formatters.x": {"style": "{", "format": "{args.__class__}"}},
+    "an environment of one word": {"job.env_set": "${hydra.job.name}"},
     "the environment": {"job.env_set.LD_PRELOAD": "/tmp/evil.so"},
     "a forged command line": {"overrides.task": ["+callbacks.x._target_=evil.touch"]},
 }

@@ -545,6 +545,10 @@ def test_a_data_module_by_name(sources: Path) -> None:
         ({"name": "python_stdlib", "sequence_length": 1}, "data.sequence_length must be at least 2.*got 1"),
         ({"name": "python_stdlib", "sequence_length": 8, "val_fraction": 1.5}, "data.val_fraction must be .*; got 1.5"),
         ({"name": "python_stdlib", "sequence_length": 8, "val_sequences": 0}, "data.val_sequences must be .*; got 0"),
+        ({"name": {}}, "data.name must be .*; got {}"),
+        ({"name": "python_stdlib", "sequence_length": 8, "root": ["/x"]}, r"data.root must be a string; got \['/x'\]"),
+        ({"name": "python_stdlib", "sequence_length": 8, "root": True}, "data.root must be a string; got True"),
+        ({"name": "python_stdlib", "sequence_length": 8, "val_sequences": 1.5}, "data.val_sequences must be a whole number; got 1.5"),
     ],
     ids=str,
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 
@@ -36,7 +38,7 @@ def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModul
     """
     arguments = {str(key): None if value == "???" else value for key, value in config.items()}
     name = arguments.pop("name", None)
-    if name not in DATA_MODULES:
+    if not isinstance(name, str) or name not in DATA_MODULES:
         raise ConfigError(
             f"data.name must be {listed(DATA_MODULES, last='or')}; got {name!r}.{did_you_mean(str(name), DATA_MODULES)}"
         )
@@ -53,7 +55,7 @@ def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModul
 
 
 def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse unknown and missing arguments of a data module."""
+    """Refuse unknown and missing arguments of a data module, and values of a wrong type."""
     known = _parameters(data_module)
     for key in arguments:
         if key not in known:
@@ -67,6 +69,25 @@ def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) 
     ]
     if missing:
         raise ConfigError(f"{what} needs {listed(missing)}, for example {missing[0]}=... on the command line.")
+    for key, value in arguments.items():
+        if not _fits(value, known[key].annotation):
+            raise ConfigError(f"data.{key} must be {_WORDS_OF_KINDS[_kinds(known[key].annotation)[0]]}; got {value!r}.")
+
+
+_WORDS_OF_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return the classes that an annotation names, without None."""
+    hints = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return [get_origin(one) or one for one in hints if one is not NoneType]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Check a value against an annotation, where a whole number is a number, and true is neither."""
+    if value is None or not isinstance(value, bool) and isinstance(value, int) and float in _kinds(hint):
+        return True
+    return any(type(value) is kind or kind is PathLike and isinstance(value, PathLike) for kind in _kinds(hint))
 
 
 def _parameters(data_module: Any) -> dict[str, Parameter]:
@@ -75,10 +96,11 @@ def _parameters(data_module: Any) -> dict[str, Parameter]:
     for parent in data_module.__mro__:
         if "__init__" not in parent.__dict__:
             continue
+        hints = get_type_hints(parent.__dict__["__init__"])
         parameters = signature(parent.__dict__["__init__"]).parameters.values()
         for parameter in parameters:
             if parameter.kind is Parameter.KEYWORD_ONLY:
-                known.setdefault(parameter.name, parameter)
+                known.setdefault(parameter.name, parameter.replace(annotation=hints[parameter.name]))
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
             break
     return known
