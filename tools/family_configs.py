@@ -6,8 +6,13 @@ not train on one process are in `NO_REFERENCE`, with the reason.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any
+
+import torch
+
+from lightning_3d.models.mixtures import find_mixtures
 
 SEQUENCE = 16  # tokens of a row
 VOCABULARY = 67  # which two ranks do not divide
@@ -77,6 +82,7 @@ _DOTS3_SLIDING = {f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_
     f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim")
 }
 _DOTS3_TEXT = _DOTS3_SLIDING | {"swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "num_key_value_heads": 4}
+_MIXTURE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 _GEMMA4_TEXT = {"global_head_dim": 16}
 _INDEXER_SIZES = {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 8, "compress_ratio": 2}
 _INDEXER = {f"indexer_{name}": size for name, size in _INDEXER_SIZES.items()}
@@ -102,8 +108,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _DOTS3_TEXT,
     "gemma3n_text": {"activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]},
-    "gemma4": {"text_config": _GEMMA4_TEXT},
-    "gemma4_text": _GEMMA4_TEXT,
+    "gemma4": {"text_config": _GEMMA4_TEXT | _MIXTURE},
+    "gemma4_text": _GEMMA4_TEXT | _MIXTURE,
     "gemma4_unified": {"text_config": _GEMMA4_TEXT},
     "gemma4_unified_text": _GEMMA4_TEXT,
     "got_ocr2": {"vision_config": {"mlp_dim": 48, "output_channels": 16}},
@@ -173,6 +179,13 @@ def build(family: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(tiny_config(family))
+
+
+@functools.cache
+def has_experts(family: str) -> bool:
+    """Whether the model of a family has a mixture of experts, decided by its modules."""
+    with torch.device("meta"):
+        return bool(find_mixtures(build(family)))
 
 
 def _settings(default: Any, own: dict[str, Any], dropout: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from family_configs import is_held_out
+from family_configs import has_experts, is_held_out
 
 from lightning_3d.strategy.self_check.remembered import versions
 
@@ -131,7 +131,8 @@ def _counted(name: str, rows: list[Mapping[str, str]]) -> str:
 
 
 def _kind(row: Mapping[str, str]) -> str:
-    return "dense" if row["verdict"] == "refused" and "plan has no experts" in row["detail"] else row["verdict"]
+    is_dense = row["verdict"] == "refused" and row["layout"].startswith("ep") and not has_experts(row["family"])
+    return "dense" if is_dense else row["verdict"]
 
 
 def _shown(row: Mapping[str, str] | None) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_3d.compat.peft_layers import own
 from lightning_3d.compat.transformers import is_transformers_model, models_in
 from lightning_3d.errors import NoPlanError, PlanError, did_you_mean, listed
+from lightning_3d.models.mixtures import find_mixtures, without_experts
 from lightning_3d.models.plan_pairs import require_pairs
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "colwise_gather_output"})
@@ -79,19 +80,24 @@ class ParallelPlan:
     experts: tuple[str, ...] = ()
     ep: dict[str, Cut] = field(default_factory=dict)
 
-    def for_experts(self, ep: int) -> ParallelPlan:
+    def for_experts(self, ep: int, module: nn.Module) -> ParallelPlan:
         """Return the plan for `ep` expert-parallel ranks: with more than one, each rank holds whole experts.
 
+        Args:
+            module: the whole module that the plan is for.
+
         Raises:
-            PlanError: the plan does not say how the experts are sharded.
+            PlanError: the model has no experts, or the plan does not say how they are sharded.
         """
         if ep == 1:
             return self
+        if not self.experts and not find_mixtures(module):
+            raise PlanError(without_experts(module))
         if not self.ep:
             raise PlanError(
-                f"The layout has ep={ep}, but the model's plan has no experts. Either the model is dense, or it does not keep the experts"
-                " of a layer in one module with one tensor per matrix. Use ep=1, or pass plan={'ep': {'blocks.*.experts':"
-                " 'ep_dispatch_experts', 'blocks.*.experts.up': 'grouped_gemm', ...}}."
+                f"The layout has ep={ep}, but the plan of {type(module).__name__} does not say how its experts are split. Use ep=1, or pass"
+                " plan={'ep': {'blocks.*.experts': 'ep_dispatch_experts', 'blocks.*.experts.up': 'grouped_gemm', ...}}. The experts of a"
+                " layer must be one module, with one tensor per matrix."
             )
         require_supported(self.ep)
         return replace(self, tp=self.tp | self.ep)
@@ -126,7 +132,7 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     # Some families declare only the head, which is not a pipeline plan.
     order = user_plan.get("pp") or (declared_pp if _lists(module, declared_pp) else {})
     pp = list(order)
-    if not tp and not pp:
+    if not tp and not pp and not ep:
         raise NoPlanError(
             f"{type(module).__name__} declares no parallel plan. Pass one, for example"
             " plan={'tp': {'blocks.*.attention.q': 'colwise', ...}, 'pp': {'embed': ..., 'blocks': ..., 'head': ...}},"
@@ -175,7 +181,7 @@ def find_pipeline_module(
     found: list[str] = []
     for candidate, module in modules.items():
         inside = any(outer == "" or candidate.startswith(f"{outer}.") for outer in found)
-        if not inside and (_fits(module, user_plan) if user_plan else any(_declared(module))):
+        if not inside and (_fits(module, user_plan) if user_plan else any((*_declared(module), _declared_ep(module)))):
             found.append(candidate)
     if len(found) == 1:
         return found[0], modules[found[0]]
@@ -346,7 +352,7 @@ def _fits(module: nn.Module, user_plan: Mapping[str, Any]) -> bool:
 
 def _entries(user_plan: Mapping[str, Any]) -> list[str]:
     """Return the names and patterns that decide which module a plan belongs to, each once."""
-    return list(dict.fromkeys([*(user_plan.get("pp") or ()), *(user_plan.get("tp") or ())]))
+    return list(dict.fromkeys(entry for part in ("pp", "tp", "ep") for entry in user_plan.get(part) or ()))
 
 
 def _is_there(entry: str, names: Iterable[str]) -> bool:

@@ -269,7 +269,7 @@ def _find_plan(
     """Find the pipelined module, its name and its plan. Data parallelism needs no plan, context parallelism the model alone."""
     try:
         name, module = find_pipeline_module(root, pipeline_module, user_plan)
-        plan = read_plan(module, user_plan).for_experts(layout.ep)
+        plan = read_plan(module, user_plan).for_experts(layout.ep, module)
         refuse_tuners(root, layout.tp, layout.pp)
     except PlanError:
         if layout.tp * layout.pp * layout.ep > 1 or user_plan is not None or pipeline_module is not None:
@@ -298,9 +298,15 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         kv_heads=number("num_key_value_heads"),
         layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
-        experts=number(*EXPERT_COUNTS),
+        experts=number(*EXPERT_COUNTS) or _experts_of_layer(module, plan),
     )
     check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind)
+
+
+def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:
+    """Return the number of experts of a layer, for a configuration that has it under another name."""
+    found = (getattr(module.get_submodule(name), "num_experts", None) for name in plan.experts)
+    return next((count for count in found if isinstance(count, int)), None)
 
 
 def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None) -> SequenceRegions | None:

@@ -249,19 +249,20 @@ def test_experts_are_cut_or_dealt() -> None:
     assert plan.experts == (experts,)
     shapes = {name: spec.local_shape for name, spec in shard_specs(model, plan, 2, 0).items()}
     assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == ((4, 16, 16), (4, 16, 8))
-    dealt = expert_specs(model, plan.for_experts(2), ep_size=2, ep_index=1, tp_index=0)
+    dealt = expert_specs(model, plan.for_experts(2, model), ep_size=2, ep_index=1, tp_index=0)
     assert {name: spec.boxes[0].global_offset for name, spec in dealt.items()} == {
         f"{experts}.gate_up_proj": (2, 0, 0),
         f"{experts}.down_proj": (2, 0, 0),
     }
     assert all(spec.expert and spec.local_shape[0] == 2 for spec in dealt.values())
-    whole = shard_specs(model, plan.for_experts(2), 2, 0)
+    whole = shard_specs(model, plan.for_experts(2, model), 2, 0)
     assert not whole[f"{experts}.gate_up_proj"].is_cut
 
 
 def test_expert_parallelism_needs_a_plan_for_experts() -> None:
-    with pytest.raises(PlanError, match="ep=2, but the model's plan has no experts"):
-        read_plan(tiny_llama(num_attention_heads=4)).for_experts(2)
+    dense = tiny_llama(num_attention_heads=4)
+    with pytest.raises(PlanError, match="LlamaForCausalLM is dense: it has no experts"):
+        read_plan(dense).for_experts(2, dense)
 
 
 def tiny_llama(**settings: int) -> LlamaForCausalLM:

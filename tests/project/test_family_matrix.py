@@ -41,16 +41,19 @@ EXACT = [
     ("gemma4_text", "tp2", "blocks get more than hidden states that has a row for every token"),
     ("reformer", "zero3", "blocks run again in a backward of their own"),
     ("aria_text", "ep2_dp2", "the number of experts has another name"),
+    ("dbrx", "ep2_dp2", "declares no plan for its experts, whose rows are one after another"),
     ("roberta", "cp2", "positions do not begin at 0"),
 ]
 REFUSED = [
     ("doge", "tp2", "one for each head"),
     ("doge", "cp2", "reads its mask itself"),
-    ("llama", "ep2_dp2", "plan has no experts"),
+    ("llama", "ep2_dp2", "is dense: it has no experts"),
+    ("jetmoe", "ep2_dp2", "the tokens of an expert cannot be sent to its rank"),
+    ("longcat_flash", "ep2_dp2", "is an expert without weights"),
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "why"), by_default(EXACT, 1, 4, 5), ids=name)
+@pytest.mark.parametrize(("family", "layout", "why"), by_default(EXACT, 1, 4, 6), ids=name)
 def test_families_that_compute_what_one_process_computes(matrix: Matrix, family: str, layout: str, why: str) -> None:
     verdict = matrix.run(family, layout).verdict
     assert verdict.kind == "exact", (why, verdict)
@@ -129,6 +132,18 @@ def test_the_page_counts_families_that_are_held_out() -> None:
     text = page(rows, {"with padding": [{**rows[0], "verdict": "WRONG"}]})
     assert "| tp2 | 1 | 1 | 1 | 1 of 1 | 0 of 1 |" in text
     assert "| with padding | tp2 | 0 | 0 | 0 | 1 |" in text
+
+
+def test_the_page_calls_only_families_without_experts_dense() -> None:
+    refused = {"layout": "ep2_dp2", "verdict": "refused", "detail": "PlanError: no"}
+    lines = page([{"family": family, **refused} for family in ("llama", "gpt2", "dbrx", "llama4")], {}).splitlines()
+    assert {line for line in lines if line.startswith("| ") and " | " in line} >= {
+        "| llama | dense |",
+        "| gpt2 | dense |",
+        "| dbrx | refused |",
+        "| llama4 | refused |",
+    }
+    assert any(line.startswith("- **dbrx** ep2_dp2: no") for line in lines)
 
 
 def test_every_family_has_a_tiny_configuration() -> None:

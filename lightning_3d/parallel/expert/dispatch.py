@@ -59,8 +59,8 @@ class ExpertParallel:
 class DispatchedExperts:
     """Mixin for a module of experts, some on each rank: runs them, by the module's own forward, on the tokens of all ranks.
 
-    Called with tokens (n, hidden), the experts of each (n, k), counted over all ranks, and their weights (n, k); n may differ between
-    ranks and may be 0. All ranks of the group call it equally often.
+    Called with tokens (n, hidden), or (rows, sequence, hidden), the experts of each (n, k), counted over all ranks, and their weights
+    (n, k); n may differ between ranks and may be 0. All ranks of the group call it equally often.
     """
 
     expert_parallel: ExpertParallel
@@ -70,11 +70,12 @@ class DispatchedExperts:
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         tokens = self.expert_parallel.tokens
         if tokens is None:
-            return self._run(hidden_states, top_k_index, top_k_weights)
-        part = self._run(tokens.cut(hidden_states), tokens.cut(top_k_index), tokens.cut(top_k_weights))
-        return tokens.join(part, len(hidden_states))
+            return self._run(flat, top_k_index, top_k_weights).view(hidden_states.shape)
+        part = self._run(tokens.cut(flat), tokens.cut(top_k_index), tokens.cut(top_k_weights))
+        return tokens.join(part, len(flat)).view(hidden_states.shape)
 
     def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         group = self.expert_parallel.group
@@ -121,6 +122,7 @@ class DispatchedExperts:
         ones = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
         with uneven_work():
             output: Tensor = super().forward(tokens, experts.unsqueeze(-1), ones)  # type: ignore[misc]
+        output = output.view(tokens.shape)
         uneven_backward(tokens, output)
         return output
 

@@ -40,10 +40,12 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
         if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
             raise PlanError(f"'{name}' is an expert without weights, which expert parallelism (ep) cannot assign to a rank. Use ep=1.")
     for name, parameter in _expert_parameters(module, plan):
-        experts = parameter.shape[0]
+        experts, rows = _count(module, plan, name), parameter.shape[0]
         if experts % ep_size:
             raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'. Use an ep that divides {experts}.")
-        pieces = [(ep_index * experts // ep_size, experts // ep_size)]
+        if rows % experts:
+            raise PlanError(f"ep cannot split '{name}': its {rows} rows are not a multiple of its {experts} experts. Use ep=1.")
+        pieces = [(ep_index * rows // ep_size, rows // ep_size)]
         spec = cut_along(name, tuple(parameter.shape), 0, pieces, tp_replicas=(tp_index,))
         specs[name] = replace(spec, expert=True)
     return specs
@@ -95,8 +97,15 @@ def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
             config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
+def _count(module: nn.Module, plan: ParallelPlan, name: str) -> int:
+    """The number of experts that share the rows of a parameter: what its module of experts says, otherwise one row each."""
+    owner = next((experts for experts in plan.experts if name.startswith(f"{experts}.")), "")
+    count = getattr(module.get_submodule(owner), "num_experts", None)
+    return count if owner and isinstance(count, int) else module.get_parameter(name).shape[0]
+
+
 def _expert_parameters(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters whose first dimension is the experts."""
+    """The parameters whose first dimension is the experts, or the rows of one expert after the other."""
     for name, parameter in module.named_parameters():
         cut = plan.cut_of(name)
         if cut is not None and cut.style == "grouped_gemm":

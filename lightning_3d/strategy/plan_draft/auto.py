@@ -12,9 +12,11 @@ from torch import nn
 
 from lightning_3d.errors import Lightning3DError, NoPlanError, PlanError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.models.mixtures import draft_ep
 from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, is_transformers_model, models_in, read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan
+from lightning_3d.strategy.plan_draft.find_model import find_model
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
 
@@ -57,9 +59,7 @@ def choose_plan(
     missing = _undeclared(root, mesh.layout, model) if given is not None or model is not None else []
     if not missing:
         return ChosenPlan(None, name)
-    draft = _agreed(root, mesh, model, mesh.layout.tp if "tp" in missing else 1, alone=alone)
-    # Nobody changes the code of a model of Transformers so that more of it can be sharded.
-    draft.require(mesh.layout, missing, partly=is_transformers_model(root.get_submodule(draft.name)))
+    draft = _completed(root, mesh, model, missing, alone=alone)
     plan = {axis: entries for axis, entries in draft.plan.items() if axis in missing}
     lacks, text = f"{draft.model} declares no plan for {' and '.join(missing)}", as_python(replace(draft, plan=plan))
     if not checked:
@@ -67,6 +67,22 @@ def choose_plan(
     if mesh.rank == 0:
         print(f"lightning_3d: {lacks}; this one was derived:\n{text}", file=sys.stderr, flush=True)
     return ChosenPlan(plan, draft.name, drafted=True)
+
+
+def _completed(root: nn.Module, mesh: Mesh, name: str | None, missing: list[str], *, alone: bool) -> Draft:
+    """Make a draft of what is missing. The part for experts needs no run of the model, so each rank writes it by itself.
+
+    Raises:
+        PlanError: something that the layout needs cannot be derived; on all ranks.
+    """
+    name, model = find_model(root, name)
+    experts = {"ep": draft_ep(model)} if "ep" in missing else {}
+    draft = Draft(name, type(model).__name__, {}, 1, {})
+    if flows := [axis for axis in missing if axis != "ep"]:
+        draft = _agreed(root, mesh, name, mesh.layout.tp if "tp" in missing else 1, alone=alone)
+        # Nobody changes the code of a model of Transformers so that more of it can be sharded.
+        draft.require(mesh.layout, flows, partly=is_transformers_model(model))
+    return replace(draft, plan=draft.plan | experts)
 
 
 def with_draft(error: NoPlanError, root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> NoPlanError:
@@ -113,7 +129,8 @@ def _undeclared(root: nn.Module, layout: Layout, name: str | None) -> list[str]:
     except NoPlanError:
         model, plan = root, ParallelPlan({})
     declared = {"tp": not set(plan.tp) <= {plan.embedding, plan.head}, "pp": bool(plan.layers) and _is_complete(model, plan)}
-    return [axis for axis in ("tp", "pp") if getattr(layout, axis) > 1 and not declared[axis]]
+    declared["ep"] = bool(plan.ep)
+    return [axis for axis in declared if getattr(layout, axis) > 1 and not declared[axis]]
 
 
 def _is_complete(model: nn.Module, plan: ParallelPlan) -> bool:

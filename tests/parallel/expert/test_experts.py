@@ -244,7 +244,7 @@ def refuse(layout: str, model: str, **strategy: Any) -> str:
 @pytest.mark.parametrize(
     ("layout", "model", "options", "words"),
     [
-        ("dp2_ep2", "llama", {}, ["ep=2", "plan has no experts"]),
+        ("dp2_ep2", "llama", {}, ["(ep)", "is dense: it has no experts"]),
         ("dp2", "llama", {"moe_aux_loss": 0.1}, ["moe_aux_loss", "no router"]),
         ("dp2", "mixtral", {"moe_bias_update": 0.1}, ["moe_bias_update", "Use moe_aux_loss"]),
         ("dp2", "mixtral", {"moe_capacity_factor": 0}, ["moe_capacity_factor=0"]),

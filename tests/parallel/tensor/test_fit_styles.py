@@ -182,7 +182,7 @@ def test_an_entry_for_a_module_without_parameters_is_not_passed_over() -> None:
 def test_experts_without_weights_are_not_sent_tokens() -> None:
     with torch.device("meta"):
         model = build("longcat_flash")
-    plan = read_plan(model, {"ep": {"model.layers.*.mlp.experts": "ep_dispatch_experts"}}).for_experts(2)
+    plan = read_plan(model, {"ep": {"model.layers.*.mlp.experts": "ep_dispatch_experts"}}).for_experts(2, model)
     with pytest.raises(PlanError, match="without weights"):
         expert_specs(model, plan, 2, 0, 0)
 
