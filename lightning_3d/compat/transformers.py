@@ -1,7 +1,7 @@
 """Renaming and conversion of checkpoint tensors, by the functions of Transformers' `from_pretrained` and `save_pretrained`.
 
 `core_model_loading.rename_source_key`, `revert_weight_conversion` and `conversion_mapping.get_model_conversion_mapping` are not public,
-but PEFT uses them too. Tried with Transformers 5.23.
+but PEFT uses them too. Tried with Transformers 5.23 and 5.24.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.strategy.self_check import remembered
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
 from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall
 
@@ -405,12 +406,27 @@ def tiny_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-def test_a_verified_family_is_checked_again_only_if_its_forward_is_replaced() -> None:
+LISTED = "torch 2.13.0, transformers 5.23.0"
+"""Versions in verified.json."""
+
+
+def test_a_verified_family_is_checked_again_only_if_its_forward_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "versions", lambda: LISTED)
     model = tiny_llama()
-    assert is_verified(model, Layout(tp=2, pp=2, cp=2)), "the versions of the tests are in verified.json"
+    assert is_verified(model, Layout(tp=2, pp=2, cp=2))
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     assert not is_verified(model, Layout(tp=2))
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_version_that_is_not_listed_has_no_verified_family(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch release may change a model as much as a minor one."""
+    installed = dict(pair.split() for pair in LISTED.split(", "))
+    monkeypatch.setattr(remembered, "version", lambda name: installed[name])
+    assert is_verified(tiny_llama(), Layout(tp=2))
+    installed[package] = installed[package].rpartition(".")[0] + ".99"
+    assert not is_verified(tiny_llama(), Layout(tp=2))
 
 
 def test_the_copy_of_a_replaced_forward_runs_the_copied_modules() -> None:

@@ -72,6 +72,8 @@ def initial_model(recipe: Recipe) -> nn.Module:
             return tuned(plain, recipe)
     with torch.device("meta"), default_dtype(recipe.torch_dtype):
         module = nn.ModuleDict({"model": tuned(models.build(recipe.model, recipe.layers), recipe)})
+    for parameter in module.parameters():  # some routers are built in float32; Lightning's precision converts them before the values exist
+        parameter.data = parameter.data.to(recipe.torch_dtype)
     initialize(module, recipe.seed)
     return module["model"]
 

@@ -145,7 +145,8 @@ def test_bf16(layout: str, strategy: dict[str, Any]) -> None:
 def waits_of_a_step(layers: int) -> list[str]:
     """For what the host waits in forward and backward of a step, with grouped products and losses of routers."""
     recipe = Recipe("mixtral", layers=layers, steps=1, global_batch=4)
-    plan = Lightning3DStrategy("tp2_ep4_dp2", moe_aux_loss=0.1, moe_z_loss=0.01, seed=0)
+    # A self-check, which runs with versions whose families are not listed as verified, waits too.
+    plan = Lightning3DStrategy("tp2_ep4_dp2", moe_aux_loss=0.1, moe_z_loss=0.01, seed=0, self_check="never")
     trainer = parity.quiet_trainer(strategy=plan, devices=4, max_steps=1)
     waits, step = HostWaits(), plan.training_step
 

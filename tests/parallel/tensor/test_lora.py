@@ -13,7 +13,7 @@ from counting import Recorder, recording
 from finetuned import MODES, Finetuned
 from lora_fits import EVERYWHERE, QUERIES, check, recipe_of, train_on_rank
 from parity import SCHEDULES, Cell, Part, Rows, assert_same_run, fit_on_rank
-from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from ranks import run_ranks
 from reference import Recipe, Run, data, initial_model, train
 from sweeps import by_default
@@ -43,12 +43,12 @@ def test_layouts(lora: dict[str, Any], layout: str, schedule: str, mode: str, mo
 
 
 class Injected(Finetuned):
-    """The adapters are put into the model by Transformers itself: no PeftModel is around it."""
+    """The adapters are put into the model itself, as `add_adapter` of Transformers does: no PeftModel is around it."""
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = models.build(self.recipe.model, self.recipe.layers)
-            self.model.add_adapter(LoraConfig(**dict(self.recipe.lora)))  # type: ignore[operator]
+            inject_adapter_in_model(LoraConfig(**dict(self.recipe.lora)), self.model, "default")
 
 
 def train_injected(recipe: Recipe, **strategy: Any) -> Part:
