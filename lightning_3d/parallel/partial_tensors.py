@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,3 +53,46 @@ OF_THE_PART = {
     torch.is_inference,
 }
 """Attributes that this rank's part answers for the whole tensor."""
+
+
+def is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if the operation treats all entries alike, and no trained number needs the gradient of all of them."""
+    values = [*args, *kwargs.values()]
+    if any(isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values):
+        return False
+    return all(isinstance(value, (int, float, bool, str, torch.dtype, type(None), Tensor)) for value in values)
+
+
+ALIKE = {
+    Tensor.float,
+    Tensor.double,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.contiguous,
+    Tensor.detach,
+    Tensor.clone,
+    Tensor.mul,
+    Tensor.div,
+    Tensor.true_divide,
+    Tensor.add,
+    Tensor.sub,
+    Tensor.neg,
+    Tensor.tanh,
+    Tensor.__mul__,
+    Tensor.__rmul__,
+    Tensor.__truediv__,
+    Tensor.__add__,
+    Tensor.__radd__,
+    Tensor.__sub__,
+    Tensor.__neg__,
+    torch.mul,
+    torch.div,
+    torch.true_divide,
+    torch.add,
+    torch.sub,
+    torch.neg,
+    torch.tanh,
+    torch.detach,
+    torch.clone,
+}
+"""Treat every entry alike when their other arguments are scalars."""

@@ -34,7 +34,7 @@ from lightning_3d.models.parallel_plan import (
 )
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
-from lightning_3d.parallel.context import share_sequences
+from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
@@ -174,19 +174,23 @@ def take_part(
     """
     module, tp = root.get_submodule(name), mesh.size("tp")
     # Before anything is removed or wrapped: all of it looks at the whole model, as the user wrote it.
-    whole = _describe(root, name, plan, mesh, options, assignment)
+    blocks = find_blocks(module, plan)
+    split = share_sequences(module, blocks, plan.layers, context_of(mesh, options.cp_kind)) if mesh.layout.cp > 1 else None
+    whole = _describe(root, name, plan, mesh, options, assignment, split)
     # Dropout anywhere in the model gives all ranks random streams, whichever stage it is on.
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random, SequenceShards(tp))
     tensor = TensorParallel(mesh.group("tp"), tp, mesh.index("tp"), random if random.enabled else None, state.sequence)
     # Before blocks of other stages are removed: blocks are counted, and routers numbered, in the whole model.
-    routers = _wrap_blocks(module, plan, mesh, options, whole.regions, tensor, device)
+    routers = _wrap_blocks(module, blocks, plan, mesh, options, whole.regions, split, tensor, device)
     random.deals_sequence = whole.regions is not None
     # After the blocks are wrapped: the gate must be outermost, where it puts the received activation in the place of a block's input.
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
     specs = local_specs(root, whole.specs)
     # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
     _rewrite_layers(module, plan, _inside(name, specs), mesh, tensor, whole.regions)
+    if split is not None:
+        split.split_head(module)  # in front of the head's shard of the vocabulary
     if routers is not None:
         routers.watch(module)  # after the rewrite: it also sets up the experts that dispatch tokens
         attend_calls(module, routers)
@@ -194,7 +198,13 @@ def take_part(
 
 
 def _describe(
-    root: nn.Module, name: str, plan: ParallelPlan, mesh: Mesh | StageMesh, options: ModelOptions, assignment: StageAssignment
+    root: nn.Module,
+    name: str,
+    plan: ParallelPlan,
+    mesh: Mesh | StageMesh,
+    options: ModelOptions,
+    assignment: StageAssignment,
+    split: SplitBlocks | None,
 ) -> _Whole:
     """Phase 3: collect what is known of the model only while it is whole.
 
@@ -202,7 +212,7 @@ def _describe(
     """
     module = root.get_submodule(name)
     # Regions before specifications: a parameter inside one has partial gradients on every rank.
-    regions = _sequence_regions(module, plan, mesh.size("tp"), options.blocks.sequence_parallel)
+    regions = _sequence_regions(module, plan, mesh.size("tp"), options.blocks.sequence_parallel, split)
     specs = all_specs(root, name, module, plan, mesh, Owners(root, name, plan, assignment), regions)
     if isinstance(mesh, Mesh):
         # From the specifications of the whole model, which are the same everywhere: ranks must create groups in the same order.
@@ -212,10 +222,12 @@ def _describe(
 
 def _wrap_blocks(
     module: nn.Module,
+    blocks: list[nn.Module],
     plan: ParallelPlan,
     mesh: Mesh | StageMesh,
     options: ModelOptions,
     regions: SequenceRegions | None,
+    split: SplitBlocks | None,
     tensor: TensorParallel,
     device: torch.device,
 ) -> Routers | None:
@@ -224,18 +236,19 @@ def _wrap_blocks(
     Each call puts its part in front of the earlier ones: the last one is the outermost. Returns the routers, which work on the hidden
     states that the wrapped blocks give them.
     """
-    layout, blocks = mesh.layout, find_blocks(module, plan)
     if regions is not None:
         gather_regions(module, regions, tensor)
-    if layout.cp > 1:
-        share_sequences(module, blocks, context_of(mesh, options.cp_kind))
-    sequence = tensor.sequence if regions is not None and layout.ep > 1 else None
+    if split is not None:
+        split.gather_inside()
+    sequence = tensor.sequence if regions is not None and mesh.layout.ep > 1 else None
     routers = make_routers(module, plan.experts, options.experts, mesh, device, sequence)
     # Recomputation around the gathers inside a block and within the split of the sequence around it: what is kept for the backward is
     # then this rank's part of a block's input, and a recomputed block gathers again.
     process_blocks(blocks, options.blocks)
     if regions is not None:
         shard_sequence(module, regions, tensor)
+    if split is not None:
+        split.split_outside(module)
     return routers
 
 
@@ -309,8 +322,10 @@ def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:
     return next((count for count in found if isinstance(count, int)), None)
 
 
-def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None) -> SequenceRegions | None:
-    """Find where sequence parallelism gathers; None without it.
+def _sequence_regions(
+    module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None, split: SplitBlocks | None
+) -> SequenceRegions | None:
+    """Find where sequence parallelism gathers; None without it, and where context-parallel ranks split the sequence between blocks.
 
     Unless it is asked for, only models of Transformers that declare how they are sharded have it: the dimensions of hidden states of others
     are unknown.
@@ -319,6 +334,13 @@ def _sequence_regions(module: nn.Module, plan: ParallelPlan, tp: int, wanted: bo
         PlanError: sequence parallelism is asked for, and the blocks cannot work on parts of sequences.
     """
     if tp == 1 or wanted is False or (wanted is None and not (is_transformers_model(module) and declares_blocks(module))):
+        return None
+    if split is not None:
+        if wanted:
+            raise PlanError(
+                f"{type(module).__name__} does not mix tokens by attention alone, so with context parallelism (cp) its blocks cannot be"
+                " sequence parallel, too. Use sequence_parallel=False."
+            )
         return None
     try:
         return find_regions(module, plan, resolve(module, plan, tp))

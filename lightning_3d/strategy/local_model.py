@@ -155,7 +155,7 @@ class Partition:
 
 
 PARTITION = "_lightning_3d_partition"
-COMMUNICATES = {"tp_region", "tp_context", "expert_parallel"}
+COMMUNICATES = {"tp_region", "tp_context", "expert_parallel", "context_split"}
 """Attributes of layers that communicate."""
 
 

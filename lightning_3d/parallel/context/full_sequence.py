@@ -10,13 +10,15 @@ from torch import Tensor
 
 from lightning_3d.parallel.context.collectives import gather_sequence
 from lightning_3d.parallel.context.group import ContextParallel
-from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, whole_arguments
+from lightning_3d.parallel.context.zigzag import positions
+from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
 
 
 class WholeSequence(Tensor):
     """This rank's tokens of a tensor that reports the full shape (batch, seq, ...).
 
-    Reading sizes and types communicates nothing. Any other use sees all tokens in their order. At the first such use they are gathered over
+    Reading sizes and types communicates nothing, and operations that treat every entry alike (casting, scaling, a soft cap) stay on this
+    rank's tokens. Any other use sees all tokens in their order. At the first such use they are gathered over
     the context-parallel group by one all-gather, with gradients, and kept. All ranks of the group must use the tensor in the same way.
 
     Attributes:
@@ -49,6 +51,10 @@ class WholeSequence(Tensor):
         assert self._full is not None
         return self._full
 
+    def own(self, whole: Tensor) -> Tensor:
+        """Select this rank's tokens of a tensor (batch, seq, ...) of all."""
+        return whole[:, positions(whole.shape[1], self.context.size, self.context.rank, whole.device)]
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,6 +65,8 @@ class WholeSequence(Tensor):
                 return super().__torch_function__(func, types, args, kwargs)
             if func in OF_THE_PART:
                 return func(args[0].local, *args[1:], **kwargs)
+            if func in ALIKE and is_scalar_operation(args[1:], kwargs):
+                return WholeSequence(func(args[0].local, *args[1:], **kwargs), args[0].context)
         return func(*whole_arguments(args, WholeSequence), **whole_arguments(kwargs, WholeSequence))
 
 

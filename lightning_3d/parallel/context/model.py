@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,10 +9,12 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.parallel.context.attention import Running, register, running
-from lightning_3d.parallel.context.checks import require_replaceable
+from lightning_3d.parallel.context.checks import replace_attention
 from lightning_3d.parallel.context.full_sequence import WholeSequence, whole_outputs
 from lightning_3d.parallel.context.group import ContextParallel
+from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
 from lightning_3d.parallel.context.masks import Mask
+from lightning_3d.parallel.context.split_blocks import SplitBlocks
 from lightning_3d.parallel.context.zigzag import positions as zigzag
 from lightning_3d.parallel.specialize import specialize
 
@@ -21,16 +22,25 @@ IGNORED = -100
 """The label of tokens that are not targets, in Transformers."""
 
 
-def share_sequences(module: nn.Module, blocks: list[nn.Module], context: ContextParallel) -> None:
+def share_sequences(module: nn.Module, blocks: list[nn.Module], layers: str, context: ContextParallel) -> SplitBlocks | None:
     """Make `module`, a whole Transformers model, run on this rank's part of the sequences that it is called with. In place.
 
+    Where only the attention mixes tokens, it is replaced, and nothing is left to do: None. Otherwise the result says how to split the
+    sequence between blocks.
+
+    Args:
+        blocks: as `find_blocks` returns them.
+        layers: name of the list of blocks; empty if the plan does not say it.
+
     Raises:
-        PlanError: its attention cannot be replaced, or something else in it looks at several tokens.
+        PlanError: not a model of Transformers, or its blocks are unknown.
     """
     register()
-    require_replaceable(module, blocks)
+    if not replace_attention(module, blocks):
+        return SplitBlocks.of(module, blocks, layers, context)
     counts = next((child for child in module.modules() if hasattr(child, "create_position_ids_from_input_ids")), None)
     specialize(module, SharedSequences, context_parallel=context, context_layers={}, context_positions=counts)
+    return None
 
 
 class SharedSequences:
@@ -43,7 +53,7 @@ class SharedSequences:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context_parallel
         own = super().forward  # type: ignore[misc]
-        arguments = _named(own, args, kwargs)
+        arguments = named_arguments(own, args, kwargs)
         call, arguments = _cut(arguments, context, self.context_layers, _own_positions(self.context_positions, arguments))
         with running(call):
             output = own(**arguments)
@@ -68,18 +78,6 @@ class WholeSequenceLoss:
     def inner(self) -> Any:
         """Loss function that is wrapped."""
         return self._loss
-
-
-def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    signature = inspect.signature(forward)
-    named = signature.bind_partial(*args, **kwargs).arguments
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named |= named.pop(parameter.name, {})
-    if "use_cache" in signature.parameters and not named.get("use_cache"):
-        named["use_cache"] = False
-    return named
 
 
 def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
@@ -109,10 +107,13 @@ def _cut(
     Args:
         own_positions: (batch, seq), where the model does not count tokens from 0.
     """
-    _refuse(arguments)
-    tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
-    if tokens is None:
-        raise PlanError("With context parallelism (cp) the model must be called with input_ids or inputs_embeds.")
+    refuse_arguments(arguments)
+    keep = arguments.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise ConfigError(
+            "logits_to_keep is not supported with cp > 1: it would keep the last tokens of every rank. Slice the logits instead."
+        )
+    tokens = tokens_of(arguments)
     batch, length = tokens.shape[:2]
     labels = arguments.get("labels")
     if labels is not None and arguments.get("shift_labels") is None:
@@ -160,15 +161,3 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
         )
     host = attention_mask.detach().cpu().bool()
     return None if bool(host.all()) else host
-
-
-def _refuse(arguments: dict[str, Any]) -> None:
-    """Refuse arguments that concern tokens of other ranks."""
-    for name in ("past_key_values", "use_cache", "output_attentions"):
-        if arguments.get(name):
-            raise ConfigError(f"The model was called with {name}, which context parallelism (cp) does not support. Leave it out.")
-    keep = arguments.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor) or keep:
-        raise ConfigError(
-            "logits_to_keep is not supported with cp > 1: it would keep the last tokens of every rank. Slice the logits instead."
-        )

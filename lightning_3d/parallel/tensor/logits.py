@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, whole_arguments
+from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
 from lightning_3d.parallel.tensor.collectives import gather_from_region
 from lightning_3d.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from lightning_3d.parallel.tensor.group import TensorParallel
@@ -79,7 +79,7 @@ class VocabParallelLogits(Tensor):
                 return super().__torch_function__(func, types, args, kwargs)
             if func in OF_THE_PART:
                 return func(logits.local, *args[1:], **kwargs)
-            if func in _ALIKE and _is_scalar_operation(args[1:], kwargs):
+            if func in ALIKE and is_scalar_operation(args[1:], kwargs):
                 return logits.like(func(logits.local, *args[1:], **kwargs))
             special = _SPECIAL.get(func)
             result = special(logits, *args[1:], **kwargs) if special is not None else NotImplemented
@@ -103,49 +103,6 @@ def _changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 _IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-}
-
-
-def _is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if the operation treats all entries alike, and no trained number needs the gradient of all of them."""
-    values = [*args, *kwargs.values()]
-    if any(isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values):
-        return False
-    return all(isinstance(value, (int, float, bool, str, torch.dtype, type(None), Tensor)) for value in values)
-
-
-# Treats every entry alike, when its other arguments are scalars.
-_ALIKE = {
-    Tensor.float,
-    Tensor.double,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.contiguous,
-    Tensor.detach,
-    Tensor.clone,
-    Tensor.mul,
-    Tensor.div,
-    Tensor.true_divide,
-    Tensor.add,
-    Tensor.sub,
-    Tensor.neg,
-    Tensor.tanh,
-    Tensor.__mul__,
-    Tensor.__rmul__,
-    Tensor.__truediv__,
-    Tensor.__add__,
-    Tensor.__radd__,
-    Tensor.__sub__,
-    Tensor.__neg__,
-    torch.mul,
-    torch.div,
-    torch.true_divide,
-    torch.add,
-    torch.sub,
-    torch.neg,
-    torch.tanh,
-    torch.detach,
-    torch.clone,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
-from lightning_3d.parallel.context import ContextParallel, WholeSequenceLoss, sum_over_ranks
+from lightning_3d.parallel.context import ContextParallel, WholeSequence, WholeSequenceLoss, is_split, sum_over_ranks
 from lightning_3d.parallel.tensor.loss import token_losses
 from lightning_3d.strategy.step.own_losses import count_own_losses
 
@@ -49,8 +49,8 @@ class TokenMeanLoss:
 
     Args:
         weights: receives the number of target tokens.
-        context: ranks that share the sequences, whose token losses are summed by one all-reduce of two numbers; None without context
-            parallelism.
+        context: ranks that share the sequences, whose token losses are summed by one all-reduce of two numbers; None where logits and
+            labels are of whole sequences, or logits report so (`WholeSequence`).
     """
 
     def __init__(self, weights: LossWeights, context: ContextParallel | None = None) -> None:
@@ -67,7 +67,10 @@ class TokenMeanLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        shift_labels = _targets(labels, shift_labels, ignore_index).to(logits.device)
+        shift_labels, context = _targets(labels, shift_labels, ignore_index).to(logits.device), self._context
+        if isinstance(logits, WholeSequence):
+            context = logits.context
+            logits, shift_labels = logits.local, logits.own(shift_labels)
         if shift_labels.shape != logits.shape[:-1]:
             raise PlanError(
                 f"loss_function got labels of shape {tuple(shift_labels.shape)}, which do not fit logits of shape {tuple(logits.shape)}. In"
@@ -76,8 +79,8 @@ class TokenMeanLoss:
             )
         tokens = (shift_labels != ignore_index).sum()
         total = token_losses(logits, shift_labels, ignore_index).sum()
-        if self._context is not None:
-            sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), self._context)
+        if context is not None:
+            sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), context)
             total, tokens = sums[0].to(total.dtype), sums[1].detach()
         self._weights.count_tokens(tokens)
         return total / tokens.to(total.dtype).clamp(min=1)
@@ -112,11 +115,11 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
     for module in root.modules():
         if not hasattr(type(module), "loss_function") or _has_no_head(module):
             continue
-        current = module.loss_function
+        current, shared = module.loss_function, None if is_split(module) else context
         if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
-            module.loss_function = TokenMeanLoss(weights, context)  # type: ignore[assignment]
-        elif context is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
-            module.loss_function = WholeSequenceLoss(current, context)
+            module.loss_function = TokenMeanLoss(weights, shared)  # type: ignore[assignment]
+        elif shared is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
+            module.loss_function = WholeSequenceLoss(current, shared)
     count_own_losses(root, weights.count_tokens)
 
 

@@ -1,0 +1,280 @@
+"""Context parallelism of models whose blocks mix tokens in other ways than by attention that can be replaced: state spaces, linear
+attention, convolutions, attention with biases, chunks or indexers.
+
+    before the first block    this rank keeps its tokens of the hidden states        backward: zeros for the others
+    into what mixes tokens    the tokens of all ranks are gathered, in order         backward: reduce-scatter
+    out of it                 this rank keeps its tokens                             backward: zeros for the others
+    behind the last block     the tokens of all ranks are gathered                   backward: reduce-scatter
+    into the output head      this rank keeps its tokens; logits are gathered only if they are read
+
+Everything outside the blocks sees whole sequences: positions, masks, embeddings, norms, losses. So whatever a model derives from them is
+what it is on one process. Every rank computes what mixes tokens for all of them; norms, MLPs, experts and logits are shared out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.parallel.context.collectives import gather_sequence
+from lightning_3d.parallel.context.full_sequence import WholeSequence
+from lightning_3d.parallel.context.group import ContextParallel
+from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
+from lightning_3d.parallel.context.token_trials import TokenTrials
+from lightning_3d.parallel.context.zigzag import chunk_length, positions
+from lightning_3d.parallel.specialize import specialize
+
+
+@dataclass
+class SplitSequence:
+    """State that the parts of a model share.
+
+    Attributes:
+        model: name of the model's class.
+        context: the ranks that share a sequence.
+        length: tokens of the whole sequence in the forward that is running.
+        inner: sizes of hidden states behind (batch, sequence), set by the first block that runs.
+    """
+
+    model: str
+    context: ContextParallel
+    length: int = 0
+    inner: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitSequence:
+        """A copied model (weight averaging) talks to the same ranks."""
+        return self
+
+    def is_hidden(self, value: Any, length: int) -> bool:
+        """Return whether an argument is made of hidden states of so many tokens."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3 or value.shape[1] != length:
+            return False
+        return value.ndim == 3 or tuple(value.shape[2:]) == self.inner  # not the heads of a mask
+
+    @property
+    def part(self) -> int:
+        """Tokens of this rank."""
+        return self.length // self.context.size
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Select this rank's tokens of (batch, seq, ...)."""
+        return whole[:, positions(whole.shape[1], self.context.size, self.context.rank, whole.device)]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather the tokens of all ranks."""
+        return gather_sequence(part, self.context)
+
+
+@dataclass(frozen=True)
+class SplitBlocks:
+    """Blocks between which each rank has its part of the tokens.
+
+    Attributes:
+        sequence: what they share.
+        blocks: all blocks of the model, in order.
+        mixing: the modules in them that mix tokens, each once.
+        arguments: names of the arguments of each block, before anything is put in front of its forward.
+        arguments_inside: names of the arguments of what mixes tokens.
+    """
+
+    sequence: SplitSequence
+    blocks: list[nn.Module]
+    mixing: list[nn.Module]
+    arguments: list[tuple[str, ...]]
+    arguments_inside: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module, blocks: list[nn.Module], layers: str, context: ContextParallel) -> SplitBlocks:
+        """Find what mixes tokens in the blocks of the whole `module`.
+
+        Args:
+            blocks: as `find_blocks` returns them.
+            layers: name of the list of blocks; empty if the plan does not say it.
+
+        Raises:
+            PlanError: it has no list of blocks, or more than one.
+        """
+        name = type(module).__name__
+        found = blocks if layers else _only_list(module, name, blocks)
+        trials = TokenTrials(_width(module))
+        mixing = {id(part): part for block in found for part in trials.mixing(block)}
+        if not found or not mixing:
+            raise PlanError(f"Context parallelism (cp) found no blocks in {name} in which tokens see each other. Use cp=1.")
+        inside = frozenset(argument for part in mixing.values() for argument in _arguments(part))
+        return cls(SplitSequence(name, context), found, list(mixing.values()), [_arguments(block) for block in found], inside)
+
+    def gather_inside(self) -> None:
+        """Make what mixes tokens gather them, in place."""
+        for part in self.mixing:
+            specialize(part, MixingTokens, context_split=self.sequence)
+
+    def split_outside(self, module: nn.Module) -> None:
+        """Make the first block of the whole `module` split the sequence and the last one gather it, in place."""
+        for block, names in zip(self.blocks, self.arguments, strict=True):
+            specialize(
+                block,
+                SplitBlock,
+                context_split=self.sequence,
+                context_is_first=block is self.blocks[0],
+                context_is_last=block is self.blocks[-1],
+                context_names=names,
+                context_names_inside=self.arguments_inside,
+            )
+        specialize(module, SplitModel, context_split=self.sequence)
+
+    def split_head(self, module: nn.Module) -> None:
+        """Make the output head of this rank's part of `module` compute logits of this rank's tokens, in place."""
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Linear):
+            specialize(head, SplitHead, context_split=self.sequence)
+
+
+def _only_list(module: nn.Module, name: str, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The one list of modules that has as many blocks as the configuration says."""
+    config: Any = module.config
+    wanted = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = [list(found.children()) for found in module.modules() if isinstance(found, nn.ModuleList)]
+    among = {id(block) for block in blocks}
+    chosen = [found for found in lists if len(found) == wanted and all(id(block) in among for block in found)]
+    if len(chosen) != 1:
+        raise PlanError(
+            f"Context parallelism (cp) splits the sequence between the blocks of a model, but {name} has {len(chosen)} lists of"
+            f" {wanted} blocks. Use cp=1."
+        )
+    return chosen[0]
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def _width(module: nn.Module) -> int:
+    config: Any = module.config
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    return width if isinstance(width, int) else 0  # then no module runs alone, and each gathers
+
+
+class SplitModel:
+    """Mixin for the model: notes the length of the sequence, and refuses what would return parts of it."""
+
+    context_split: SplitSequence
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = super().forward  # type: ignore[misc]
+        arguments = named_arguments(own, args, kwargs)
+        config = getattr(self, "config", None)
+        hidden = arguments.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        refuse_arguments(arguments | {"output_hidden_states": hidden}, "output_hidden_states")
+        split = self.context_split
+        split.length = tokens_of(arguments).shape[1]
+        chunk_length(split.length, split.context.size)
+        return own(**arguments)
+
+
+def is_split(module: nn.Module) -> bool:
+    """Return whether the logits of a model report the whole sequence inside its own forward, where its loss is computed."""
+    return any(isinstance(child, SplitModel) for child in module.modules())
+
+
+class SplitBlock:
+    """Mixin for a block. The first one gets this rank's tokens of the hidden states; what the last one returns is gathered.
+
+    Further hidden states of the whole sequence that the block itself reads are split too; those that it passes on to what mixes tokens stay
+    whole.
+    """
+
+    context_split: SplitSequence
+    context_is_first: bool
+    context_is_last: bool
+    context_names: tuple[str, ...]
+    context_names_inside: frozenset[str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(self.context_names, args, strict=False)) | kwargs
+        first = next((name for name in ("hidden_states", *named) if isinstance(named.get(name), Tensor)), None)
+        self._require(None if first is None else named[first])
+        split = self.context_split
+        places = {name: place for place, name in enumerate(self.context_names[: len(args)])}
+        values = list(args)
+        for name, value in named.items():
+            is_own = (name == first and self.context_is_first) or (name != first and name not in self.context_names_inside)
+            if is_own and split.is_hidden(value, split.length):
+                if name in places:
+                    values[places[name]] = split.own(value)
+                else:
+                    kwargs[name] = split.own(value)
+        output = super().forward(*values, **kwargs)  # type: ignore[misc]
+        if not self.context_is_last:
+            return output
+        return _each(output, lambda value: split.whole(value) if split.is_hidden(value, split.part) else value)
+
+    def _require(self, hidden: Tensor | None) -> None:
+        """Refuse blocks that are called in another order than they are listed, or with something else than hidden states."""
+        split = self.context_split
+        expected = split.length if self.context_is_first else split.part
+        if hidden is None or hidden.ndim < 3 or hidden.shape[1] != expected:
+            found = "no tensor" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
+            raise PlanError(
+                f"Context parallelism (cp) cannot split the sequences of {split.model}: a block ({type(self).__name__}) was called with"
+                f" {found}, not (batch, {expected}, hidden). Use cp=1."
+            )
+        split.inner = tuple(hidden.shape[2:])
+
+
+class MixingTokens:
+    """Mixin for a module that mixes tokens: gathers the hidden states among its arguments, runs, and keeps this rank's tokens."""
+
+    context_split: SplitSequence
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        split = self.context_split
+        gathered = 0
+
+        def gather(value: Any) -> Any:
+            nonlocal gathered
+            if not split.is_hidden(value, split.part):
+                return value
+            gathered += 1
+            return split.whole(value)
+
+        args, kwargs = tuple(map(gather, args)), {name: gather(value) for name, value in kwargs.items()}
+        kept = 0
+
+        def keep(value: Any) -> Any:
+            nonlocal kept
+            if not split.is_hidden(value, split.length):
+                return value
+            kept += 1
+            return split.own(value)
+
+        output = _each(super().forward(*args, **kwargs), keep)  # type: ignore[misc]
+        if not gathered or not kept:
+            how = "was called without" if not gathered else "does not return"
+            raise PlanError(
+                f"Context parallelism (cp) cannot split the sequences of {split.model}: {type(self).__name__} mixes tokens, but {how}"
+                " hidden states (batch, sequence, hidden). Use cp=1."
+            )
+        return output
+
+
+class SplitHead:
+    """Mixin for the output head: logits of this rank's tokens, which report the shape of all."""
+
+    context_split: SplitSequence
+
+    def forward(self, input: Tensor) -> Tensor:
+        split = self.context_split
+        if input.ndim != 3 or input.shape[1] != split.length:  # chosen tokens
+            return super().forward(input)  # type: ignore[misc]
+        return WholeSequence(super().forward(split.own(input)), split.context)  # type: ignore[misc]
+
+
+def _each(output: Any, function: Any) -> Any:
+    """Apply a function to an output, or to each value of a tuple of outputs."""
+    if isinstance(output, (tuple, list)) and not hasattr(output, "_fields"):
+        return type(output)(map(function, output))
+    return function(output)

@@ -1,0 +1,127 @@
+"""Trials that show whether a module treats every token of a sequence separately.
+
+A module that does can work on this rank's part of the tokens. To find out, a copy of it runs on a few random tokens with random weights,
+once more with each of some tokens changed, in float64 on the CPU: no other token's result may change. No rank communicates, the model may
+be on meta, and matrices that are large are filled with one row, which takes no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.compat.torch import real_values
+from lightning_3d.parallel.nested import tensors_of
+
+_TOKENS = 7  # a size that nothing else in a model has
+_CHANGED = (0, 3, 6)
+_LARGE = 2**22  # elements of a parameter above which all of its rows are one
+_SAME = 1e-6  # relative; some models compute parts in float32
+
+
+class TokenTrials:
+    """Finds the modules of blocks that mix tokens; each kind of module runs once.
+
+    Args:
+        width: size of the hidden states.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._known: dict[Any, bool] = {}
+
+    def mixing(self, block: nn.Module) -> Iterator[nn.Module]:
+        """Yield the children of a block that are not known to treat every token separately."""
+        for child in block.children():
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                yield from self.mixing(child)
+            elif any(True for _ in child.parameters()) and not self.is_separate(child):
+                yield child
+
+    def is_separate(self, module: nn.Module) -> bool:
+        """Return whether a module was seen to treat every token separately; False where it cannot run alone."""
+        key = _kind(module)
+        if key not in self._known:
+            with real_values(), torch.device("cpu"), torch.no_grad():
+                self._known[key] = _is_separate(module, self._width)
+        return self._known[key]
+
+
+def _kind(module: nn.Module) -> Any:
+    """Description of a module that is the same for modules of equal classes, sizes and options."""
+    parts = []
+    for name, child in module.named_modules():
+        plain = {key: value for key, value in vars(child).items() if isinstance(value, (int, float, str, bool)) and "idx" not in key}
+        shapes = tuple((key, tuple(value.shape)) for key, value in child.named_parameters(recurse=False))
+        parts.append((name, type(child), str(sorted(plain.items())), shapes))
+    return tuple(parts)
+
+
+def _is_separate(module: nn.Module, width: int) -> bool:
+    try:
+        clone = _clone(module)
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(1, _TOKENS, width, generator=generator, dtype=torch.float64) for _ in range(_required_inputs(module))]
+        whole = _results(clone, inputs)
+        for token in _CHANGED:
+            others = [x.index_add(1, torch.tensor([token]), torch.randn(1, 1, width, generator=generator, dtype=x.dtype)) for x in inputs]
+            if not _changes_only(token, whole, _results(clone, others)):
+                return False
+    except Exception:  # it has other arguments, or cannot run alone
+        return False
+    return True
+
+
+def _required_inputs(module: nn.Module) -> int:
+    """Number of arguments without a default value, all of which get hidden states."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(parameter.default is parameter.empty and parameter.kind in kinds for parameter in parameters)
+
+
+def _results(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """Floating-point tensors that the module returns, by the forward of its class, without hooks, which belong to the model."""
+    return [value for value in tensors_of(type(module).forward(module, *inputs)) if value.is_floating_point()]
+
+
+def _changes_only(token: int, before: list[Tensor], after: list[Tensor]) -> bool:
+    """Return whether the results of one token changed, and those of no other."""
+    changed = False
+    for old, new in zip(before, after, strict=True):
+        dim = next((place for place, size in enumerate(old.shape) if size == _TOKENS), None)
+        if dim is None or not bool(old.isfinite().all()):
+            return False
+        difference = (new - old).abs().transpose(0, dim).flatten(1).amax(1)
+        changed |= bool(difference[token] > 0)
+        difference[token] = 0
+        if not bool(difference.max() <= _SAME * old.abs().max()):
+            return False
+    return changed
+
+
+def _clone(module: nn.Module) -> Any:
+    """Copy a module with random weights, in evaluation mode. Its own weights are neither copied nor read."""
+    memo: dict[int, Any] = {id(value): nn.Parameter(_random(value), value.requires_grad) for value in module.parameters()}
+    clone = copy.deepcopy(module, memo).eval()
+    for child in clone.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                value = torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.cpu()
+                child._buffers[name] = value.double() if value.is_floating_point() else value
+        if hasattr(child, "config"):
+            child.config._experts_implementation = "eager"  # grouped products do not know float64
+    return clone
+
+
+def _random(parameter: Tensor) -> Tensor:
+    if not parameter.is_floating_point():
+        return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    generator = torch.Generator().manual_seed(parameter.ndim)
+    shape = parameter.shape if parameter.numel() <= _LARGE else parameter.shape[-1:]
+    scale = max(parameter.shape[-1], 1) ** -0.5 if parameter.ndim > 1 else 1.0
+    return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).expand(parameter.shape)
