@@ -8,6 +8,8 @@ from typing import Any
 from lightning_3d.errors import ConfigError
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "hybrid"}
+"""Layer types that mix tokens by other means, in addition to attention of `LAYER_TYPES` in the case of hybrid ones."""
 ROPE_TYPES = ("dynamic", "longrope")
 DROPOUTS = ("attention_dropout", "attn_pdrop")
 
@@ -44,6 +46,11 @@ def why_not_by_attention(read: Callable[[str], Any]) -> str:
     if rope := _rope_type(read):
         return f"its rotary positions (rope_type {rope}) depend on the length of the sequence"
     return ""
+
+
+def attends_plainly(read: Callable[[str], Any]) -> bool:
+    """Return whether all attention of a model is that of `LAYER_TYPES`, next to layers that have none."""
+    return set(read("layer_types") or ()) <= LAYER_TYPES | WITHOUT_ATTENTION and not read("attention_chunk_size")
 
 
 def _rope_type(read: Callable[[str], Any]) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.parallel.context.kernels import Scores
 from lightning_3d.parallel.context.masks import Mask
-from lightning_3d.parallel.context.ring import ring_attention
+from lightning_3d.parallel.context.ring import local_attention, ring_attention
 from lightning_3d.parallel.context.ulysses import ulysses_attention
 
 NAME = "lightning_3d_context"
@@ -27,7 +27,7 @@ class Running:
 
     Attributes:
         mask: mask of the whole sequence.
-        positions: ids of this rank's tokens, (batch or 1, seq / cp).
+        positions: ids of the tokens that the model sees, (batch or 1, seq / cp), or whole sequences.
         rows: rows of the batch.
         layers: kinds of layers seen so far, see `make_mask`.
         attentions: number of attentions that were computed.
@@ -75,14 +75,16 @@ def attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of Transformers' interface: (batch, heads, seq / cp, width) -> (batch, seq / cp, heads, width).
+    """Attention of Transformers' interface: (batch, heads, seq / cp, width) -> (batch, seq / cp, heads, width). In a module that gathers
+    the sequence (`MixingTokens`), each rank attends with all tokens.
 
     Raises:
         PlanError: the model makes masks of its own, adds biases, or was called without the module that shards the sequence.
         ConfigError: dropout.
     """
     name = type(module).__name__
-    if not isinstance(attention_mask, Mask) or query.shape[2] * attention_mask.context.size != attention_mask.length:
+    whole = isinstance(attention_mask, Mask) and query.shape[2] == attention_mask.length
+    if not isinstance(attention_mask, Mask) or not (whole or query.shape[2] * attention_mask.context.size == attention_mask.length):
         raise PlanError(
             f"{name} was called with an attention mask that context parallelism (cp) did not create. Create the model's masks with"
             " Transformers' create_causal_mask, and call the whole model in the step, not a part of it."
@@ -98,7 +100,8 @@ def attention(
     call = _running.get()
     if call is not None:
         call.attentions += 1
-    out = KINDS[attention_mask.context.kind](query, key, value, attention_mask, scores, s_aux)
+    compute = local_attention if whole else KINDS[attention_mask.context.kind]
+    out = compute(query, key, value, attention_mask, scores, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -145,10 +148,14 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
     """True if layers keep packed documents apart: evaluates their mask on some pairs of this rank's tokens.
 
     This rank's tokens are two chunks of the sequence, the late one first, so that a mask that looks at positions takes them for two
-    documents, and one that does not takes them for one. None: by chance that is the same here.
+    documents, and one that does not takes them for one. Where the model sees whole sequences (`SplitModel`), there may be one document
+    only. None: by chance that is the same here.
     """
     half = length // 2
     near = {0, 1, half - 1, half, half + 1, length - 1, *(() if window is None else (window - 1, window, window + 1))}
+    positions = call.positions[0].to(device)
+    for begin in (positions.diff() != 1).nonzero().flatten()[:2].tolist():
+        near |= {begin, begin + 1}
     places = torch.tensor(sorted(place for place in near if 0 <= place < length), device=device)
     first = torch.zeros((), dtype=torch.long, device=device)
     queries, keys = places.unsqueeze(-1), places.unsqueeze(0)
@@ -157,7 +164,6 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
     def causal(queries: Tensor, keys: Tensor) -> Tensor:
         return (keys <= queries) & (queries - keys < (window if window is not None else torch.inf))
 
-    positions = call.positions[0].to(device)
     parts = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
     apart = (parts[queries] == parts[keys]) & causal(positions[queries], positions[keys])
     if torch.equal(apart, causal(queries, keys)) and torch.equal(found, apart):

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import PlanError
-from lightning_3d.models.context_limits import check_fields, why_not_by_attention
+from lightning_3d.models.context_limits import attends_plainly, check_fields, why_not_by_attention
 from lightning_3d.parallel.context.attention import NAME
 
 RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
@@ -34,6 +35,31 @@ def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
 
     check_fields(name, read)
     return not why_not_by_attention(read) and _mixes_by_attention(module, config, blocks) and _replace(module)
+
+
+def replace_some_attention(module: nn.Module, mixing: list[nn.Module]) -> list[nn.Module]:
+    """Make those modules of a model call our attention in which nothing else mixes tokens, and return them. None: nothing is changed.
+
+    Args:
+        mixing: the modules that mix tokens.
+    """
+    config: Any = module.config
+
+    def read(key: str) -> Any:
+        return getattr(config, key, None)
+
+    # Models that may attend to another sequence make masks for it, too.
+    one_sequence = config.get_text_config() is config and "encoder_hidden_states" not in inspect.signature(module.forward).parameters
+    found = [part for part in mixing if _only_attends(part)]
+    return found if found and one_sequence and attends_plainly(read) and _replace(module) else []
+
+
+def _only_attends(module: nn.Module) -> bool:
+    """Return whether a module calls Transformers' attention interface, and has only linear layers and norms besides."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    inside = [child for child in module.modules() if child is not module and any(True for _ in child.parameters(recurse=False))]
+    plain = all(isinstance(child, nn.Linear) or is_transposed_linear(child) or "Norm" in type(child).__name__ for child in inside)
+    return plain and "ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__code__", _replace.__code__).co_names
 
 
 def _replace(module: Any) -> bool:

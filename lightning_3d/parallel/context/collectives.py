@@ -91,7 +91,8 @@ class _Gather(torch.autograd.Function):
         sent("all-gather", own)
         dist.all_gather_into_tensor(parts, own, group=context.group)
         received("all-gather", parts)
-        return parts.index_select(0, natural_order(len(parts), context.size, x.device)).transpose(0, 1)
+        # The copy into the order of the sequence also makes (batch, seq) contiguous: losses call `view` on logits.
+        return parts.transpose(0, 1).index_select(1, natural_order(len(parts), context.size, x.device))
 
     @staticmethod
     @once_differentiable

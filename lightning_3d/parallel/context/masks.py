@@ -135,3 +135,43 @@ class Mask:
         if (name, device) not in self._copies:
             self._copies[name, device] = host.to(device)
         return self._copies[name, device]
+
+
+def mask_of_batch(context: ContextParallel, shape: tuple[int, int], attention_mask: Any, position_ids: Tensor | None) -> Mask:
+    """Make the mask of whole sequences from the arguments of a model.
+
+    Args:
+        shape: (batch, seq).
+
+    Raises:
+        PlanError: the arguments have other shapes.
+    """
+    documents = _documents(position_ids, shape[1]) if attention_mask is None else None
+    return Mask(context, shape[1], documents=documents, padding=_padding(attention_mask, shape))
+
+
+def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
+    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not continue. None: one in each row."""
+    if position_ids is None:
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[1] != length:
+        raise PlanError(
+            f"position_ids must have shape (batch, {length}) with context parallelism (cp), one number per token; got shape"
+            f" {tuple(position_ids.shape)}."
+        )
+    host = position_ids.detach().cpu()
+    documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
+    return documents if bool(documents[:, -1].any()) else None
+
+
+def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
+        found = f"shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
+        raise PlanError(
+            f"With context parallelism (cp), attention_mask must be a padding mask of shape {shape}; got {found}. For packed documents,"
+            " pass position_ids that restart at 0 with each document."
+        )
+    host = attention_mask.detach().cpu().bool()
+    return None if bool(host.all()) else host

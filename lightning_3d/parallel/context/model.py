@@ -13,7 +13,7 @@ from lightning_3d.parallel.context.checks import replace_attention
 from lightning_3d.parallel.context.full_sequence import WholeSequence, whole_outputs
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
-from lightning_3d.parallel.context.masks import Mask
+from lightning_3d.parallel.context.masks import mask_of_batch
 from lightning_3d.parallel.context.split_blocks import SplitBlocks
 from lightning_3d.parallel.context.zigzag import positions as zigzag
 from lightning_3d.parallel.specialize import specialize
@@ -119,13 +119,7 @@ def _cut(
     if labels is not None and arguments.get("shift_labels") is None:
         arguments["shift_labels"] = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     whole = arguments.pop("position_ids", None)
-    attention_mask = arguments.get("attention_mask")
-    mask = Mask(
-        context,
-        length,
-        documents=_documents(whole, length) if attention_mask is None else None,
-        padding=_padding(attention_mask, (batch, length)),
-    )
+    mask = mask_of_batch(context, (batch, length), arguments.get("attention_mask"), whole)
     order = zigzag(length, context.size, context.rank, tokens.device)
     arguments = {
         name: value[:, order] if name != "labels" and isinstance(value, Tensor) and tuple(value.shape[:2]) == (batch, length) else value
@@ -134,30 +128,3 @@ def _cut(
     positions = order.unsqueeze(0) if whole is None else whole[:, order]
     arguments["position_ids"] = positions if own_positions is None else own_positions[:, order]
     return Running(mask, positions, batch, layers), arguments
-
-
-def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not continue. None: one in each row."""
-    if position_ids is None:
-        return None
-    if position_ids.ndim != 2 or position_ids.shape[1] != length:
-        raise PlanError(
-            f"position_ids must have shape (batch, {length}) with context parallelism (cp), one number per token; got shape"
-            f" {tuple(position_ids.shape)}."
-        )
-    host = position_ids.detach().cpu()
-    documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
-    return documents if bool(documents[:, -1].any()) else None
-
-
-def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    if attention_mask is None:
-        return None
-    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
-        found = f"shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
-        raise PlanError(
-            f"With context parallelism (cp), attention_mask must be a padding mask of shape {shape}; got {found}. For packed documents,"
-            " pass position_ids that restart at 0 with each document."
-        )
-    host = attention_mask.detach().cpu().bool()
-    return None if bool(host.all()) else host

@@ -4,11 +4,13 @@ attention, convolutions, attention with biases, chunks or indexers.
     before the first block    this rank keeps its tokens of the hidden states        backward: zeros for the others
     into what mixes tokens    the tokens of all ranks are gathered, in order         backward: reduce-scatter
     out of it                 this rank keeps its tokens                             backward: zeros for the others
+    into plain attention      nothing: keys and values travel (`ring`, `ulysses`)
     behind the last block     the tokens of all ranks are gathered                   backward: reduce-scatter
     into the output head      this rank keeps its tokens; logits are gathered only if they are read
 
 Everything outside the blocks sees whole sequences: positions, masks, embeddings, norms, losses. So whatever a model derives from them is
-what it is on one process. Every rank computes what mixes tokens for all of them; norms, MLPs, experts and logits are shared out.
+what it is on one process. Every rank computes what mixes tokens for all of them, except attention that can be replaced. Norms, MLPs,
+experts and logits are shared out.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel.context.attention import Running, running
+from lightning_3d.parallel.context.checks import replace_some_attention
 from lightning_3d.parallel.context.collectives import gather_sequence
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
+from lightning_3d.parallel.context.masks import mask_of_batch
 from lightning_3d.parallel.context.token_trials import TokenTrials
 from lightning_3d.parallel.context.zigzag import chunk_length, positions
 from lightning_3d.parallel.specialize import specialize
@@ -64,6 +70,13 @@ class SplitSequence:
         """Select this rank's tokens of (batch, seq, ...)."""
         return whole[:, positions(whole.shape[1], self.context.size, self.context.rank, whole.device)]
 
+    def own_positions(self, value: Any) -> Any:
+        """Select this rank's tokens of positions, (batch, seq), and of what is computed from them, (batch, seq, width), also in tuples."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.own_positions, value))
+        is_whole = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == self.length
+        return self.own(value) if is_whole else value
+
     def whole(self, part: Tensor) -> Tensor:
         """Gather the tokens of all ranks."""
         return gather_sequence(part, self.context)
@@ -77,6 +90,7 @@ class SplitBlocks:
         sequence: what they share.
         blocks: all blocks of the model, in order.
         mixing: the modules in them that mix tokens, each once.
+        attentions: those of them that call our attention.
         arguments: names of the arguments of each block, before anything is put in front of its forward.
         arguments_inside: names of the arguments of what mixes tokens.
     """
@@ -84,6 +98,7 @@ class SplitBlocks:
     sequence: SplitSequence
     blocks: list[nn.Module]
     mixing: list[nn.Module]
+    attentions: list[nn.Module]
     arguments: list[tuple[str, ...]]
     arguments_inside: frozenset[str]
 
@@ -104,13 +119,16 @@ class SplitBlocks:
         mixing = {id(part): part for block in found for part in trials.mixing(block)}
         if not found or not mixing:
             raise PlanError(f"Context parallelism (cp) found no blocks in {name} in which tokens see each other. Use cp=1.")
-        inside = frozenset(argument for part in mixing.values() for argument in _arguments(part))
-        return cls(SplitSequence(name, context), found, list(mixing.values()), [_arguments(block) for block in found], inside)
+        parts = list(mixing.values())
+        inside = frozenset(argument for part in parts for argument in _arguments(part))
+        attentions = replace_some_attention(module, parts)
+        return cls(SplitSequence(name, context), found, parts, attentions, [_arguments(block) for block in found], inside)
 
     def gather_inside(self) -> None:
-        """Make what mixes tokens gather them, in place."""
+        """Make what mixes tokens gather them, in place, unless it calls our attention."""
+        attentions = {id(part) for part in self.attentions}
         for part in self.mixing:
-            specialize(part, MixingTokens, context_split=self.sequence)
+            specialize(part, SplitAttention if id(part) in attentions else MixingTokens, context_split=self.sequence)
 
     def split_outside(self, module: nn.Module) -> None:
         """Make the first block of the whole `module` split the sequence and the last one gather it, in place."""
@@ -124,7 +142,7 @@ class SplitBlocks:
                 context_names=names,
                 context_names_inside=self.arguments_inside,
             )
-        specialize(module, SplitModel, context_split=self.sequence)
+        specialize(module, SplitModel, context_split=self.sequence, context_layers={} if self.attentions else None)
 
     def split_head(self, module: nn.Module) -> None:
         """Make the output head of this rank's part of `module` compute logits of this rank's tokens, in place."""
@@ -162,6 +180,7 @@ class SplitModel:
     """Mixin for the model: notes the length of the sequence, and refuses what would return parts of it."""
 
     context_split: SplitSequence
+    context_layers: dict[Any, bool] | None  # None: no module calls our attention
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = super().forward  # type: ignore[misc]
@@ -170,9 +189,16 @@ class SplitModel:
         hidden = arguments.get("output_hidden_states", getattr(config, "output_hidden_states", False))
         refuse_arguments(arguments | {"output_hidden_states": hidden}, "output_hidden_states")
         split = self.context_split
-        split.length = tokens_of(arguments).shape[1]
+        tokens = tokens_of(arguments)
+        split.length = tokens.shape[1]
         chunk_length(split.length, split.context.size)
-        return own(**arguments)
+        if self.context_layers is None:
+            return own(**arguments)
+        ids = arguments.get("position_ids")
+        mask = mask_of_batch(split.context, (len(tokens), split.length), arguments.get("attention_mask"), ids)
+        counted = torch.arange(split.length, device=tokens.device).unsqueeze(0) if ids is None else ids
+        with running(Running(mask, counted, len(tokens), self.context_layers)):
+            return own(**arguments)
 
 
 def is_split(module: nn.Module) -> bool:
@@ -259,6 +285,16 @@ class MixingTokens:
                 " hidden states (batch, sequence, hidden). Use cp=1."
             )
         return output
+
+
+class SplitAttention:
+    """Mixin for an attention that calls ours: works on this rank's tokens, and gets the positions of these."""
+
+    context_split: SplitSequence
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.context_split.own_positions
+        return super().forward(*map(own, args), **{name: own(value) for name, value in kwargs.items()})  # type: ignore[misc]
 
 
 class SplitHead:

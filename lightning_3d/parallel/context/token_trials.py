@@ -20,6 +20,7 @@ from lightning_3d.parallel.nested import tensors_of
 
 _TOKENS = 7  # a size that nothing else in a model has
 _CHANGED = (0, 3, 6)
+_BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.Dropout)
 _LARGE = 2**22  # elements of a parameter above which all of its rows are one
 _SAME = 1e-6  # relative; some models compute parts in float32
 
@@ -45,6 +46,8 @@ class TokenTrials:
 
     def is_separate(self, module: nn.Module) -> bool:
         """Return whether a module was seen to treat every token separately; False where it cannot run alone."""
+        if type(module) in _BY_TOKEN:
+            return True
         key = _kind(module)
         if key not in self._known:
             with real_values(), torch.device("cpu"), torch.no_grad():
@@ -113,8 +116,8 @@ def _clone(module: nn.Module) -> Any:
             if buffer is not None:
                 value = torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.cpu()
                 child._buffers[name] = value.double() if value.is_floating_point() else value
-        if hasattr(child, "config"):
-            child.config._experts_implementation = "eager"  # grouped products do not know float64
+        if (config := vars(child).get("config")) is not None:
+            config._experts_implementation = "eager"  # grouped products do not know float64
     return clone
 
 

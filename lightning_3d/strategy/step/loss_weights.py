@@ -69,8 +69,8 @@ class TokenMeanLoss:
     ) -> Tensor:
         shift_labels, context = _targets(labels, shift_labels, ignore_index).to(logits.device), self._context
         if isinstance(logits, WholeSequence):
-            context = logits.context
-            logits, shift_labels = logits.local, logits.own(shift_labels)
+            context, shift_labels = logits.context, logits.own(shift_labels)
+            logits = logits.local
         if shift_labels.shape != logits.shape[:-1]:
             raise PlanError(
                 f"loss_function got labels of shape {tuple(shift_labels.shape)}, which do not fit logits of shape {tuple(logits.shape)}. In"

@@ -1,0 +1,220 @@
+"""Models that mix tokens by more than attention: between their blocks each context-parallel rank has its part of the tokens."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import recording
+from ranks import run_ranks
+from sweeps import by_default
+from torch import Tensor, nn
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.blocks import find_blocks
+from lightning_3d.parallel.context import ContextParallel, WholeSequence, share_sequences
+from lightning_3d.parallel.context.split_blocks import MixingTokens, SplitAttention
+from lightning_3d.parallel.context.token_trials import TokenTrials
+from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
+
+SEQUENCE, VOCABULARY, WIDTH = 24, 61, 32
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "use_cache": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXTURE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "mamba": {},
+    "qwen3_next": MIXTURE | LINEAR | HYBRID,
+    "gptj": {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "mpt": {"d_model": WIDTH, "n_heads": 4, "n_layers": 2},
+    "falcon": {"alibi": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": MIXTURE | {"intermediate_size_mlp": 48, "attention_chunk_size": 8},
+    "llama": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
+}
+IN_FLOAT32 = ("qwen3_next", "mamba", "llama4_text", "lfm2", "llama")  # their states, norms, routers, positions
+RINGS = ("qwen3_next", "lfm2", "llama")
+
+
+def build(family: str) -> nn.Module:
+    """A tiny model in float64."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager")
+    for parameter in model.parameters():  # away from ones and zeros
+        nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
+def batch(padding: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, (2, SEQUENCE), generator=generator)
+    labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.2, -100)
+    there = torch.arange(SEQUENCE) < torch.tensor([[SEQUENCE], [17 if padding else SEQUENCE]])
+    return {"input_ids": tokens * there, "labels": labels.masked_fill(~there, -100), "attention_mask": there.long()}
+
+
+def share(model: nn.Module) -> None:
+    """What `assembly` does with the whole model on a rank."""
+    context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    split = share_sequences(model, find_blocks(model, ParallelPlan({})), "", context)
+    assert split is not None
+    split.gather_inside()
+    split.split_outside(model)
+    split.split_head(model)
+    weigh_loss(model, LossWeights(), context)
+
+
+def differences(family: str) -> list[float]:
+    """(of losses, relative of gradients), without padding and with."""
+    found = []
+    for padding in (False, True):
+        alone, shared, inputs = build(family), build(family), batch(padding)
+        share(shared)
+        logits = alone(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        output = shared(**inputs)
+        assert isinstance(output.logits, WholeSequence) and output.logits.shape == logits.shape
+        found.append((output.loss - expected).abs().item())
+        expected.backward()
+        (output.loss / dist.get_world_size()).backward()
+        for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+            gradient = torch.zeros_like(one) if one.grad is None else one.grad
+            part = torch.zeros_like(gradient) if other.grad is None else other.grad
+            dist.all_reduce(part)
+            found.append(((part - gradient).norm() / gradient.norm().clamp(min=1e-3)).item())
+    return found
+
+
+@pytest.mark.parametrize("family", by_default(list(FAMILIES), 0, 1, 2, 8))
+def test_losses_and_gradients_are_those_of_one_process(family: str) -> None:
+    worst = max(max(found) for found in run_ranks(differences, 2, family))
+    assert worst < (1e-5 if family in IN_FLOAT32 else 1e-11)
+
+
+def kinds(family: str) -> tuple[set[str], set[str]]:
+    """Names of the modules that gather the sequence, and of those in whose attention keys travel."""
+    model = build(family)
+    share(model)
+    of = [{type(child).__name__ for child in model.modules() if isinstance(child, kind)} for kind in (MixingTokens, SplitAttention)]
+    return of[0], of[1]
+
+
+def test_plain_attention_next_to_other_layers_still_sends_keys_around() -> None:
+    assert run_ranks(kinds, 1, "qwen3_next")[0] == ({"Qwen3NextGatedDeltaNet"}, {"Qwen3NextAttention"})
+    assert run_ranks(kinds, 1, "llama")[0] == (set(), {"LlamaAttention"})
+    assert run_ranks(kinds, 1, "bloom")[0] == ({"BloomAttention"}, set())
+
+
+def gathered_logits() -> list[int]:
+    """Numbers that this rank sends in a step of the model's own loss."""
+    model = build("bloom")
+    share(model)
+    with recording() as recorder:
+        model(**batch(False)).loss.backward()
+    return [call.numel for call in recorder.calls if call.name == "all_gather_into_tensor"]
+
+
+def test_a_loss_gathers_no_logits() -> None:
+    """Each attention gathers its input and the residual, and the last block its output."""
+    assert run_ranks(gathered_logits, 2)[0] == [2 * SEQUENCE // 2 * WIDTH] * 5
+
+
+def call_with(call: dict[str, Any]) -> None:
+    model = build("bloom")
+    share(model)
+    model(**batch(False), **call)
+
+
+def call_in_another_order() -> None:
+    model = build("bloom")
+    share(model)
+    model.transformer.h = model.transformer.h[::-1]  # type: ignore[union-attr, index, operator, assignment]
+    model(**batch(False))
+
+
+def split_lists() -> None:
+    from transformers import AutoModelForCausalLM, XLMConfig
+
+    sizes = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "dropout": 0.0, "attention_dropout": 0.0}
+    share(AutoModelForCausalLM.from_config(XLMConfig(**sizes)))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="called with output_hidden_states"):
+        run_ranks(call_with, 1, {"output_hidden_states": True})
+    with pytest.raises(ConfigError, match="called with use_cache"):
+        run_ranks(call_with, 1, {"use_cache": True})
+    with pytest.raises(PlanError, match=r"a block \(BloomBlock\) was called with hidden states of shape \(2, 24, 32\)"):
+        run_ranks(call_in_another_order, 2)
+    with pytest.raises(PlanError, match="XLMWithLMHeadModel has [34] lists of 2 blocks"):
+        run_ranks(split_lists, 1)
+
+
+class Shifted(nn.Module):
+    """An MLP that also sees the token before, as RWKV's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x + 1e-3 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]).relu())
+
+
+class Mlp(Shifted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class WithMask(Mlp):
+    """Nobody knows what it does with its second argument."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[:, mask.long()]
+
+
+class Ends(Mlp):
+    """What it does with tokens only shows at one of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.cat([torch.zeros_like(x[:, :-1]), x[:, :1]], 1)
+
+
+def test_a_trial_finds_what_mixes_tokens() -> None:
+    trials = TokenTrials(WIDTH)
+    block = nn.ModuleDict({"mlp": Mlp(), "norm": nn.LayerNorm(WIDTH), "shifted": Shifted(), "masked": WithMask(), "ends": Ends()})
+    assert [type(found) for found in trials.mixing(block)] == [Shifted, WithMask, Ends]
+
+
+def test_a_trial_of_a_large_module_on_meta_takes_little() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    with torch.device("meta"):
+        mlp = LlamaMLP(LlamaConfig(hidden_size=8192, intermediate_size=28672))
+    started = time.process_time()
+    assert TokenTrials(8192).is_separate(mlp)
+    assert time.process_time() - started < 600  # seconds of this process, however busy the machine is
+    assert all(parameter.is_meta for parameter in mlp.parameters())
