@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.errors import NoPlanError, PlanError
+from lightning_3d.errors import NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import (
@@ -34,7 +35,7 @@ from lightning_3d.models.parallel_plan import (
 )
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
-from lightning_3d.parallel.context import SplitBlocks, share_sequences
+from lightning_3d.parallel.context import SplitBlocks, computed_by_all, share_sequences
 from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
@@ -143,6 +144,11 @@ def assemble(
         inspect(module, plan, declared=user_plan is None)
     assignment = assign_stages(module, plan, mesh.layout, options.schedule)
     part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
+    if kinds := computed_by_all(module):
+        rank_zero_warn(
+            f"Each of the {mesh.size('cp')} context-parallel ranks computes {listed(kinds)} for the whole sequence: this mixes tokens in a"
+            " way that cp cannot split. Other layers are split."
+        )
     # Last: only what is left has to fit in memory, and specs say which slice of each full parameter to make.
     materialize(root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored)
     # After materialize, which replaces parameters on meta by new ones.

@@ -60,10 +60,6 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "cp_kind": (["parallelism.cp_kind=rings"], ['got "rings"', 'Did you mean "ring"']),
     "cp_compiled": (["parallelism=cp2", "parallelism.compile=true"], ["compile=true", "the layout has cp 2"]),
     "cp_dropout": (["parallelism=cp2", "model.config.attention_dropout=0.1"], ["attention_dropout=0.1", "Set it to 0"]),
-    "cp_positions": (
-        ["parallelism=cp2", "++model.config.rope_parameters.rope_type=dynamic"],
-        ["cannot split the sequences of llama", "rope_type dynamic", "Use cp=1"],
-    ),
     "f13_sequence": (
         ["parallelism=tp4", "data.sequence_length=250"],
         ["tp 4 does not divide the 250 tokens", "248 or 252", "sequence_parallel=false"],

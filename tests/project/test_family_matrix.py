@@ -43,6 +43,12 @@ EXACT = [
     ("aria_text", "ep2_dp2", "the number of experts has another name"),
     ("dbrx", "ep2_dp2", "declares no plan for its experts, whose rows are one after another"),
     ("roberta", "cp2", "positions do not begin at 0"),
+    ("mamba", "pp2_cp2", "stages get a part of the tokens, and what mixes them all"),
+    ("rwkv", "cp2", "its MLPs see the token before"),
+    ("qwen3_next", "tp2_cp2", "plain attention next to gated delta nets"),
+    ("llama4_text", "cp2", "attention in chunks"),
+    ("deepseek_v32", "cp2", "an indexer reads whole masks"),
+    ("bart", "cp2", "its own forward computes the loss"),
 ]
 REFUSED = [
     ("doge", "tp2", "one for each head"),
@@ -50,6 +56,7 @@ REFUSED = [
     ("llama", "ep2_dp2", "is dense: it has no experts"),
     ("jetmoe", "ep2_dp2", "the tokens of an expert cannot be sent to its rank"),
     ("longcat_flash", "ep2_dp2", "is an expert without weights"),
+    ("cpmant", "cp2", "CpmAntTransformerBlock"),
 ]
 
 

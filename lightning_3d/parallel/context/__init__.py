@@ -4,6 +4,15 @@ from lightning_3d.parallel.context.collectives import sum_over_ranks
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.model import WholeSequenceLoss, share_sequences
-from lightning_3d.parallel.context.split_blocks import SplitBlocks, is_split
+from lightning_3d.parallel.context.split_blocks import SplitBlocks, computed_by_all, is_split
 
-__all__ = ["ContextParallel", "SplitBlocks", "WholeSequence", "WholeSequenceLoss", "is_split", "share_sequences", "sum_over_ranks"]
+__all__ = [
+    "ContextParallel",
+    "SplitBlocks",
+    "WholeSequence",
+    "WholeSequenceLoss",
+    "computed_by_all",
+    "is_split",
+    "share_sequences",
+    "sum_over_ranks",
+]

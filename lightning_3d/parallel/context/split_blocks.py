@@ -206,6 +206,11 @@ def is_split(module: nn.Module) -> bool:
     return any(isinstance(child, SplitModel) for child in module.modules())
 
 
+def computed_by_all(module: nn.Module) -> list[str]:
+    """Name the kinds of modules that every context-parallel rank computes for the whole sequence."""
+    return sorted({type(child).__name__ for child in module.modules() if isinstance(child, MixingTokens)})
+
+
 class SplitBlock:
     """Mixin for a block. The first one gets this rank's tokens of the hidden states; what the last one returns is gathered.
 

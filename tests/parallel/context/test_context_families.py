@@ -1,4 +1,4 @@
-"""Which families of Transformers context parallelism cuts exactly, and which it refuses by name."""
+"""Families of Transformers whose attention context parallelism replaces. Others: `test_split_blocks`."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
-from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, share_sequences
@@ -69,16 +68,6 @@ EXACT: dict[str, dict[str, Any]] = {
     },
 }
 IN_FLOAT32 = ("gemma2", "cohere2", "deepseek_v3")  # its softmax, norm, router
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bloom": ({}, "position_ids"),
-    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "position_ids"),
-    "mamba": ({}, "linear_attention"),
-    "qwen3_next": (MIXTURE, "linear_attention"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv"),
-    "falcon_h1": ({}, "hybrid"),
-    "llama4_text": (MIXTURE | {"intermediate_size_mlp": 48}, "chunked"),
-}
-
 
 def build(family: str, options: dict[str, Any]) -> nn.Module:
     """A tiny model in float64."""
@@ -94,7 +83,7 @@ def build(family: str, options: dict[str, Any]) -> nn.Module:
 
 
 def implementation(family: str) -> str:
-    return "eager" if family in ("gemma2", "gpt_oss", *REFUSED) else "sdpa"  # soft caps and sinks
+    return "eager" if family in ("gemma2", "gpt_oss") else "sdpa"  # soft caps and sinks
 
 
 def batch() -> dict[str, Tensor]:
@@ -116,7 +105,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def share(model: nn.Module, kind: str) -> None:
     context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), kind)
-    share_sequences(model, find_blocks(model, ParallelPlan({})), context)
+    assert share_sequences(model, find_blocks(model, ParallelPlan({})), "", context) is None
     weigh_loss(model, LossWeights(), context)
 
 
@@ -144,14 +133,3 @@ def differences(family: str, options: dict[str, Any]) -> list[float]:
 def test_a_family_is_cut_exactly(family: str) -> None:
     worst = max(max(found) for found in run_ranks(differences, 2, family, EXACT[family]))
     assert worst < (1e-6 if family in IN_FLOAT32 else 1e-11)
-
-
-def refusal(family: str, options: dict[str, Any]) -> None:
-    share(build(family, options), "ring")
-
-
-@pytest.mark.parametrize("family", by_default(list(REFUSED), list(REFUSED).index("mamba")))
-def test_a_family_is_refused_by_name(family: str) -> None:
-    options, message = REFUSED[family]
-    with pytest.raises((PlanError, ConfigError), match=message):
-        run_ranks(refusal, 1, family, options)

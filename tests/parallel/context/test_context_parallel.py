@@ -356,27 +356,6 @@ def test_a_model_that_is_not_of_transformers(plan: Any) -> None:
         run_ranks(parity.train_on_rank, 2, Recipe(models.PLAIN, steps=1), layout="cp2", plan=plan)
 
 
-def refuse_own_attention() -> str:
-    class Fixed(Module):
-        """A model that goes on with its own attention."""
-
-        def configure_model(self) -> None:
-            super().configure_model()
-            self.model.set_attn_implementation = lambda name: None  # type: ignore[assignment, union-attr]
-
-    recipe = Recipe(steps=1, global_batch=4)
-    try:
-        fit_on_rank(recipe, Rows(cut(data(recipe), 0, 4)), Fixed(recipe), layout="cp2")
-    except PlanError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_model_whose_attention_cannot_be_replaced() -> None:
-    for message in run_ranks(refuse_own_attention, 2):
-        assert "cannot replace the attention of LlamaForCausalLM" in message and message.endswith("Use cp=1.")
-
-
 def train_on_different_rows() -> None:
     recipe = Recipe(steps=1, global_batch=4)
     batch = {key: value[dist.get_rank() :][:4] for key, value in data(recipe).items()}
@@ -413,8 +392,6 @@ class Changed(Module):
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "dropout": ({"attention_dropout": 0.1}, {}, ConfigError, "attention_dropout=0.1"),
-    "recurrent layers": ({"layer_types": ["linear_attention"] * 4}, {}, PlanError, "it has linear_attention layers"),
-    "positions that know the length": ({"rope_scaling": {"rope_type": "dynamic"}}, {}, PlanError, "rope_type dynamic"),
     "a cache": ({}, {"use_cache": True}, ConfigError, "use_cache"),
     "the last logits": ({}, {"logits_to_keep": 1}, ConfigError, "logits_to_keep"),
     "a mask of its own": ({}, {"attention_mask": torch.zeros(4, 1, SEQUENCE, SEQUENCE)}, PlanError, "must be a padding mask"),
