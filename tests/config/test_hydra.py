@@ -130,6 +130,11 @@ def test_data_files_have_the_options_of_their_modules(name: str) -> None:
     assert {*data_options(name), *given} - {"name"} == set(_parameters(module))
 
 
+@pytest.mark.parametrize("name", ["a" * 10_000, "../model/llama", {}, None])
+def test_a_name_that_no_data_file_has_gives_no_options(name: object) -> None:
+    assert data_options(name) == {}
+
+
 def test_frozen_configuration_gives_the_same_plan() -> None:
     config = composed("parallelism=pp2_dp2", "parallelism.schedule=dualpipev", "parallelism.micro_batch_size=null")
     config.run_folder = "runs/1"
