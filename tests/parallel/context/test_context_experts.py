@@ -126,7 +126,7 @@ def count_gathers(layout: str) -> int:
     """All-gathers of the hidden states of one micro-batch, forward and backward."""
     recipe = Recipe("mixtral", layers=2, steps=1, global_batch=2)
     with recording() as recorder:
-        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), layout=layout)
+        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), layout=layout, self_check="never")  # it would gather, too
     part = recipe.global_batch * models.SEQUENCE * models.COMMON["hidden_size"] // 2
     return sum(call.name == "all_gather_into_tensor" and call.numel == part for call in recorder.calls)
 
