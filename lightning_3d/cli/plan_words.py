@@ -63,6 +63,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         "zero_stage": job.zero,
         "schedule": job.schedule,
         "vp": job.layout.vp,
+        "stages": None,
         "recompute": job.recompute,
         "sequence_parallel": job.sequence_parallel,
         "order": list(job.layout.order),

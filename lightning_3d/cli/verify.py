@@ -96,7 +96,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     dropped = [f"parallelism.{key}" for key in _UNIFORM if arguments[key] not in (None, 0.0)]
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
-    folded |= {"zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
+    folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
     return {**arguments, **neutral, **folded}, dropped
 
 

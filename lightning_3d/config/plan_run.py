@@ -215,6 +215,8 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, di
         if open_keys:
             raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only with parallelism=auto does the planner choose it.")
         return run, {}
+    if parallelism.stages is not None:
+        raise ConfigError("parallelism.stages is of one layout, but parallelism=auto chooses the layout. Name a layout, or omit stages.")
     if advice is None:
         raise ConfigError("parallelism=auto works only on the command line. Name a layout, for example parallelism=dp8.")
     complete = complete_run(run)
@@ -418,6 +420,7 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
         sequence_length=run.data.get("sequence_length"),
         sequence_parallel=run.parallelism.sequence_parallel is not False,
         cp_kind=run.parallelism.cp_kind,
+        stages=run.parallelism.stages,
     )
     if run.data.get("sequence_length") is None:
         raise ConfigError("data.sequence_length must be given in tokens, for example data.sequence_length=4096.")

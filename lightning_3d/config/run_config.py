@@ -33,6 +33,7 @@ class ParallelismConfig:
     order: list[str] | None = field(default_factory=lambda: list(AXES))
     schedule: str | None = None
     vp: int | None = None
+    stages: list[int] | None = None
     zero_stage: int | None = 1
     zero_reduce: str | None = None
     zero_gather: str | None = None

@@ -6,11 +6,13 @@ Each check raises an error that says what is wrong, with the numbers and the nea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
 from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
 from lightning_3d.layout.batch_rules import check_micro_batches
+from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.resolve import check_expert_groups, check_schedule, nearest
 from lightning_3d.layout.schedules import find_schedule, schedules_for
@@ -109,6 +111,7 @@ def check_model(
     sequence_length: int | None = None,
     sequence_parallel: bool = False,
     cp_kind: str = "ring",
+    stages: Sequence[int] | None = None,
 ) -> None:
     """Refuse a layout that does not fit a model or its training step. Arguments that are None are not checked.
 
@@ -119,6 +122,7 @@ def check_model(
         sequence_length: tokens in a sequence.
         sequence_parallel: whether tensor-parallel ranks share each sequence.
         cp_kind: how context-parallel ranks attend to each other's tokens.
+        stages: number of blocks of each pipeline stage.
 
     Raises:
         ConfigError: a size that is not a positive whole number; a sequence longer than the model's positions.
@@ -133,6 +137,8 @@ def check_model(
     _check_tensor_parallel(layout, sizes.heads, sizes.kv_heads, sizes.vocab, sizes.intermediate)
     if sizes.layers is not None:
         _check_layers(layout, sizes.layers, schedule)
+    if stages is not None:
+        given_stages(stages, layout, sizes.layers)
     if sequence_length is not None and sizes.max_positions is not None and sequence_length > sizes.max_positions:
         raise ConfigError(
             f"The sequence has {sequence_length} tokens, but the model has only {sizes.max_positions} positions."

@@ -26,6 +26,9 @@ def _stages(split: Split, layers: int, stages: int, block: float, head: float) -
 def stages_of(job: Job) -> tuple[Stage, ...]:
     """Return all stages of a job in order."""
     model = job.model
+    if job.blocks is not None:
+        last = len(job.blocks) - 1
+        return tuple(Stage(count, index == 0, index == last) for index, count in enumerate(job.blocks))
     block = model.attention_size + model.mlp_size(model.ffn or model.expert_ffn * model.top_k + model.shared_ffn)
     return _stages(job.stack.split, model.layers, job.layout.pp * job.layout.vp, float(block), float(model.embedding))
 

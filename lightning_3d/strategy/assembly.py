@@ -142,7 +142,7 @@ def assemble(
     broadcast_eager(root, mesh)
     if inspect is not None:
         inspect(module, plan, declared=user_plan is None)
-    assignment = assign_stages(module, plan, mesh.layout, options.schedule)
+    assignment = assign_stages(module, plan, mesh.layout, options.schedule, options.stages)
     part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
     if kinds := computed_by_all(module):
         rank_zero_warn(
@@ -319,7 +319,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         vocab=number("vocab_size"),
         experts=number(*EXPERT_COUNTS) or _experts_of_layer(module, plan),
     )
-    check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind)
+    check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind, stages=options.stages if plan.layers else None)
 
 
 def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:

@@ -91,6 +91,8 @@ class Lightning3DStrategy(CheckpointHooks):
         schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
             "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
         vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
+        stages: number of blocks of each pipeline stage, in the order of the stages, such as [18, 21, 21, 20]. None: balanced by FLOPs and
+            parameters.
         zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer state (by DeepSpeed),
             2: also gradients, 3: also parameters.
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
@@ -138,6 +140,7 @@ class Lightning3DStrategy(CheckpointHooks):
         micro_batch_size: int | None = None,
         schedule: str | None = None,
         vp: int | None = None,
+        stages: Sequence[int] | None = None,
         zero_stage: int = 0,
         zero_reduce: str | None = None,
         zero_gather: str | None = None,
@@ -187,7 +190,7 @@ class Lightning3DStrategy(CheckpointHooks):
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
-        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind)
+        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, tuple(stages) if stages is not None else None)
         self.options.require_suit(self.layout or Layout())
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch

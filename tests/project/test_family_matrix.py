@@ -47,6 +47,7 @@ EXACT = [
     ("rwkv", "cp2", "its MLPs see the token before"),
     ("qwen3_next", "tp2_cp2", "plain attention next to gated delta nets"),
     ("llama4_text", "cp2", "attention in chunks"),
+    ("llama4_text", "tp2_pp2", "with sequence parallelism, a mixture returns the rows one after the other"),
     ("deepseek_v32", "cp2", "an indexer reads whole masks"),
     ("bart", "cp2", "its own forward computes the loss"),
 ]

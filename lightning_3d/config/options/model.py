@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import check_cp_kind
 
@@ -19,6 +20,7 @@ class ModelOptions:
         blocks: options of the blocks.
         experts: options of a mixture of experts.
         cp_kind: kind of context parallelism.
+        stages: number of blocks of each pipeline stage; None to balance them.
 
     Raises:
         ConfigError: an unknown kind of context parallelism.
@@ -28,10 +30,13 @@ class ModelOptions:
     blocks: BlockOptions
     experts: ExpertOptions
     cp_kind: str = "ring"
+    stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_cp_kind(self.cp_kind)
 
     def require_suit(self, layout: Layout) -> None:
-        """Raise LayoutError where blocks cannot run these options in this layout."""
+        """Raise LayoutError where blocks cannot run these options in this layout, or it has another number of stages."""
         self.blocks.require_suits(self.schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+        if self.stages is not None:
+            given_stages(self.stages, layout)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_3d.parallel.context.collectives import gather_sequence
 from lightning_3d.parallel.context.group import ContextParallel
-from lightning_3d.parallel.context.zigzag import positions
+from lightning_3d.parallel.context.zigzag import own_tokens
 from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
 
 
@@ -53,7 +53,7 @@ class WholeSequence(Tensor):
 
     def own(self, whole: Tensor) -> Tensor:
         """Select this rank's tokens of a tensor (batch, seq, ...) of all."""
-        return whole[:, positions(whole.shape[1], self.context.size, self.context.rank, whole.device)]
+        return own_tokens(whole, self.context.size, self.context.rank)
 
     @classmethod
     def __torch_function__(

@@ -16,6 +16,7 @@ experts and logits are shared out.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
 from lightning_3d.parallel.context.masks import mask_of_batch
 from lightning_3d.parallel.context.token_trials import TokenTrials
-from lightning_3d.parallel.context.zigzag import chunk_length, positions
+from lightning_3d.parallel.context.zigzag import chunk_length, own_tokens
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -68,7 +69,7 @@ class SplitSequence:
 
     def own(self, whole: Tensor) -> Tensor:
         """Select this rank's tokens of (batch, seq, ...)."""
-        return whole[:, positions(whole.shape[1], self.context.size, self.context.rank, whole.device)]
+        return own_tokens(whole, self.context.size, self.context.rank)
 
     def own_positions(self, value: Any) -> Any:
         """Select this rank's tokens of positions, (batch, seq), and of what is computed from them, (batch, seq, width), also in tuples."""
@@ -263,33 +264,32 @@ class MixingTokens:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = self.context_split
-        gathered = 0
-
-        def gather(value: Any) -> Any:
-            nonlocal gathered
-            if not split.is_hidden(value, split.part):
-                return value
-            gathered += 1
-            return split.whole(value)
-
-        args, kwargs = tuple(map(gather, args)), {name: gather(value) for name, value in kwargs.items()}
-        kept = 0
-
-        def keep(value: Any) -> Any:
-            nonlocal kept
-            if not split.is_hidden(value, split.length):
-                return value
-            kept += 1
-            return split.own(value)
-
-        output = _each(super().forward(*args, **kwargs), keep)  # type: ignore[misc]
-        if not gathered or not kept:
-            how = "was called without" if not gathered else "does not return"
+        gather, keep = _Counted(split.whole, split), _Counted(split.own, split)
+        args, kwargs = tuple(gather(value, split.part) for value in args), {name: gather(kwargs[name], split.part) for name in kwargs}
+        output = _each(super().forward(*args, **kwargs), lambda value: keep(value, split.length))  # type: ignore[misc]
+        if not gather.count or not keep.count:
+            how = "was called without" if not gather.count else "does not return"
             raise PlanError(
                 f"Context parallelism (cp) cannot split the sequences of {split.model}: {type(self).__name__} mixes tokens, but {how}"
                 " hidden states (batch, sequence, hidden). Use cp=1."
             )
         return output
+
+
+@dataclass
+class _Counted:
+    """Function for the hidden states among values, which counts them; other values stay as they are."""
+
+    function: Callable[[Tensor], Tensor]
+    split: SplitSequence
+    count: int = 0
+
+    def __call__(self, value: Any, length: int) -> Any:
+        """Apply the function if `value` is made of hidden states of so many tokens."""
+        if not self.split.is_hidden(value, length):
+            return value
+        self.count += 1
+        return self.function(value)
 
 
 class SplitAttention:

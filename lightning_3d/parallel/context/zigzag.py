@@ -38,6 +38,11 @@ def positions(length: int, size: int, rank: int, device: torch.device | None = N
     return _ranges(chunk_starts(chunk, size, rank), chunk, device)
 
 
+def own_tokens(whole: Tensor, size: int, rank: int) -> Tensor:
+    """Select the tokens of a rank, in its order, from a tensor (batch, seq, ...) of all."""
+    return whole[:, positions(whole.shape[1], size, rank, whole.device)]
+
+
 def natural_order(length: int, size: int, device: torch.device | None = None) -> Tensor:
     """Index of each token of the sequence in the concatenated parts of all ranks."""
     chunk = chunk_length(length, size)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_3d.layout.balance import split_layers
+from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.models.parallel_plan import ParallelPlan
@@ -53,27 +54,39 @@ class StageAssignment:
         )
 
 
-def assign_stages(module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str) -> StageAssignment:
+def assign_stages(
+    module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str, given: Sequence[int] | None = None
+) -> StageAssignment:
     """Assign the blocks of `module` (whole, on meta or not) to pp * vp stages, balanced by FLOPs and parameters.
 
     The FLOPs of a forward pass per token are counted as two per matrix element (embeddings none, a head like any matrix); the
     attention core, equal in every block, does not change the balance.
+
+    Args:
+        given: number of blocks of each stage; None to balance them.
+
+    Raises:
+        LayoutError: fewer blocks than stages, or what is `given` does not fit.
     """
     stages = layout.pp * layout.vp
     blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
     if stages == 1:
         return StageAssignment((range(len(blocks)),), (0,))
+    ranges = _balanced(module, blocks, plan, stages) if given is None else given_stages(given, layout, len(blocks))
+    v_shaped = find_schedule(schedule).v_shaped
+    owner = {s: rank for rank in range(layout.pp) for s in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)}
+    return StageAssignment(tuple(ranges), tuple(owner[stage] for stage in range(stages)))
+
+
+def _balanced(module: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, stages: int) -> list[range]:
     costs, modules = [_cost([block]) for block in blocks], dict(module.named_modules())
-    ranges = split_layers(
+    return split_layers(
         [flops for flops, _ in costs],
         [parameters for _, parameters in costs],
         stages,
         first_extra=_cost(modules[name] for name in plan.before if name in modules),
         last_extra=_cost(modules[name] for name in plan.after if name in modules),
     )
-    v_shaped = find_schedule(schedule).v_shaped
-    owner = {s: rank for rank in range(layout.pp) for s in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)}
-    return StageAssignment(tuple(ranges), tuple(owner[stage] for stage in range(stages)))
 
 
 def _cost(modules: Iterable[nn.Module]) -> tuple[float, float]:

@@ -241,7 +241,10 @@ class GatheredRegion:
 
 
 class WholeRegion:
-    """Mixin for an unsharded attention, or experts sharded over tp: gathers all tokens, runs, keeps this rank's slice."""
+    """Mixin for an unsharded attention, or experts sharded over tp: gathers all tokens, runs, keeps this rank's slice.
+
+    Some mixtures of experts return the rows of a batch one after the other: (batch * sequence, hidden).
+    """
 
     tp_context: TensorParallel
 
@@ -249,7 +252,10 @@ class WholeRegion:
         hidden, place = _hidden_states(args, kwargs)
         args, kwargs = _put(_Collect.apply(hidden, self.tp_context), place, args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        part = _Slice.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
+        whole = output[0] if isinstance(output, tuple) else output
+        flat = whole.ndim == 2 and hidden.ndim == 3
+        part = _Slice.apply(whole.unflatten(0, (len(hidden), -1)) if flat else whole, self.tp_context)
+        part = part.flatten(0, 1) if flat else part
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
 

@@ -67,7 +67,7 @@ class SelfCheck:
         self._mode, self._mesh, self._device = mode, mesh, device
         self._must = required or mode == "always"
         blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
-        self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind)
+        self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind, options.stages)
         self._subject: _Subject | None = None
         self._sizes: LocalSizes = {}
         self._handles: list[Any] = []
@@ -237,7 +237,7 @@ class _Comparison:
         if blocks and sum(parameter.numel() for parameter in subject.whole.parameters()) <= _SMALL:
             # A value that one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
             self._kept = list(range(len(blocks)))
-            self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule).layers
+            self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule, options.stages).layers
         self._tuples: dict[str, int] = {}
         self._training = False
 
