@@ -162,6 +162,7 @@ def test_f47_rank_whose_experts_have_more_tokens_is_not_slow() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", ["tp2", "dp4", "tp2_pp2", "pp2_dp2"])
 def test_f47_no_false_alarm(layout: str) -> None:
     for _ in range(10):

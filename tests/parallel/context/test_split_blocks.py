@@ -212,6 +212,6 @@ def test_a_trial_of_a_large_module_on_meta_takes_little() -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     with torch.device("meta"):
-        mlp = LlamaMLP(LlamaConfig(hidden_size=8192, intermediate_size=28672))
-    assert TokenTrials(8192).is_separate(mlp)
+        mlp = LlamaMLP(LlamaConfig(hidden_size=2048, intermediate_size=8192))
+    assert TokenTrials(2048).is_separate(mlp)
     assert all(parameter.is_meta for parameter in mlp.parameters())
