@@ -63,6 +63,16 @@ def test_a_message_counts_for_the_fault_and_the_rank_that_it_names() -> None:
     assert "after nan on rank 1" in false_alarms(late, killed(2, 201.5))[0]
 
 
+def test_an_elastic_run_that_is_told_to_end_so_that_it_can_grow_is_no_fault() -> None:
+    from chaos_plan import Fault, false_alarms
+
+    cut = [Fault("cut", 10, 2, begin=90.0, time=100.0)]
+    stopped = "lightning_3d: the run was stopped by SIGTERM after step 18 of 50"
+    assert false_alarms(cut, [(130.0, stopped)], [129.0]) == []
+    for lines, ended in (([(130.0, stopped)], []), ([(130.0, stopped)], [131.0]), ([(130.0, stopped), (140.0, stopped)], [129.0])):
+        assert len(false_alarms(cut, lines, ended)) == 1
+
+
 def test_time_lost_is_that_until_the_step_of_the_fault_is_done() -> None:
     from chaos_plan import Fault
     from chaos_result import Steps

@@ -113,6 +113,7 @@ class Chaos:
         self.faults: list[Fault] = []
         self.output = Output()
         self.cut: list[Fault] = []
+        self.ended: list[float] = []
 
     def run(self) -> list[str]:
         """Train twice, print the table and return the problems."""
@@ -198,7 +199,11 @@ class Chaos:
 
     def _watch_rest(self) -> str | None:
         """End the attempt on one node when the other one may come back."""
-        return None if self._away() else "terminate"
+        if self._away():
+            return None
+        if len(self.ended) < len(self.cut):
+            self.ended.append(time.time())
+        return "terminate"
 
     def _away(self) -> bool:
         """Whether the node that was cut off last stays away."""
@@ -237,7 +242,7 @@ class Chaos:
         problems = [f"the run ended with exit code {code}:\n{self.output.end()}"] if code else []
         problems += differences(calm, chaos, same_layout=not (self.options.elastic and self.cut))
         problems += [f"not named: {one.kind} at step {one.step} on rank {one.rank}" for one in self.faults if not one.words]
-        problems += [f"named wrongly {alarm}" for alarm in false_alarms(self.faults, self.output.lines)]
+        problems += [f"named wrongly {alarm}" for alarm in false_alarms(self.faults, self.output.lines, self.ended)]
         problems += [f"left behind in the run folder: {name}" for name in litter(calm, chaos)]
         return problems + [f"left behind: {thing}" for thing in self.traces.left()]
 

@@ -132,15 +132,22 @@ def write_plan(faults: Sequence[Fault], path: Path) -> None:
     path.write_text(json.dumps(given))
 
 
-def false_alarms(faults: Sequence[Fault], lines: Sequence[tuple[float, str]]) -> list[str]:
-    """Messages that name a fault, or a rank, other than that which had happened last."""
+def false_alarms(faults: Sequence[Fault], lines: Sequence[tuple[float, str]], ended: Sequence[float] = ()) -> list[str]:
+    """Messages that name a fault, or a rank, other than that which had happened last.
+
+    Args:
+        ended: times at which a run was told to end, so that the node that was cut off can come back; each accounts for one message.
+    """
     text = "\n".join(line for _, line in lines)
-    wrong = []
+    wrong, ends = [], list(ended)
     for pattern in sorted({kind.message for kind in KINDS.values()}):
         for found in re.finditer(pattern.format(rank=r"\d+"), text):
             when = lines[text.count("\n", 0, found.end())][0]
             if pattern == _STOPPED and any(one.begin is not None and one.begin <= when <= (one.time or when) for one in faults):
                 continue  # the move to two nodes
+            if pattern == _STOPPED and ends and ends[0] <= when:
+                del ends[0]
+                continue
             before = [one for one in faults if one.time is not None and one.time <= when + 0.1]
             last = max(before, key=lambda one: one.time or 0.0, default=None)
             if last is None or re.search(KINDS[last.kind].message.format(rank=last.rank), found[0]) is None:
