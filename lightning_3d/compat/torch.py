@@ -89,6 +89,13 @@ def is_recomputed() -> bool:
     return _recomputed.get()
 
 
+def in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread now, such as one that runs a recomputed forward again."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def graph_breaks() -> Counter[str]:
     """Count Dynamo's graph breaks in this process, by reason (`torch._dynamo.utils.counters`, torch 2.11 to 2.13)."""
     from torch._dynamo.utils import counters

@@ -20,6 +20,8 @@ def given_stages(blocks: Sequence[int], layout: Layout, layers: int | None = Non
         LayoutError: there are more or fewer numbers than stages (pp * vp), a stage is empty, or the sum is not the number of blocks.
     """
     stages = layout.pp * layout.vp
+    if not isinstance(blocks, (list, tuple)):
+        raise LayoutError(f"stages={blocks!r} must be a list: the number of blocks of each of the {plural(stages, 'stage')} of {layout}.")
     if len(blocks) != stages or not all(map(_is_count, blocks)):
         found = f"stages={list(blocks)} must have {plural(stages, 'whole number')}, each at least 1: the blocks of each stage"
         raise LayoutError(f"{found} of {layout} (pp {layout.pp} * vp {layout.vp}). {_repair(blocks, stages, layers)}")

@@ -60,7 +60,8 @@ def takes_routing(module: nn.Module) -> bool:
 def _holds_experts(name: str, module: nn.Module) -> bool:
     if next(module.parameters(), None) is None:
         return False
-    return takes_routing(module) or name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList) or _stacks_experts(module)
+    listed = name.rpartition(".")[2] == "experts" and isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return listed or takes_routing(module) or _stacks_experts(module)
 
 
 def _stacks_experts(module: nn.Module) -> bool:

@@ -96,3 +96,16 @@ ALIKE = {
     torch.clone,
 }
 """Treat every entry alike when their other arguments are scalars."""
+
+
+def changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Recognized by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
+    name = getattr(func, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None
+
+
+_IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}

@@ -13,7 +13,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
-from lightning_3d.parallel.context import ContextParallel
+from lightning_3d.parallel.context import ContextParallel, use_context
 from lightning_3d.parallel.expert import Routers
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment
@@ -138,6 +138,12 @@ class Partition:
                 f" again for {layout} and {options.schedule}. Use the earlier layout and schedule, or save a checkpoint, rebuild"
                 " the module and load the checkpoint with ckpt_path=."
             )
+        given, stages = options.stages, tuple(len(blocks) for blocks in self.parts.assignment.layers)
+        if given is not None and tuple(given) != stages:
+            raise ConfigError(
+                f"An earlier Trainer partitioned this module into stages of {list(stages)} blocks; it cannot be partitioned again for"
+                f" stages={list(given)}. Use the same stages, or save a checkpoint, rebuild the module and load it with ckpt_path=."
+            )
         if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(
                 f"The blocks of this module keep the options of an earlier Trainer ({'; '.join(differences)}). Rebuild the module to change"
@@ -146,7 +152,9 @@ class Partition:
         if self.parts.routers is not None:
             self.parts.routers.use(options.experts)
         if layout.cp > 1:
-            self.parts.module.context_parallel = context_of(self.mesh, options.cp_kind)  # type: ignore[assignment]
+            context = context_of(self.mesh, options.cp_kind)
+            self.parts.module.context_parallel = context  # type: ignore[assignment]
+            use_context(self.parts.module, context)
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:

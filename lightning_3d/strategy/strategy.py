@@ -190,7 +190,7 @@ class Lightning3DStrategy(CheckpointHooks):
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
-        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, tuple(stages) if stages is not None else None)
+        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages)
         self.options.require_suit(self.layout or Layout())
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch

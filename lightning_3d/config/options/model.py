@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_3d.config.options.blocks import BlockOptions
@@ -30,7 +31,7 @@ class ModelOptions:
     blocks: BlockOptions
     experts: ExpertOptions
     cp_kind: str = "ring"
-    stages: tuple[int, ...] | None = None
+    stages: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         check_cp_kind(self.cp_kind)

@@ -4,7 +4,7 @@ from lightning_3d.parallel.context.collectives import sum_over_ranks
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.model import WholeSequenceLoss, share_sequences
-from lightning_3d.parallel.context.split_blocks import SplitBlocks, computed_by_all, is_split
+from lightning_3d.parallel.context.split_blocks import SplitBlocks, computed_by_all, is_split, use_context
 
 __all__ = [
     "ContextParallel",
@@ -15,4 +15,5 @@ __all__ = [
     "is_split",
     "share_sequences",
     "sum_over_ranks",
+    "use_context",
 ]

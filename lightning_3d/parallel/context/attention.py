@@ -153,13 +153,15 @@ def _separates_documents(call: Running, length: int, mask_function: Callable[...
     """
     half = length // 2
     near = {0, 1, half - 1, half, half + 1, length - 1, *(() if window is None else (window - 1, window, window + 1))}
-    positions = call.positions[0].to(device)
+    with_documents = (call.positions.diff() != 1).any(1).nonzero().flatten()[:1].tolist()
+    row = with_documents[0] if with_documents else 0
+    positions = call.positions[row].to(device)
     for begin in (positions.diff() != 1).nonzero().flatten()[:2].tolist():
         near |= {begin, begin + 1}
     places = torch.tensor(sorted(place for place in near if 0 <= place < length), device=device)
-    first = torch.zeros((), dtype=torch.long, device=device)
+    head = torch.zeros((), dtype=torch.long, device=device)
     queries, keys = places.unsqueeze(-1), places.unsqueeze(0)
-    found = mask_function(first, first, queries, keys).expand(len(places), len(places))
+    found = mask_function(torch.full_like(head, row), head, queries, keys).expand(len(places), len(places))
 
     def causal(queries: Tensor, keys: Tensor) -> Tensor:
         return (keys <= queries) & (queries - keys < (window if window is not None else torch.inf))

@@ -56,10 +56,20 @@ def replace_some_attention(module: nn.Module, mixing: list[nn.Module]) -> list[n
 
 def _only_attends(module: nn.Module) -> bool:
     """Return whether a module calls Transformers' attention interface, and has only linear layers and norms besides."""
-    forward: Any = inspect.unwrap(type(module).forward)
     inside = [child for child in module.modules() if child is not module and any(True for _ in child.parameters(recurse=False))]
     plain = all(isinstance(child, nn.Linear) or is_transposed_linear(child) or "Norm" in type(child).__name__ for child in inside)
-    return plain and "ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__code__", _replace.__code__).co_names
+    return plain and _uses(module, "ALL_ATTENTION_FUNCTIONS") and not _counts_tokens(module)
+
+
+def _counts_tokens(module: nn.Module) -> bool:
+    """Return whether a module derives positions from the number of tokens that it gets, as Llama 4's scale of queries."""
+    return _uses(module, "arange", "cumsum")
+
+
+def _uses(module: nn.Module, *names: str) -> bool:
+    """Return whether the forward of a module names one of these functions or globals."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and any(name in code.co_names for name in names)
 
 
 def _replace(module: Any) -> bool:
@@ -83,6 +93,8 @@ def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module])
     if text is not config or getattr(config, "is_encoder_decoder", False) or not _is_language_model(module):
         return False
     inside = [child for block in blocks for child in block.modules()]
+    if any(_uses(child, "ALL_ATTENTION_FUNCTIONS") and _counts_tokens(child) for child in inside):
+        return False
     convolves = any(isinstance(child, (nn.Conv1d, nn.RNNBase)) for child in inside)
     return not convolves and not any(word in type(child).__name__.lower() for child in inside for word in RECURRENT)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.errors import PlanError
 from lightning_3d.parallel.context.collectives import gather_sequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import own_tokens
-from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
+from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
 
 
 class WholeSequence(Tensor):
@@ -67,6 +68,11 @@ class WholeSequence(Tensor):
                 return func(args[0].local, *args[1:], **kwargs)
             if func in ALIKE and is_scalar_operation(args[1:], kwargs):
                 return WholeSequence(func(args[0].local, *args[1:], **kwargs), args[0].context)
+        if args and isinstance(args[0], WholeSequence) and changes_in_place(func, kwargs):
+            raise PlanError(
+                f"{func.__name__} would change a tensor of the whole sequence in place, but with context parallelism (cp) each rank holds a"
+                " part of the tokens. Make a new tensor instead, for example logits = logits.masked_fill(mask, value)."
+            )
         return func(*whole_arguments(args, WholeSequence), **whole_arguments(kwargs, WholeSequence))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError, PlanError
 
-_REFUSED = ("past_key_values", "use_cache", "output_attentions")
+_REFUSED = ("past_key_values", "cache", "cache_params", "state", "use_cache", "output_attentions")
 
 
 def named_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.compat.torch import in_backward
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.context.attention import Running, running
 from lightning_3d.parallel.context.checks import replace_some_attention
@@ -45,12 +46,14 @@ class SplitSequence:
         context: the ranks that share a sequence.
         length: tokens of the whole sequence in the forward that is running.
         inner: sizes of hidden states behind (batch, sequence), set by the first block that runs.
+        gathered: whether the last block has gathered its hidden states in this forward.
     """
 
     model: str
     context: ContextParallel
     length: int = 0
     inner: tuple[int, ...] = ()
+    gathered: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitSequence:
         """A copied model (weight averaging) talks to the same ranks."""
@@ -61,6 +64,18 @@ class SplitSequence:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3 or value.shape[1] != length:
             return False
         return value.ndim == 3 or tuple(value.shape[2:]) == self.inner  # not the heads of a mask
+
+    def require_gathered(self) -> None:
+        """Refuse to go on behind the blocks with a part of the tokens.
+
+        Raises:
+            PlanError: the last block has not gathered them.
+        """
+        if not self.gathered:
+            raise PlanError(
+                f"Context parallelism (cp) cannot split the sequences of {self.model}: its last block did not run, or did not return hidden"
+                " states (batch, sequence, hidden). Use cp=1."
+            )
 
     @property
     def part(self) -> int:
@@ -193,6 +208,13 @@ class SplitModel:
         tokens = tokens_of(arguments)
         split.length = tokens.shape[1]
         chunk_length(split.length, split.context.size)
+        split.gathered = False
+        output = self._run(own, arguments, tokens)
+        split.require_gathered()
+        return output
+
+    def _run(self, own: Any, arguments: dict[str, Any], tokens: Tensor) -> Any:
+        split = self.context_split
         if self.context_layers is None:
             return own(**arguments)
         ids = arguments.get("position_ids")
@@ -205,6 +227,13 @@ class SplitModel:
 def is_split(module: nn.Module) -> bool:
     """Return whether the logits of a model report the whole sequence inside its own forward, where its loss is computed."""
     return any(isinstance(child, SplitModel) for child in module.modules())
+
+
+def use_context(module: nn.Module, context: ContextParallel) -> None:
+    """Let the parts of a model whose blocks are split communicate as `context` says."""
+    for child in module.modules():
+        if isinstance(child, SplitModel):
+            child.context_split.context = context
 
 
 def computed_by_all(module: nn.Module) -> list[str]:
@@ -242,11 +271,16 @@ class SplitBlock:
         output = super().forward(*values, **kwargs)  # type: ignore[misc]
         if not self.context_is_last:
             return output
-        return _each(output, lambda value: split.whole(value) if split.is_hidden(value, split.part) else value)
+        gather = _Counted(split.whole, split)
+        output = _each(output, lambda value: gather(value, split.part))
+        split.gathered = gather.count > 0
+        return output
 
     def _require(self, hidden: Tensor | None) -> None:
         """Refuse blocks that are called in another order than they are listed, or with something else than hidden states."""
         split = self.context_split
+        if hidden is not None and hidden.ndim >= 3 and in_backward():  # sequences may have had another length since then
+            split.length = hidden.shape[1] * (1 if self.context_is_first else split.context.size)
         expected = split.length if self.context_is_first else split.part
         if hidden is None or hidden.ndim < 3 or hidden.shape[1] != expected:
             found = "no tensor" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
@@ -309,6 +343,7 @@ class SplitHead:
 
     def forward(self, input: Tensor) -> Tensor:
         split = self.context_split
+        split.require_gathered()
         if input.ndim != 3 or input.shape[1] != split.length:  # chosen tokens
             return super().forward(input)  # type: ignore[misc]
         return WholeSequence(super().forward(split.own(input)), split.context)  # type: ignore[misc]

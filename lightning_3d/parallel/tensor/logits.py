@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
+from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
 from lightning_3d.parallel.tensor.collectives import gather_from_region
 from lightning_3d.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from lightning_3d.parallel.tensor.group import TensorParallel
@@ -85,25 +85,12 @@ class VocabParallelLogits(Tensor):
             result = special(logits, *args[1:], **kwargs) if special is not None else NotImplemented
             if result is not NotImplemented:
                 return result
-        if _changes_in_place(func, kwargs):
+        if changes_in_place(func, kwargs):
             raise PlanError(
                 f"{func.__name__} would change logits in place, but with tensor parallelism each rank holds a part of"
                 " the vocabulary. Make a new tensor instead, for example logits = logits.masked_fill(mask, value)."
             )
         return func(*whole_arguments(args, VocabParallelLogits), **whole_arguments(kwargs, VocabParallelLogits))
-
-
-def _changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Recognized by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
-    name = getattr(func, "__name__", "")
-    is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None
-
-
-_IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-}
 
 
 def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,10 @@ class SelfCheck:
             return
         if self._mode == "auto" and declared and is_verified(module, layout):
             return
-        key = identity(module, plan, layout, [self._options.blocks.sequence_parallel, self._options.cp_kind])
+        more: list[Any] = [self._options.blocks.sequence_parallel, self._options.cp_kind]
+        if self._options.stages is not None:
+            more.append(list(self._options.stages))
+        key = identity(module, plan, layout, more)
         known: list[LocalSizes | None] = [recall(key) if self._mode == "auto" and self._mesh.rank == 0 else None]
         dist.broadcast_object_list(known, src=0)
         if known[0] is not None:

@@ -54,12 +54,12 @@ IN_FLOAT32 = ("qwen3_next", "mamba", "llama4_text", "lfm2", "llama")  # their st
 RINGS = ("qwen3_next", "lfm2", "llama")
 
 
-def build(family: str) -> nn.Module:
+def build(family: str, **more: Any) -> nn.Module:
     """A tiny model in float64."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | more)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager")
     for parameter in model.parameters():  # away from ones and zeros
         nn.init.normal_(parameter, std=0.2)
@@ -85,16 +85,21 @@ def share(model: nn.Module) -> None:
     weigh_loss(model, LossWeights(), context)
 
 
+def plain_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """In float64; that of Transformers is computed in float32."""
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
 def differences(family: str) -> list[float]:
     """(of losses, relative of gradients), without padding and with."""
     found = []
     for padding in (False, True):
         alone, shared, inputs = build(family), build(family), batch(padding)
         share(shared)
-        logits = alone(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        expected = plain_loss(alone, inputs)
         output = shared(**inputs)
-        assert isinstance(output.logits, WholeSequence) and output.logits.shape == logits.shape
+        assert isinstance(output.logits, WholeSequence) and output.logits.shape == (2, SEQUENCE, VOCABULARY)
         found.append((output.loss - expected).abs().item())
         expected.backward()
         (output.loss / dist.get_world_size()).backward()
@@ -112,9 +117,9 @@ def test_losses_and_gradients_are_those_of_one_process(family: str) -> None:
     assert worst < (1e-5 if family in IN_FLOAT32 else 1e-11)
 
 
-def kinds(family: str) -> tuple[set[str], set[str]]:
+def kinds(family: str, **more: Any) -> tuple[set[str], set[str]]:
     """Names of the modules that gather the sequence, and of those in whose attention keys travel."""
-    model = build(family)
+    model = build(family, **more)
     share(model)
     of = [{type(child).__name__ for child in model.modules() if isinstance(child, kind)} for kind in (MixingTokens, SplitAttention)]
     return of[0], of[1]
@@ -124,6 +129,53 @@ def test_plain_attention_next_to_other_layers_still_sends_keys_around() -> None:
     assert run_ranks(kinds, 1, "qwen3_next")[0] == ({"Qwen3NextGatedDeltaNet"}, {"Qwen3NextAttention"})
     assert run_ranks(kinds, 1, "llama")[0] == (set(), {"LlamaAttention"})
     assert run_ranks(kinds, 1, "bloom")[0] == ({"BloomAttention"}, set())
+
+
+def test_an_attention_that_counts_the_tokens_it_gets_sees_all_of_them() -> None:
+    """Llama 4 scales the queries of long sequences by their positions, which its attention counts by itself."""
+    assert run_ranks(kinds, 1, "llama4_text", attention_chunk_size=None)[0] == ({"Llama4TextAttention"}, set())
+
+
+def refused() -> list[str]:
+    """The messages of what cannot be right: logits that are changed in place, and a last block that does not run."""
+    model = build("bloom")
+    share(model)
+    logits = model(**batch(False)).logits
+    messages = []
+    for change in (lambda: logits.float().__setitem__(..., 0.0), lambda: logits.clone().mul_(2.0)):
+        with pytest.raises(PlanError) as error:
+            change()
+        messages.append(str(error.value))
+    model.transformer.h = model.transformer.h[:-1]
+    with pytest.raises(PlanError) as error:
+        model(**batch(False))
+    return [*messages, str(error.value)]
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    *changed, last = run_ranks(refused, 2)[0]
+    assert all("in place" in message and "masked_fill" in message for message in changed)
+    assert "its last block did not run" in last
+
+
+def recomputed() -> float:
+    """Largest relative difference of a gradient of two forwards of different lengths, with blocks that are recomputed."""
+    alone, shared, inputs = build("bloom"), build("bloom"), batch(False)
+    share(shared)
+    shared.gradient_checkpointing_enable()
+    short = {key: value[:, : SEQUENCE // 2] for key, value in inputs.items()}
+    (plain_loss(alone, inputs) + plain_loss(alone, short)).backward()
+    ((shared(**inputs).loss + shared(**short).loss) / dist.get_world_size()).backward()
+    worst = 0.0
+    for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        dist.all_reduce(other.grad)
+        worst = max(worst, ((other.grad - one.grad).norm() / one.grad.norm().clamp(min=1e-3)).item())
+    return worst
+
+
+def test_blocks_are_recomputed_with_the_length_they_had() -> None:
+    assert max(run_ranks(recomputed, 2)) < 1e-11
 
 
 def gathered_logits() -> list[int]:
