@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -31,6 +32,9 @@ from lightning_3d.ranks.reporter import FailureReporter
 
 ANSWER_SECONDS = 10.0
 """Longest time for the other ranks to say what they do."""
+
+STACKS_SECONDS = 5.0
+"""Longest time that a rank that cannot answer gets to write its stacks before it is killed: a busy machine may be slow."""
 
 STALE_SECONDS = 6.0
 """An answer counts if it was written again within this time."""
@@ -71,7 +75,7 @@ class Watchdog:
     ) -> None:
         self._heartbeat, self._allowed, self._reporter = heartbeat, allowed, reporter
         self._rank, self._processes = rank, processes
-        self._file, self._stacks_file = folder / f"rank_{rank}.txt", folder / f"rank_{rank}_stacks.txt"
+        self._file, self._stacks_file = folder / f"rank_{rank}.txt", _stacks_file(folder, rank)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning_3d-watchdog", daemon=True)
         self._asked_at: float | None = None
@@ -79,6 +83,7 @@ class Watchdog:
         self._board = PatientCalls()
         self._changed: dict[int, tuple[str, float]] = {}  # the last answer of each rank, and when it was read first
         self._stacks: TextIO | None = None
+        self._shortest = math.inf  # seconds that an action was allowed to take
 
     def start(self) -> None:
         self._expect_lost_lock()
@@ -107,14 +112,19 @@ class Watchdog:
                 _log.debug("the watch of rank %d looks again later", self._rank, exc_info=True)
 
     def _expect_lost_lock(self) -> None:
-        """Let `faulthandler` write the stacks unless this thread runs again in time."""
+        """Let `faulthandler` write the stacks unless this thread runs again in the time of a step. It does not matter that what runs now may
+        take longer: the lock may be lost in the next step, before this thread looks again."""
         if self._stacks is None:
             try:
                 self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
                 self._stacks = self._stacks_file.open("w", encoding="utf-8")
             except OSError:  # a hang is found and named without files, too
                 return
-        faulthandler.dump_traceback_later(self._allowed(), file=self._stacks)
+        if os.fstat(self._stacks.fileno()).st_size:  # the lock was only lost for a while
+            self._stacks.seek(0)
+            self._stacks.truncate()
+        self._shortest = min(self._shortest, self._allowed())
+        faulthandler.dump_traceback_later(self._shortest, file=self._stacks)
 
     def _look(self) -> None:
         overdue = time.monotonic() - self._heartbeat.since > self._allowed()
@@ -188,6 +198,8 @@ class Watchdog:
         verdict = judge(reports, silent)
         if not verdict.certain:  # the rank that the others wait for has longer for what it does
             return
+        running = [rank for rank in silent if not self._processes[rank].is_stopped]
+        await_content([_stacks_file(self._file.parent, rank) for rank in running], STACKS_SECONDS)
         for rank in silent:
             self._processes[rank].kill_if_here()
         self._stacks_file.unlink(missing_ok=True)
@@ -231,3 +243,16 @@ class Watchdog:
             f" {seconds:.0f} s (hang_timeout). To resume the last checkpoint, start the run again with trainer.auto_resume=true, or"
             ' your script with ckpt_path="last".'
         )
+
+
+def _stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}_stacks.txt"
+
+
+def await_content(files: Iterable[Path], seconds: float) -> None:
+    """Wait until none of the files that exist is empty, at most for `seconds`."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(OSError):  # a file may vanish
+        for file in files:
+            while time.monotonic() < end and file.is_file() and file.stat().st_size == 0:
+                time.sleep(0.05)

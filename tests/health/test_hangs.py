@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from command_line import environment
+
+from lightning_3d.health.watchdog import await_content
 
 SCRIPT = """
 import ctypes, os, signal, sys, threading, time
@@ -161,6 +165,18 @@ def test_f46_rank_that_holds_the_lock_of_python_is_named_with_its_stacks(ended: 
     said = the_message(ended["lost lock"])
     assert re.search(r"rank 1 does not answer: process \d+ on \S+ runs, but holds the lock of Python\.", said), said
     assert "in fail" in ended["lost lock"].files["rank_1_stacks.txt"]
+
+
+def test_f46_stacks_that_are_still_to_be_written_are_waited_for(tmp_path: Path) -> None:
+    late, never = tmp_path / "late", tmp_path / "never"
+    late.touch()
+    writer = threading.Timer(0.3, late.write_text, ["in fail"])
+    writer.start()
+    begin = time.monotonic()
+    await_content([tmp_path / "of another node", late], 60)
+    assert late.read_text() == "in fail" and time.monotonic() - begin < 50
+    never.touch()
+    await_content([never], 0.1)
 
 
 def test_f49_other_order_of_groups_is_named(ended: dict[str, Ended]) -> None:
