@@ -112,8 +112,8 @@ class Watchdog:
                 _log.debug("the watch of rank %d looks again later", self._rank, exc_info=True)
 
     def _expect_lost_lock(self) -> None:
-        """Let `faulthandler` write the stacks unless this thread runs again in the time of a step. It does not matter that what runs now may
-        take longer: the lock may be lost in the next step, before this thread looks again."""
+        """Let `faulthandler` write the stacks unless this thread runs again in the time of a step. It does not matter that what runs now
+        may take longer: the lock may be lost in the next step, before this thread looks again."""
         if self._stacks is None:
             try:
                 self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
