@@ -88,7 +88,7 @@ class Slow(pl.Callback):
         elif self.how == "stops" and os.fork() == 0:
             parent = os.getppid()
             while not self.over:
-                for number, seconds in ((signal.SIGSTOP, 0.12), (signal.SIGCONT, 0.05)):
+                for number, seconds in ((signal.SIGSTOP, 0.02), (signal.SIGCONT, 0.01)):  # some of each step
                     try:
                         os.kill(parent, number)
                     except ProcessLookupError:
