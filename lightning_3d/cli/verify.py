@@ -94,6 +94,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
     neutral = {"moe_aux_loss": None, "moe_z_loss": 0.0, "moe_bias_update": 0.0, "moe_capacity_factor": None}
     dropped = [f"parallelism.{key}" for key in _UNIFORM if arguments[key] not in (None, 0.0)]
+    dropped += ["parallelism.stages"] if arguments["stages"] is not None else []
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
     folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}

@@ -215,8 +215,6 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, di
         if open_keys:
             raise ConfigError(f"parallelism.{open_keys[0]} must be given. Only with parallelism=auto does the planner choose it.")
         return run, {}
-    if parallelism.stages is not None:
-        raise ConfigError("parallelism.stages is of one layout, but parallelism=auto chooses the layout. Name a layout, or omit stages.")
     if advice is None:
         raise ConfigError("parallelism=auto works only on the command line. Name a layout, for example parallelism=dp8.")
     complete = complete_run(run)

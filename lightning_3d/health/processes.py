@@ -45,22 +45,22 @@ class Process:
         where = f"process {self.pid} on {self.host}"
         if self.place != _place():
             return f"{where} is stopped or hangs, or the machine is lost"
-        if not self._is_here():
+        if not self.is_here():
             return f"{where} has ended"
         return f"{where} {_STATES.get(_fields(self.pid)[0], 'runs, but holds the lock of Python')}"
 
     @property
     def is_stopped(self) -> bool:
         """Whether it is on this machine and stopped by a signal."""
-        return self._is_here() and _fields(self.pid)[:1] == ["T"]
+        return self.is_here() and _fields(self.pid)[:1] == ["T"]
 
     def kill_if_here(self) -> None:
         """Kill it if it runs on this machine: a process that is stopped never ends by itself."""
-        if self._is_here():
+        if self.is_here():
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         return self.place == _place() and bool(self.started) and _started(self.pid) == self.started
 
 

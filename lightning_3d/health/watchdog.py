@@ -198,8 +198,8 @@ class Watchdog:
         verdict = judge(reports, silent)
         if not verdict.certain:  # the rank that the others wait for has longer for what it does
             return
-        running = [rank for rank in silent if not self._processes[rank].is_stopped]
-        await_content([_stacks_file(self._file.parent, rank) for rank in running], STACKS_SECONDS)
+        to_kill = [rank for rank in silent if self._processes[rank].is_here() and not self._processes[rank].is_stopped]
+        await_content([_stacks_file(self._file.parent, rank) for rank in to_kill], STACKS_SECONDS)
         for rank in silent:
             self._processes[rank].kill_if_here()
         self._stacks_file.unlink(missing_ok=True)

@@ -176,9 +176,11 @@ class Advice:
         """Choose values for the keys of `parallelism` that `parallelism=auto` leaves open.
 
         Raises:
-            ConfigError: unknown GPUs, or an unknown model family.
+            ConfigError: unknown GPUs, an unknown model family, or stages, which a layout must be named for.
             LayoutError: nothing fits.
         """
+        if run.parallelism.stages is not None:
+            raise ConfigError("stages belongs to one layout, but auto lets the planner choose the layout. Name a layout, or omit stages.")
         best = plan(run, precision).best[0].job
         return {
             "layout": best.layout.name,

@@ -15,7 +15,7 @@ from command_line import REPOSITORY, environment
 from quick_runs import QUICK, losses
 from two_nodes import ADDRESSES, TwoNodes, available, two_nodes
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(600)
 SIZES = [line for line in QUICK if not line.startswith(("parallelism", "trainer"))] + ["parallelism.self_check=never"]  # it prints a line
 
 
@@ -65,7 +65,7 @@ def test_f48_a_lost_node_ends_the_run(nodes: TwoNodes, tmp_path: Path) -> None:
 def test_f48_an_elastic_run_continues_without_a_node_and_grows_again(nodes: TwoNodes, tmp_path: Path) -> None:
     """Losses are those of the undisturbed run, whichever ranks there are."""
     lines = ["parallelism=tp2_dp2", "parallelism.micro_batch_size=1", "parallelism.elastic=true", "trainer.checkpoint_every_n_steps=20"]
-    length = ["trainer.max_steps=400", "trainer.val_check_interval=400", "trainer.log_every_n_steps=100"]
+    length = ["trainer.max_steps=1000", "trainer.val_check_interval=1000", "trainer.log_every_n_steps=100"]
     command, logs = torchrun("1:2", 5, [*lines, *length], tmp_path), [tmp_path / "node0.log", tmp_path / "node1.log"]
     env = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first, second = (nodes.start(node, command, tmp_path, env, logs[node]) for node in (0, 1))

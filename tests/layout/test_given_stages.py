@@ -9,10 +9,12 @@ from typing import Any
 import parity
 import pytest
 from composed_configs import dry
+from omegaconf import OmegaConf
 from ranks import run_ranks
-from reference import Recipe, reference
+from reference import Recipe, data, reference
 from sweeps import by_default
 
+from lightning_3d.cli.verify import strategy_arguments
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.given_stages import given_stages
@@ -27,11 +29,8 @@ def test_stages_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("blocks", "layers", "says"),
     [
-        (
-            [4, 4, 4],
-            12,
-            "must have 2 whole numbers, each at least 1: the blocks of each stage of pp2 (pp 2 * vp 1). Use for",
-        ),
+        ([4, 4, 4], 12, "must have 2 whole numbers, each at least 1: the blocks of each stage of pp2 (pp 2 * vp 1). Use for example "),
+        ([4, 4, 4], 12, "stages=[6, 6], or leave it out"),
         ([0, 5], 5, "Use for example stages=[2, 3], or leave it out"),
         ([True, 5], 6, "Use for example stages=[3, 3]"),
         ([2, 4], 5, "stages=[2, 4] has 6 blocks, but the model has 5. Use for example stages=[2, 3]"),
@@ -51,8 +50,11 @@ def test_what_does_not_fit_is_refused_with_what_works(blocks: list[Any], layers:
 def test_a_configuration_with_stages_that_do_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(LayoutError, match=r"stages=\[1, 2\] has 3 blocks, but the model has 4. Use for example stages=\[1, 3\]"):
         dry("parallelism=pp2", "parallelism.stages=[1,2]")
-    with pytest.raises(ConfigError, match="parallelism=auto chooses the layout. Name a layout, or omit stages"):
-        dry("parallelism=auto", "parallelism.stages=[1,2]", "cluster=h100_1x8")
+    with pytest.raises(ConfigError, match="auto lets the planner choose the layout. Name a layout, or omit stages"):
+        dry("parallelism=auto", "parallelism.stages=[1,2]", "cluster=h100_1x8", "parallelism.micro_batch_size=1")
+    config, plan = dry("parallelism=pp4", "parallelism.stages=[1,1,1,1]", "parallelism.micro_batch_size=1")
+    given, dropped = strategy_arguments(OmegaConf.to_container(config), plan, Layout(pp=2))
+    assert given["stages"] is None and "parallelism.stages" in dropped, "lightning-3d verify says that it leaves them out"
 
 
 def test_the_planner_counts_the_stages_that_are_given() -> None:
@@ -90,6 +92,22 @@ def test_ranks_train_the_given_blocks_as_one_process_does(options: dict[str, Any
     parity.assert_same_run(parts, reference(recipe)[0], "float64")
     blocks = [{int(found[1]) for name in part.weights if (found := re.search(r"layers\.(\d+)\.", name))} for part in parts]
     assert blocks == owned
+
+
+def other_stages() -> str:
+    recipe = Recipe("llama", steps=1)
+    module, rows = parity.Module(recipe), parity.Rows(data(recipe))
+    parity.fit_on_rank(recipe, rows, module, layout="pp2", micro_batch_size=2, stages=[1, 3])
+    parity.fit_on_rank(recipe, rows, module, layout="pp2", micro_batch_size=2, stages=[1, 3])
+    with pytest.raises(ConfigError) as refused:
+        parity.fit_on_rank(recipe, rows, module, layout="pp2", micro_batch_size=2, stages=[2, 2])
+    return str(refused.value)
+
+
+def test_a_module_keeps_its_stages() -> None:
+    assert all(
+        "into stages of [1, 3] blocks; it cannot be partitioned again for stages=[2, 2]" in said for said in run_ranks(other_stages, 2)
+    )
 
 
 def test_a_strategy_refuses_another_number_of_stages() -> None:

@@ -49,6 +49,9 @@ class Listed(nn.Module):
 
 def test_a_list_of_experts() -> None:
     assert list(find_mixtures(nn.Sequential(nn.Linear(4, 4), Listed()))) == ["1.experts"]
+    named = Listed()
+    named.experts = nn.ModuleDict({"expert_0": nn.Linear(4, 4), "expert_1": nn.Linear(4, 4)})  # Switch Transformers
+    assert list(find_mixtures(named)) == ["experts"]
     with pytest.raises(PlanError, match="Sequential is dense: it has no experts"):
         draft_ep(nn.Sequential(nn.Linear(4, 4)))
 

@@ -14,7 +14,8 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, share_sequences
-from lightning_3d.parallel.context.split_blocks import MixingTokens, SplitAttention
+from lightning_3d.parallel.context.inputs import refuse_arguments
+from lightning_3d.parallel.context.split_blocks import MixingTokens, SplitAttention, use_context
 from lightning_3d.parallel.context.token_trials import TokenTrials
 from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
 
@@ -156,6 +157,25 @@ def test_what_would_be_lost_is_refused() -> None:
     *changed, last = run_ranks(refused, 2)[0]
     assert all("in place" in message and "masked_fill" in message for message in changed)
     assert "its last block did not run" in last
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "state"])
+def test_a_cache_is_refused_under_each_of_its_names(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"called with {name}, which"):
+        refuse_arguments({name: object()})
+
+
+def other_kind() -> bool:
+    """Whether all parts of a model communicate as another Trainer wants it."""
+    model = build("qwen3_next")
+    share(model)
+    other = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), "ulysses")
+    use_context(model, other)
+    return all(part.context_split.context is other for part in model.modules() if hasattr(part, "context_split"))
+
+
+def test_another_trainer_may_choose_another_kind() -> None:
+    assert run_ranks(other_kind, 1)[0]
 
 
 def recomputed() -> float:
