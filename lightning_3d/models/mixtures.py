@@ -72,5 +72,5 @@ def _stacks_experts(module: nn.Module) -> bool:
 def _counts(module: nn.Module) -> Iterator[int]:
     """Numbers of experts among the attributes of a module."""
     for name, value in vars(module).items():
-        if "experts" in name and isinstance(value, int) and value > 1:
+        if "experts" in name and "per_tok" not in name and isinstance(value, int) and value > 1:
             yield value

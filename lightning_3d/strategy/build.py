@@ -120,6 +120,7 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         state=parts.state,
         device=device,
         after_backward=backend.after_backward,
+        before_last_backward=backend.before_last_backward,
         recorder=recorder,
     )
     runner = _make_runner(module, parts, mesh, device, options, around, engine, backend)

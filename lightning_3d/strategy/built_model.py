@@ -110,11 +110,13 @@ class BuiltModel:
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
         if ends:
             computed = self.twice.verify(computed, steps)
-        result, outputs = self.runner.report(micro_batches, computed)
+        norm = None
         if ends:
-            # After the reduction, which the norm is of; before the guard and callbacks, which read it.
+            # Before the report: the host waits for the device only when all work of the backward and of the reduction is under way.
             with self.tracer.optimizer():
-                result.grad_norm = self.backend.grad_norm()
+                norm = self.backend.grad_norm()
+        result, outputs = self.runner.report(micro_batches, computed)
+        result.grad_norm = norm
         if ends and self.compilation is not None and not self._reported_breaks:
             self._reported_breaks = True
             self.compilation.warn()

@@ -1,8 +1,9 @@
 """Trials that show whether a module treats every token of a sequence separately.
 
 A module that does can work on this rank's part of the tokens. To find out, a copy of it runs on a few random tokens with random weights,
-once more with each of some tokens changed, in float64 on the CPU: no other token's result may change. No rank communicates, the model may
-be on meta, and matrices that are large are filled with one row, which takes no memory.
+once more with each of some tokens changed, and once with the tokens in another order, in float64 on the CPU: no other token's result may
+change, and results change places as the tokens do. No rank communicates, the model may be on meta, and matrices that are large are filled
+with one row, which takes no memory. A module with a capacity drops tokens only where there are many, so it counts as one that mixes them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lightning_3d.parallel.nested import tensors_of
 
 _TOKENS = 7  # a size that nothing else in a model has
 _CHANGED = (0, 3, 6)
+_ORDER = (5, 0, 3, 6, 1, 4, 2)
 _BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.Dropout)
 _LARGE = 2**22  # elements of a parameter above which all of its rows are one
 _SAME = 1e-6  # relative; some models compute parts in float32
@@ -37,11 +39,11 @@ class TokenTrials:
         self._known: dict[Any, bool] = {}
 
     def mixing(self, block: nn.Module) -> Iterator[nn.Module]:
-        """Yield the children of a block that are not known to treat every token separately."""
+        """Yield the children of a block that are not known to treat every token separately, with or without parameters."""
         for child in block.children():
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 yield from self.mixing(child)
-            elif any(True for _ in child.parameters()) and not self.is_separate(child):
+            elif not self.is_separate(child):
                 yield child
 
     def is_separate(self, module: nn.Module) -> bool:
@@ -66,6 +68,8 @@ def _kind(module: nn.Module) -> Any:
 
 
 def _is_separate(module: nn.Module, width: int) -> bool:
+    if any("capacity" in name for child in module.modules() for name in vars(child)):
+        return False
     try:
         clone = _clone(module)
         generator = torch.Generator().manual_seed(0)
@@ -75,6 +79,8 @@ def _is_separate(module: nn.Module, width: int) -> bool:
             others = [x.index_add(1, torch.tensor([token]), torch.randn(1, 1, width, generator=generator, dtype=x.dtype)) for x in inputs]
             if not _changes_only(token, whole, _results(clone, others)):
                 return False
+        if not _follows(whole, _results(clone, [x[:, _ORDER] for x in inputs])):
+            return False
     except Exception:  # it has other arguments, or cannot run alone
         return False
     return True
@@ -105,6 +111,15 @@ def _changes_only(token: int, before: list[Tensor], after: list[Tensor]) -> bool
         if not bool(difference.max() <= _SAME * old.abs().max()):
             return False
     return changed
+
+
+def _follows(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Return whether the results changed places as the tokens did."""
+    for old, new in zip(before, after, strict=True):
+        moved = old.index_select(old.shape.index(_TOKENS), torch.tensor(_ORDER))
+        if not bool((new - moved).abs().max() <= _SAME * old.abs().max()):
+            return False
+    return True
 
 
 def _clone(module: nn.Module) -> Any:

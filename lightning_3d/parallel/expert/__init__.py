@@ -2,12 +2,13 @@
 
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel, TokenCut
 from lightning_3d.parallel.expert.experts import choose_products, expert_specs, shard_experts
-from lightning_3d.parallel.expert.routers import Routers, RouterStatistics, attend_calls, make_routers
+from lightning_3d.parallel.expert.routers import Routers, RouterStatistics, RouterSums, attend_calls, make_routers
 
 __all__ = [
     "DispatchedExperts",
     "ExpertParallel",
     "RouterStatistics",
+    "RouterSums",
     "Routers",
     "TokenCut",
     "attend_calls",

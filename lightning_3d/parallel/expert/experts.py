@@ -40,11 +40,16 @@ def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: 
         if cut is not None and cut.style == "moe_identity_expert" and name.rpartition(".")[0] in plan.experts:
             raise PlanError(f"'{name}' is an expert without weights, which expert parallelism (ep) cannot assign to a rank. Use ep=1.")
     for name, parameter in _expert_parameters(module, plan):
-        experts, rows = _count(module, plan, name), parameter.shape[0]
+        experts = _count(module, plan, name)
+        # One number for each expert, or rows of a matrix: a vector of another length belongs to all experts.
+        rows = parameter.shape[0] if parameter.ndim > 1 or parameter.shape == (experts,) else 0
+        if not rows or rows % experts:
+            raise PlanError(
+                f"ep cannot split '{name}' of shape {tuple(parameter.shape)}: it does not have as many rows for each of the {experts}"
+                " experts. Use ep=1."
+            )
         if experts % ep_size:
             raise LayoutError(f"ep={ep_size} does not divide the {experts} experts of '{name}'. Use an ep that divides {experts}.")
-        if rows % experts:
-            raise PlanError(f"ep cannot split '{name}': its {rows} rows are not a multiple of its {experts} experts. Use ep=1.")
         pieces = [(ep_index * rows // ep_size, rows // ep_size)]
         spec = cut_along(name, tuple(parameter.shape), 0, pieces, tp_replicas=(tp_index,))
         specs[name] = replace(spec, expert=True)
@@ -101,7 +106,7 @@ def _count(module: nn.Module, plan: ParallelPlan, name: str) -> int:
     """The number of experts that share the rows of a parameter: what its module of experts says, otherwise one row each."""
     owner = next((experts for experts in plan.experts if name.startswith(f"{experts}.")), "")
     count = getattr(module.get_submodule(owner), "num_experts", None)
-    return count if owner and isinstance(count, int) else module.get_parameter(name).shape[0]
+    return count if owner and isinstance(count, int) else next(iter(module.get_parameter(name).shape), 0)
 
 
 def _expert_parameters(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:

@@ -52,6 +52,33 @@ class RouterStatistics:
         return tuple(max(counts) * len(counts) / max(sum(counts), 1) for counts in self.tokens)
 
 
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over all ranks from which `RouterStatistics` are made.
+
+    Attributes:
+        layers: names of the routers.
+        experts: number of experts of each.
+        sums: a row for each router: tokens of each expert, then auxiliary loss, z-loss, pairs dropped, pairs in all.
+    """
+
+    layers: tuple[str, ...]
+    experts: tuple[int, ...]
+    sums: Tensor
+
+    def read(self, weight: float) -> RouterStatistics:
+        """Read the statistics. Waits for the device.
+
+        Args:
+            weight: of the loss, over all micro-batches and data-parallel ranks.
+        """
+        rows, widest = self.sums.tolist(), max(self.experts)
+        aux, z = (sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0 for at in (0, 1))
+        tokens = tuple(tuple(round(count) for count in row[:experts]) for row, experts in zip(rows, self.experts, strict=True))
+        dropped = tuple(row[widest + 2] / max(row[widest + 3], 1.0) for row in rows)
+        return RouterStatistics(self.layers, aux, z, tokens, dropped)
+
+
 class Routers:
     """All routers of one pipelined module.
 
@@ -162,21 +189,13 @@ class Routers:
         if self._micro_batch not in self._fillers:
             self._weights[self._micro_batch] = weight.to(self._device, torch.float64)
 
-    def finish(self, weight: float) -> RouterStatistics:
-        """Sum the statistics since `begin` over all ranks.
-
-        Args:
-            weight: of the loss, over all micro-batches and data-parallel ranks.
-        """
+    def finish(self) -> RouterSums:
+        """Sum the statistics since `begin` over all ranks. Does not wait for the device."""
         dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp") if self._shards is None else None)
         widest = max(self.experts)
         self._loads = self._loads + self._sums[:, :widest]
         self._training = False
-        rows = self._sums.tolist()
-        aux, z = (sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0 for at in (0, 1))
-        tokens = tuple(tuple(round(count) for count in row[:experts]) for row, experts in zip(rows, self.experts, strict=True))
-        dropped = tuple(row[widest + 2] / max(row[widest + 3], 1.0) for row in rows)
-        return RouterStatistics(self.names, aux, z, tokens, dropped)
+        return RouterSums(self.names, self.experts, self._sums.clone())
 
     @torch.no_grad()
     def update_biases(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,6 +67,7 @@ class PipelineEngine:
         device: where hidden states live.
         after_backward: called with a stage's parameters after each action that may add to their gradients. Its keywords are `stage` (index
             among this rank's stages) and `last` (True if no such action follows).
+        before_last_backward: called with the index of a stage before the action after which no other adds to its gradients.
         recorder: records actions and messages.
     """
 
@@ -81,6 +82,7 @@ class PipelineEngine:
         state: PipelineState,
         device: torch.device,
         after_backward: AfterBackward,
+        before_last_backward: Callable[[int], None] = lambda stage: None,
         recorder: Recorder | None = None,
     ) -> None:
         self._mesh = mesh
@@ -89,7 +91,7 @@ class PipelineEngine:
         self._schedule, self._vp = schedule, vp
         self._state = state
         self._device = device
-        self._after_backward = after_backward
+        self._after_backward, self._before_last_backward = after_backward, before_last_backward
         self.recorder = recorder or Recorder()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
         self._boundaries: dict[Hashable, tuple[Boundary, Spec]] = {}
@@ -153,6 +155,8 @@ class PipelineEngine:
             self._forward(chunk, action.micro_batch, transport, step)
             return
         step.enter(action.micro_batch)
+        if self._to_come[chunk.stage] == 1 and action.kind is not Kind.BACKWARD_INPUT:
+            self._before_last_backward(self._place(chunk))
         if action.kind is Kind.BACKWARD_WEIGHT:
             self._backward_weight(chunk, action.micro_batch)
         else:
@@ -263,9 +267,12 @@ class PipelineEngine:
         """Clean up when the weight gradients of a micro-batch on a stage are complete."""
         del self._in_flight[chunk.stage, micro_batch]
         self._to_come[chunk.stage] -= 1
-        place = sorted(self._chunks).index(chunk.stage)
         with self.recorder.span(REDUCE, chunk.stage, micro_batch):
-            self._after_backward(self._parameters[chunk.stage], stage=place, last=self._to_come[chunk.stage] == 0)
+            self._after_backward(self._parameters[chunk.stage], stage=self._place(chunk), last=self._to_come[chunk.stage] == 0)
+
+    def _place(self, chunk: Chunk) -> int:
+        """Index of a stage among this rank's."""
+        return sorted(self._chunks).index(chunk.stage)
 
     def _receive(self, forward: bool, chunk: Chunk, micro_batch: int, transport: Transport | None) -> Tensor | None:
         """Hidden states from the stage before (forward) or their gradient from the stage after; None at the ends."""

@@ -21,7 +21,16 @@ from lightning_3d.parallel.zero.offload import check_place
 from lightning_3d.parallel.zero.parameter_store import ParameterStore
 from lightning_3d.parallel.zero.reducer import Reducer
 from lightning_3d.parallel.zero.stepper import Stepper
-from lightning_3d.parallel.zero.trained import Trained, TrainedParameters, check_dtypes, check_optimizer, check_zero, find_trained
+from lightning_3d.parallel.zero.trained import (
+    Trained,
+    TrainedParameters,
+    check_dtypes,
+    check_optimizer,
+    check_zero,
+    find_trained,
+    names_in_order,
+)
+from lightning_3d.parallel.zero.waves import require_same_order
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,18 @@ class DataParallelBackend:
         Returns:
             The optimizer whose `param_groups` learning-rate schedulers drive: the user's own object.
 
+        Communicates: one small all-reduce over the data-parallel ranks in host memory, and what DeepSpeed does.
+
         Raises:
-            ConfigError: types of parameters, or an optimizer, that this backend cannot train exactly.
+            ConfigError: types of parameters, or an optimizer, that this backend cannot train exactly; or parameters in another order than
+                on other ranks.
         """
         self._ended = None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         stages = self._stages if self._stages is not None else [list(module.parameters())]
-        trained = TrainedParameters(self._mesh, find_trained(module, optimizer, self._specs), stages, device)
+        found = find_trained(module, optimizer, self._specs)
+        require_same_order(names_in_order(found, stages, optimizer), self._mesh.data_control)
+        trained = TrainedParameters(self._mesh, found, stages, device, early_bytes=self._composition.early_bytes)
         self._check(trained.entries, optimizer)
         stepper, reducer = self._composition.build(trained, self._store, optimizer)
         chosen = {id(parameter) for parameter in trained.parameters}
@@ -192,6 +206,15 @@ class DataParallelBackend:
         yield
         if ends and not self._reduced:
             raise RuntimeError("The gradients were not reduced inside their scope; call reduce() after the last backward.")
+
+    def before_last_backward(self, stage: int) -> None:
+        """Take note that the last backward of a stage begins, in which its gradients become complete one after the other. They may be
+        reduced meanwhile.
+
+        Args:
+            stage: index of the stage among this rank's, from 0.
+        """
+        self._training.reducer.before_last_backward(stage)
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int = 0, last: bool = False) -> None:
         """Take note of an action that may have added to the gradients of `parameters`, which are those of one pipeline stage. Moves bf16

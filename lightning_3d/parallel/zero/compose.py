@@ -58,6 +58,12 @@ class Composition:
     bucket_bytes: int
     library: Any = deepspeed_compat
 
+    @property
+    def early_bytes(self) -> int | None:
+        """Bytes of gradients that are sent together while a backward still runs; None where they are all sent in it, or whole blocks at a
+        time (stage 3)."""
+        return self.bucket_bytes if self.zero.stage < 3 and self.zero.reduce != MICRO_BATCH else None
+
     def build(self, trained: TrainedParameters, store: ParameterStore, optimizer: Optimizer) -> tuple[Stepper, Reducer]:
         """Take over the gradients of `trained` and the step of `optimizer`."""
         tensors = store.tensors_to_train(trained)
@@ -80,8 +86,10 @@ class Composition:
                 reductions.append(UnsharedGradients(members, sums))
                 continue
             for dtype in sorted({sum_dtype(parameter) for parameter in members}, key=str):
-                slots = end_to_end(parameter for parameter in members if sum_dtype(parameter) == dtype)
-                flat = self._flat(trained, slots, alone=[] if experts else trained.reduced_alone())
+                of_type = [parameter for parameter in members if sum_dtype(parameter) == dtype]
+                # Wave by wave, so that each lies in one piece.
+                slots = end_to_end(sorted(of_type, key=lambda parameter: trained.wave_of[id(parameter)]))
+                flat = self._flat(trained, slots, alone=[] if experts else trained.reduced_alone(), whole=False)
                 reductions.append(AllReduced(flat, group, sums))
         return reductions
 
@@ -92,8 +100,8 @@ class Composition:
         scatters = self._scatters(trained)
         overlapped = None
         slots = slots_of(dense)
-        # With several stages, the reduce-scatter of a whole part would have to wait for the last stage.
-        if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.stages) > 1)):
+        # With several waves, the reduce-scatter of a whole part would have to wait for the last one.
+        if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.waves) > 2)):
             shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.group)))]
             eager = self._eager(trained, trained.stages, slots, shares, at_once=self.zero.reduce == MICRO_BATCH)
             overlapped = self._overlapped(eager, sums, lambda: [_gradient(partition) for partition in dense], trained)
@@ -110,7 +118,7 @@ class Composition:
                     ends[-1][1],
                     bucket_bytes=self.bucket_bytes,
                     alone=trained.reduced_alone(),
-                    waves=trained.waves,
+                    waves=trained.wave_of,
                     scattered=ends if scatters else None,
                 )
                 reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees))
@@ -146,8 +154,10 @@ class Composition:
             reductions.append(AddedToPieces(flat, trained.expert_group, sums, stepper.owned))
         return Reducer(trained, sums, reductions, accumulated=stepper.partitions, frees=True)
 
-    def _flat(self, trained: TrainedParameters, slots: Sequence[Slot], *, alone: Iterable[nn.Parameter] = ()) -> FlatGradients:
-        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self.bucket_bytes, alone=alone, waves=trained.waves)
+    def _flat(
+        self, trained: TrainedParameters, slots: Sequence[Slot], *, alone: Iterable[nn.Parameter] = (), whole: bool = True
+    ) -> FlatGradients:
+        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self.bucket_bytes, alone=alone, waves=trained.wave_of, whole=whole)
 
     def _rest(
         self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper, parameters: Sequence[nn.Parameter]

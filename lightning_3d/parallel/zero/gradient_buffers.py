@@ -73,9 +73,10 @@ class GradientSums:
 
 
 def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
-    """Multiply in place."""
+    """Multiply gradients of one type in place. A tensor must be on their device."""
     if gradients:
-        torch._foreach_mul_(list(gradients), scale)
+        # Of the gradients' type: a product with another one has a kernel for each tensor.
+        torch._foreach_mul_(list(gradients), scale.to(gradients[0].dtype) if isinstance(scale, Tensor) else scale)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,10 @@ class _Message:
 class FlatGradients:
     """A layout of gradients in one flat buffer that is summed over a group, in buckets or in parts that go to one rank each.
 
-    The buffer exists from the first message on until its gradients are replaced; a gradient is freed as soon as it is copied. After the
-    gradients, the buffer has one number per parameter: the count of ranks that had a gradient. If no rank had one, the gradient stays None,
-    so the optimizer leaves the parameter unchanged, as in a single process.
+    The buffer exists from the first message on until its gradients are replaced; a gradient is freed as soon as it is copied. Without
+    `whole`, each message has memory of its own, so that messages that are sent early take none for the others. After the gradients, the
+    buffer has one number per parameter: the count of ranks that had a gradient. If no rank had one, the gradient stays None, so the
+    optimizer leaves the parameter unchanged, as in a single process.
 
     Messages are sent in one order on all ranks: by wave, then by place.
 
@@ -125,6 +127,7 @@ class FlatGradients:
             an element's place in it and on its length; copies on two ranks stay bit-equal only when these are the same.
         waves: by id of a parameter, when in a step its gradient is complete: 0, 1, ...; 0 for those that are not named.
         scattered: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
+        whole: all messages lie in one tensor.
 
     Attributes:
         absent: parameters that no rank had a gradient for in the latest reduction.
@@ -139,7 +142,9 @@ class FlatGradients:
         alone: Iterable[nn.Parameter] = (),
         waves: Mapping[int, int] | None = None,
         scattered: Sequence[tuple[int, int]] | None = None,
+        whole: bool = True,
     ) -> None:
+        self._whole = whole
         self._slots = list(slots)
         self._alone = {id(parameter) for parameter in alone}
         self._waves = [(waves or {}).get(id(slot.parameter), 0) for slot in self._slots]
@@ -150,6 +155,7 @@ class FlatGradients:
         self.absent: list[nn.Parameter] = []
         messages = self._buckets(bucket_bytes) if scattered is None else self._parts(scattered)
         self._messages = sorted(messages, key=lambda message: (message.wave, message.start))
+        self._message_of = {index: message.start for message in self._messages for index in message.members}
         self._scattered = scattered
         self._gaps = self._find_gaps()
         self.forget()
@@ -162,11 +168,14 @@ class FlatGradients:
     @property
     def buffers(self) -> list[Tensor]:
         """Buffers that are held at the moment, in addition to the parameters' own gradients."""
-        return [*([self._flat] if self._flat is not None else []), *self._received.values(), *(copy for _, copy in self._apart)]
+        flat = [self._flat] if self._flat is not None else []
+        pieces = [] if self._whole else self._pieces.values()
+        return [*flat, *pieces, *self._received.values(), *(copy for _, copy in self._apart)]
 
     def forget(self) -> None:
         """Drop everything of the step before."""
         self._flat: Tensor | None = None
+        self._pieces: dict[int, Tensor] = {}
         self._next = 0
         self._pending: list[Any] = []
         self._absent: list[int] = []
@@ -215,22 +224,29 @@ class FlatGradients:
         Args:
             scale: factor of the sums; None if it is not known yet, and they are multiplied at the end.
         """
-        if self._flat is None:
-            self._flat = self._begin()
         while self._next < len(self._messages) and self._messages[self._next].wave <= wave:
             message = self._messages[self._next]
             self._next += 1
-            self._absent += self._fill(self._flat, message.members, sums, scale)
+            piece = self._pieces[message.start] = self._make_room(message)
+            self._absent += self._fill(message, piece, sums, scale)
             if message.stop == self._total:
-                self._fill_counts(self._flat)
+                self._fill_counts(piece[self.numel - message.start :])
             if message.scatters:
                 self._scatter(message, group, scale)
                 continue
-            view = self._flat[message.start : message.stop]
             if scale is None and message.members:
-                self._unscaled.append(self._flat[message.start : min(message.stop, self.numel)])
+                self._unscaled.append(piece[: self.numel - message.start])
             if dist.get_world_size(group) > 1:
-                self._pending.append(dist.all_reduce(view, group=group, async_op=True))
+                self._pending.append(dist.all_reduce(piece, group=group, async_op=True))
+
+    def _make_room(self, message: _Message) -> Tensor:
+        if not self._whole:
+            return torch.empty(message.stop - message.start, dtype=self._dtype, device=self._device)
+        if self._flat is None:
+            self._flat = torch.empty(self._total, dtype=self._dtype, device=self._device)
+            for start, stop in self._gaps:
+                self._flat[start:stop].zero_()
+        return self._flat[message.start : message.stop]
 
     def _scatter(self, message: _Message, group: dist.ProcessGroup, scale: float | Tensor | None) -> None:
         assert self._flat is not None
@@ -244,21 +260,28 @@ class FlatGradients:
         if scale is None:
             self._unscaled.append(part)
 
-    def all_reduce(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> Tensor:
+    def all_reduce(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> Tensor | None:
         """Replace each gradient by `scale` times its sum over `group`; a rank without it counts as zero.
 
         Returns:
-            The flat buffer, shape (numel,), of which the gradients are views now.
+            The flat buffer, shape (numel,), of which the gradients are views now; None without `whole`.
         """
-        flat, absent = self._finish(sums, group, scale)
-        # Only a rank that lacks a gradient reads the counts, because on an accelerator reading waits for the reduction.
-        nowhere = {index for index in absent if flat[self.numel + index].item() == 0}
+        absent = self._finish(sums, group, scale)
+        nowhere = self._nowhere(absent)
         self.absent = [self._slots[index].parameter for index in sorted(nowhere)]
         for index, slot in enumerate(self._slots):
-            view = flat[slot.start : slot.stop].view(slot.parameter.shape)
+            start = self._message_of[index]
+            view = self._pieces[start][slot.start - start : slot.stop - start].view(slot.parameter.shape)
             sums[slot.parameter] = None if index in nowhere else view
+        flat = self._flat
         self.forget()
-        return flat[: self.numel]
+        return None if flat is None else flat[: self.numel]
+
+    def _nowhere(self, absent: Iterable[int]) -> set[int]:
+        """Those of the slots that this rank had no gradient for and no other rank either. Only a rank that lacks one reads the counts,
+        because on an accelerator reading waits for the reduction."""
+        last = max(self._pieces)
+        return {index for index in absent if self._pieces[last][self.numel + index - last].item() == 0}
 
     def reduce_scatter(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> list[Tensor]:
         """Take the gradients out of `sums` and give each rank its part of `scale` times their sum over `group`.
@@ -269,7 +292,7 @@ class FlatGradients:
         Returns:
             This rank's share of each part, contiguous and of equal size on all ranks.
         """
-        flat, absent = self._finish(sums, group, scale)
+        absent = self._finish(sums, group, scale)
         assert self._scattered is not None
         parts = [self._received[start] for start, _ in self._scattered]
         for (start, _), part in zip(self._scattered, parts, strict=True):
@@ -278,35 +301,26 @@ class FlatGradients:
                 first, last = max(slot.start, own), min(slot.stop, own + part.numel())
                 if first < last:
                     part[first - own : last - own] = copy[first - slot.start : last - slot.start]
-        self.absent = [self._slots[index].parameter for index in absent if flat[self.numel + index].item() == 0]
+        nowhere = self._nowhere(absent)
+        self.absent = [self._slots[index].parameter for index in absent if index in nowhere]
         self.forget()
         return parts
 
-    def _finish(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor) -> tuple[Tensor, list[int]]:
-        """Send the rest, wait, and scale what was sent before. Returns the buffer and the slots this rank had no gradients for."""
+    def _finish(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor) -> list[int]:
+        """Send the rest, wait, and scale what was sent before. Returns the slots this rank had no gradients for."""
         apart = len(self._apart)
         self.start(max(self._waves), sums, group, scale)
         for work in self._pending:
             work.wait()
-        early = [*self._unscaled, *(copy for _, copy in self._apart[:apart])]
-        if early:
-            torch._foreach_mul_(early, scale)
-        assert self._flat is not None
-        return self._flat, self._absent
+        scale_([*self._unscaled, *(copy for _, copy in self._apart[:apart])], scale)
+        return self._absent
 
-    def _begin(self) -> Tensor:
-        """Allocate a buffer with zeros in the gaps."""
-        flat = torch.empty(self._total, dtype=self._dtype, device=self._device)
-        for start, stop in self._gaps:
-            flat[start:stop].zero_()
-        return flat
-
-    def _fill(self, flat: Tensor, members: Iterable[int], sums: GradientSums, scale: float | Tensor | None) -> list[int]:
+    def _fill(self, message: _Message, piece: Tensor, sums: GradientSums, scale: float | Tensor | None) -> list[int]:
         """Copy the gradients of one message; return the indices of those that are not there."""
         absent = []
-        for index in members:
+        for index in message.members:
             slot = self._slots[index]
-            target = flat[slot.start : slot.stop].view(slot.parameter.shape)
+            target = piece[slot.start - message.start : slot.stop - message.start].view(slot.parameter.shape)
             gradient = sums[slot.parameter]
             if gradient is None:
                 absent.append(index)
@@ -318,7 +332,7 @@ class FlatGradients:
             sums[slot.parameter] = None
         return absent
 
-    def _fill_counts(self, flat: Tensor) -> None:
-        flat[self.numel :].fill_(1.0)
+    def _fill_counts(self, counts: Tensor) -> None:
+        counts.fill_(1.0)
         for index in self._absent:
-            flat[self.numel + index] = 0.0
+            counts[index] = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientS
 from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction
 from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
+from lightning_3d.parallel.zero.waves import Arrivals
 
 
 class Reduction(ABC):
@@ -53,8 +55,9 @@ class UnsharedGradients(Reduction):
         self._parameters, self._sums = parameters, sums
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
-        if not (isinstance(scale, float) and scale == 1.0):
-            scale_([gradient for gradient in map(self._sums.__getitem__, self._parameters) if gradient is not None], scale)
+        present = [gradient for gradient in map(self._sums.__getitem__, self._parameters) if gradient is not None]
+        for dtype in {gradient.dtype for gradient in present}:
+            scale_([gradient for gradient in present if gradient.dtype == dtype], scale)
         return []
 
 
@@ -108,6 +111,7 @@ class ReducedToPartitions(_Buffered):
             parts = self._flat.reduce_scatter(self._sums, self._group, scale)
         else:
             flat = self._flat.all_reduce(self._sums, self._group, scale)
+            assert flat is not None
             parts = [partition.owned_part(flat) for partition in self._partitions]
             if self._frees:
                 parts = [part.clone() for part in parts]
@@ -125,6 +129,7 @@ class AddedToPieces(_Buffered):
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
         flat = self._flat.all_reduce(self._sums, self._group, scale)
+        assert flat is not None
         places = {id(slot.parameter): slot for slot in self._flat.slots}
         for piece in self._pieces:
             place = places.get(id(piece.entry.parameter))
@@ -142,7 +147,7 @@ class Overlapped(Reduction):
         sums: where gradients add up over micro-batches.
         targets: zeros that the sums of this rank's shares are added to, at the start of a step.
         trained: parameters of this rank.
-        each_micro_batch: gradients are reduced in every micro-batch; otherwise once, when those of a stage are complete.
+        each_micro_batch: gradients are reduced in every micro-batch; otherwise once, wave by wave.
     """
 
     def __init__(
@@ -173,9 +178,12 @@ class Overlapped(Reduction):
             self._eager.finished(parameters)
 
     def start(self, wave: int) -> None:
-        if not self._each_micro_batch:
-            stages = self._trained.stages
-            self._eager.flush(stages[len(stages) - 1 - wave])
+        if self._each_micro_batch:
+            return
+        sent = self._trained.waves[wave]
+        self._eager.finished(sent.parameters)
+        if not sent.is_early and sent.stage is not None:
+            self._eager.flush(self._trained.stages[sent.stage])
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
         return self._eager.finish(scale, self._take)
@@ -218,7 +226,8 @@ class Reducer:
     ) -> None:
         self._trained, self._sums, self._reductions = trained, sums, reductions
         self._accumulated, self._frees = accumulated, frees
-        self._partial = PartialSums(trained.mesh, [(entry.parameter, entry.spec) for entry in trained.entries], trained.waves)
+        self._partial = PartialSums(trained.mesh, [(entry.parameter, entry.spec) for entry in trained.entries], trained.wave_of)
+        self._arrivals = Arrivals(trained.waves, trained.mesh.data_control, self._arrived)
         self._finished: set[int] = set()
         self._wave = 0
         self.overlaps = False
@@ -230,10 +239,16 @@ class Reducer:
     def begin(self) -> None:
         """Start an optimizer step, after `clear`."""
         self._finished, self._wave = set(), 0
+        self._arrivals.begin()
         for partition in self._accumulated:
             partition.new_gradient()
         for reduction in self._reductions:
             reduction.begin()
+
+    def before_last_backward(self, stage: int) -> None:
+        """See `DataParallelBackend.before_last_backward`."""
+        if self.overlaps:
+            self._arrivals.watch(stage)
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int, last: bool) -> None:
         """See `DataParallelBackend.after_backward`."""
@@ -242,9 +257,23 @@ class Reducer:
             reduction.after_backward(parameters)  # before the sums, which these gradients never reach
         self._sums.absorb(parameters)
         if last and self.overlaps:
+            self._arrivals.watch(None)
             self._finished.add(stage)
-            while self._wave < self._trained.last_wave and len(self._trained.stages) - 1 - self._wave in self._finished:
-                self._complete_wave()
+            self._complete_waves()
+
+    @torch.no_grad()
+    def _arrived(self, parameter: nn.Parameter, wave: int) -> None:
+        """Autograd has added the last gradient of a parameter of an early wave."""
+        self._sums.absorb([parameter])
+        if self._arrivals.are_complete(wave):
+            self._complete_waves()
+
+    def _complete_waves(self) -> None:
+        waves = self._trained.waves
+        while self._wave < self._trained.last_wave:
+            if waves[self._wave].stage not in self._finished and not self._arrivals.are_complete(self._wave):
+                return
+            self._complete_wave()
 
     def _complete_wave(self) -> None:
         """All gradients of the next wave have arrived. All ranks complete the waves in the same order."""
@@ -257,6 +286,7 @@ class Reducer:
     def reduce(self, scale: float | Tensor) -> list[nn.Parameter]:
         """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient for."""
         self._sums.absorb()
+        self._arrivals.finish_step()
         while self._wave < self._trained.last_wave:
             self._complete_wave()
         self._partial.reduce(self._sums, self._trained.last_wave)
@@ -282,5 +312,6 @@ class Reducer:
     def close(self) -> None:
         """Let go of the parameters."""
         self.clear()
+        self._arrivals.close()
         for reduction in self._reductions:
             reduction.close()

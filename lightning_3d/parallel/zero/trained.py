@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.zero.waves import find_waves
 
 DATA_AXES = ("dp", "cp")
 """Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
@@ -42,15 +43,33 @@ class TrainedParameters:
         entries: the parameters, sorted by name.
         stages: for each pipeline stage of this rank all its parameters, in the order in which the forward uses them.
         device: device of the gradients.
+        early_bytes: gradients that may be sent together while a backward still runs; None: none are.
 
     Attributes:
-        waves: by id of a parameter, the wave of a step in which its gradient is complete: 0, 1, ..., `last_wave`.
+        waves: the waves of a step, in which gradients are complete.
+        wave_of: by id of a parameter, the number of its wave.
     """
 
-    def __init__(self, mesh: Mesh, entries: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        entries: Iterable[Trained],
+        stages: Sequence[Sequence[nn.Parameter]],
+        device: torch.device,
+        *,
+        early_bytes: int | None = None,
+    ) -> None:
         self.mesh, self.stages, self.device = mesh, stages, device
         self.entries = sorted(entries, key=self.is_uneven)
-        self.waves = self._find_waves()
+        by_id = {id(entry.parameter): entry for entry in self.entries}
+        self.waves = find_waves(
+            stages,
+            self.parameters,
+            late=lambda parameter: len(by_id[id(parameter)].spec.pp_replicas) > 1,
+            early=lambda parameter: self._may_be_early(by_id[id(parameter)]),
+            early_bytes=early_bytes,
+        )
+        self.wave_of = {id(parameter): number for number, wave in enumerate(self.waves) for parameter in wave.parameters}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -69,22 +88,15 @@ class TrainedParameters:
     @property
     def last_wave(self) -> int:
         """The wave of gradients that are complete only at the end of the step: those of parameters tied to another pipeline rank's."""
-        return len(self.stages)
+        return len(self.waves) - 1
 
-    def _find_waves(self) -> dict[int, int]:
-        """Number the waves.
+    def _may_be_early(self, entry: Trained) -> bool:
+        """Return whether a gradient may be sent inside a backward: it is whole, and of one size and at one place on all ranks with a copy.
 
-        The backward reaches the last stage of a rank first, so its gradients are complete in wave 0. A parameter that two stages use waits
-        for the earlier one; those tied to another rank's wait for the end.
+        Those of experts are not: a rank whose experts got no tokens would send them at another time.
         """
-        waves = {
-            id(parameter): len(self.stages) - 1 - index
-            for index, stage in reversed(list(enumerate(self.stages)))
-            for parameter in stage
-        }
-        tied = {id(entry.parameter) for entry in self.entries if len(entry.spec.pp_replicas) > 1}
-        ids = [id(entry.parameter) for entry in self.entries]
-        return {key: self.last_wave if key in tied else waves.get(key, self.last_wave) for key in ids}
+        spec = entry.spec
+        return dist.get_world_size(self.group) > 1 and len(spec.tp_grad_sum) <= 1 and not spec.expert and not self.is_uneven(entry)
 
     def is_uneven(self, entry: Trained) -> bool:
         """True if the size of a parameter differs between tensor-parallel ranks."""
@@ -147,6 +159,14 @@ def find_trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, Sh
                 )
             trained.append(Trained(name, parameter, specs[name]))
     return sorted(trained, key=lambda entry: entry.name)
+
+
+def names_in_order(trained: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], optimizer: Optimizer) -> list[str]:
+    """Names of the trained parameters in the orders in which gradients are sent: of the module, and of the optimizer. Without experts, of
+    which each rank may have others."""
+    names = {id(entry.parameter): entry.name for entry in trained if not entry.spec.expert}
+    groups: list[Sequence[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+    return [names[id(parameter)] for part in (*stages, *groups) for parameter in part if id(parameter) in names]
 
 
 def check_dtypes(trained: Iterable[Trained], precision: str) -> None:

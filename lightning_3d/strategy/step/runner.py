@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.health.slow_ranks import SlowRank
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.collectives import all_reduce_flat
-from lightning_3d.parallel.expert import Routers, RouterStatistics
+from lightning_3d.parallel.expert import Routers, RouterStatistics, RouterSums
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.random_streams import RandomState
@@ -63,15 +64,30 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Computed:
-    """What forward, backward and reduction of a batch give, besides gradients; the same on every rank.
+    """What forward, backward and reduction of a batch give, besides gradients; the same on every rank. Reading a number waits for the
+    device, so nothing is read before all work of the batch is under way.
 
     Attributes:
-        totals: sums over all micro-batches and ranks.
-        routers: statistics of the routers of a mixture of experts.
+        read_totals: function that reads the sums over all micro-batches and ranks.
+        sums_of_routers: statistics of the routers of a mixture of experts.
     """
 
-    totals: BatchTotals
-    routers: RouterStatistics | None = None
+    read_totals: Callable[[], BatchTotals]
+    sums_of_routers: RouterSums | None = None
+
+    @cached_property
+    def totals(self) -> BatchTotals:
+        """Sums over all micro-batches and ranks.
+
+        Raises:
+            ConfigError: ranks logged different names.
+        """
+        return self.read_totals()
+
+    @property
+    def routers(self) -> RouterStatistics | None:
+        """Statistics of the routers of a mixture of experts; None for a dense model."""
+        return self.sums_of_routers.read(self.totals.weight) if self.sums_of_routers is not None else None
 
 
 class StepRunner:
@@ -128,7 +144,7 @@ class StepRunner:
         self._uses = RankZeroUses(module, mesh, engine)
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
-        self._accumulated = 0.0
+        self._accumulated: Tensor | None = None
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[Any, Tensor]] = []
 
@@ -161,15 +177,16 @@ class StepRunner:
             if self.after_first_backward is not None:
                 self.after_first_backward()
                 self.after_first_backward = None
-            totals = self._share()
-            routers = self._routers.finish(totals.weight) if self._routers is not None else None
-            self._accumulated = totals.weight + (self._accumulated if place else 0.0)
+            packed = self._share()
+            routers = self._routers.finish() if self._routers is not None else None
+            weight = BatchTotals.weight_in(packed)
+            self._accumulated = weight + self._accumulated if place and self._accumulated is not None else weight
             # Only now is the weight of the whole step known, by which its gradients are divided.
             if ends:
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
-                    backend.reduce(1.0 / self._accumulated if self._accumulated > 0 else 0.0)
-        return Computed(totals, routers)
+                    backend.reduce(torch.where(self._accumulated > 0, 1.0 / self._accumulated, 0.0))
+        return Computed(partial(self._read, packed), routers)
 
     def report(self, micro_batches: MicroBatches, computed: Computed) -> tuple[StepResult, dict[str, Any]]:
         """Log what the batch that was computed last has logged, on every rank.
@@ -198,7 +215,7 @@ class StepRunner:
                 len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
             )
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
-            self._log.replay(self._share().checksum)
+            self._log.replay(self._read(self._share()).checksum)
         return self._broadcast(self._merged(micro_batches), whole=hook == "predict")
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
@@ -289,17 +306,21 @@ class StepRunner:
         """Return whether this rank's own part of the last batch's loss is finite; True before the last stage. No communication."""
         return not self._sums or bool(torch.stack(self._sums).isfinite().all())
 
-    def _share(self) -> BatchTotals:
-        """Sum the totals over all micro-batches and data-parallel ranks: one all-reduce over ("cp", "pp", "dp").
-
-        Raises:
-            ConfigError: ranks logged different names.
-        """
+    def _share(self) -> Tensor:
+        """Sum the packed totals over all micro-batches and data-parallel ranks: one all-reduce over ("cp", "pp", "dp")."""
         packed = BatchTotals.nothing(self._device)
         if self._engine.owns_last:
             extras = any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1])
             packed = BatchTotals.pack(self._sums, self._log.checksum(), extras=extras, device=self._device)
         all_reduce_flat(packed, self._mesh.group("cp", "pp", "dp"))
+        return packed
+
+    def _read(self, packed: Tensor) -> BatchTotals:
+        """Read totals that `_share` has packed. Waits for the device.
+
+        Raises:
+            ConfigError: ranks logged different names.
+        """
         self.totals = BatchTotals.unpack(packed) if self.known_totals is None else self.known_totals
         self.totals.require_equal_keys()
         return self.totals

@@ -60,6 +60,11 @@ class BatchTotals:
         """Read the sums over all ranks. Waits for the device."""
         return cls(*packed.tolist())
 
+    @staticmethod
+    def weight_in(packed: Tensor) -> Tensor:
+        """Take the weight, of shape (), out of packed totals, without waiting for the device."""
+        return packed[1]
+
     def require_equal_keys(self) -> None:
         """Refuse ranks that logged different names.
 

@@ -1,0 +1,249 @@
+"""Gradients that are sent while the last backward of a stage still runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from counting import recording
+from parity import Cell
+from ranks import run_ranks
+from reference import reference
+from sweeps import by_default
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.sharding import replicated
+from lightning_3d.parallel.zero import make_backend, trained
+from lightning_3d.parallel.zero.waves import Wave, find_waves
+
+MODES = {
+    "0": ZeroOptions(0, "step"),
+    "1": ZeroOptions(1, "step"),
+    "1 scattered": ZeroOptions(1, "step", reduce_scatter=True),
+    "2": ZeroOptions(2, "step"),
+    "2 scattered": ZeroOptions(2, "step", reduce_scatter=True),
+}
+WIDTH, LAYERS = 8, 6
+BUCKET = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # two layers
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def numbered(waves: list[Wave], named: list[nn.Parameter]) -> list[tuple[int | None, bool, list[int]]]:
+    places = {id(parameter): place for place, parameter in enumerate(named)}
+    return [(wave.stage, wave.is_early, [places[id(parameter)] for parameter in wave.parameters]) for wave in waves]
+
+
+def test_early_waves_come_from_the_end_of_the_model_and_fit_in_a_bucket() -> None:
+    one = parameters(10, 4, 4, 4, 20, 3, 3)
+    waves = find_waves([one], one, late=lambda parameter: False, early=lambda parameter: True, early_bytes=4 * 8)
+    assert numbered(waves, one) == [
+        (0, True, [6, 5]),
+        (0, True, [4]),  # larger than a bucket
+        (0, True, [3, 2]),
+        (0, True, [1]),
+        (0, False, [0]),  # the last run is complete when the backward is over
+        (None, False, []),
+    ]
+
+
+def test_what_is_used_twice_or_elsewhere_or_may_not_be_early_waits() -> None:
+    one = parameters(8, 8, 8, 8, 8, 8)
+    stages = [one[:3], [*one[3:], one[0], one[3]]]  # the first is tied across the stages, the fourth within one
+    waves = find_waves(stages, one[:5], late=lambda p: p is one[1], early=lambda p: p is not one[4], early_bytes=1)
+    assert numbered(waves, one) == [(1, False, [3, 4]), (0, False, [0, 2]), (None, False, [1])]
+    everything = [place for _, _, places in numbered(waves, one) for place in places]
+    assert sorted(everything) == [0, 1, 2, 3, 4]
+    without = find_waves(stages, one, late=lambda p: False, early=lambda p: True, early_bytes=None)
+    assert not any(wave.is_early for wave in without) and len(without) == 3
+
+
+def test_types_have_buckets_of_their_own() -> None:
+    one = parameters(8, 8) + parameters(8, 8, dtype=torch.float64)
+    mixed = [one[0], one[2], one[1], one[3]]
+    waves = find_waves([mixed], mixed, late=lambda p: False, early=lambda p: True, early_bytes=8)
+    assert numbered(waves, one) == [(0, True, [3]), (0, True, [1]), (0, False, [0, 2]), (None, False, [])]
+
+
+class Layers(nn.Module):
+    """Layers one after the other; with `shared`, the first is used again at the end, each use in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, *, shared: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if shared:
+            for layer in (self.layers[-1], self.layers[-1]):
+                x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=True)
+        return x
+
+
+def model() -> Layers:
+    torch.manual_seed(3)
+    return Layers()
+
+
+def batch(step: int, rank: int, micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro_batch)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def train_layers(mode: str, *, overlap: bool = True, shared_from: int | None = None, steps: int = 3) -> dict[str, Any]:
+    """Train over all ranks; returns the weights and how many reductions were under way when the first layer's backward ended."""
+    ranks = dist.get_world_size()
+    mesh = Mesh(Layout(dp=ranks))
+    module = model()
+    specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
+    backend = make_backend(MODES[mode], mesh, specs, bucket_bytes=BUCKET)
+    optimizer = backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    sent: list[int] = []
+    for step in range(steps):
+        shared = shared_from is not None and step >= shared_from
+        with recording() as recorder:
+            hook = module.layers[0].weight.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: sent.append(_reductions(calls)))
+            with backend.gradient_scope(overlap=overlap):
+                for micro_batch in range(2):
+                    loss = module(batch(step, dist.get_rank(), micro_batch).requires_grad_(), shared=shared).square().mean()
+                    if micro_batch == 1:
+                        backend.before_last_backward(0)
+                    loss.backward()
+                    backend.after_backward(module.parameters(), stage=0, last=micro_batch == 1)
+                backend.reduce(1.0 / (2 * ranks))
+            hook.remove()
+            backend.step()
+    backend.make_whole()
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    backend.teardown()
+    mesh.destroy()
+    return {"weights": weights, "sent": sent}
+
+
+def _reductions(calls: Any) -> int:
+    counted = Counter(call.name for call in calls)
+    return counted["all_reduce"] + counted["reduce"]
+
+
+def one_process(ranks: int, *, shared_from: int | None = None, steps: int = 3) -> dict[str, Tensor]:
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        shared = shared_from is not None and step >= shared_from
+        for rank in range(ranks):
+            for micro_batch in range(2):
+                loss = module(batch(step, rank, micro_batch).requires_grad_(), shared=shared).square().mean()
+                (loss / (2 * ranks)).backward()
+        optimizer.step()
+    return dict(module.named_parameters())
+
+
+def worst(result: dict[str, Any], expected: dict[str, Tensor]) -> float:
+    return max((result["weights"][name] - value).abs().max().item() for name, value in expected.items())
+
+
+@pytest.mark.parametrize("ranks", by_default([2, 4], 1))
+@pytest.mark.parametrize("mode", list(MODES))
+def test_ranks_train_as_one_process_and_send_inside_the_backward(mode: str, ranks: int) -> None:
+    expected = one_process(ranks)
+    early, late = (run_ranks(train_layers, ranks, mode, overlap=overlap) for overlap in (True, False))
+    for result, other in zip(early, late, strict=True):
+        assert worst(result, expected) < 2e-6
+        assert worst(result, other["weights"]) == 0.0, "the time of sending changes no bit"
+        # In each step two backwards reach the first layer. The first step finds out whether gradients arrive once.
+        assert result["sent"][:2] == [0, 0] and result["sent"][2] == 0
+        assert result["sent"][3] >= 2, "of three buckets two were sent before the backward was over"
+        assert all(count == 0 for count in other["sent"])
+
+
+@pytest.mark.parametrize("mode", by_default(["0", "1", "1 scattered"], 0))
+def test_parameters_that_get_two_gradients_in_a_backward_are_sent_when_it_is_over(mode: str) -> None:
+    """Segments of a reentrant checkpoint each give one."""
+    expected = one_process(2, shared_from=0)
+    for result in run_ranks(train_layers, 2, mode, shared_from=0):
+        assert worst(result, expected) < 2e-6
+        assert all(count == 0 for count in result["sent"])
+
+
+def refuses_later() -> str:
+    with pytest.raises(RuntimeError) as error:
+        train_layers("0", shared_from=2)
+    return str(error.value)
+
+
+def test_a_second_gradient_that_comes_only_later_is_an_error() -> None:
+    for message in run_ranks(refuses_later, 2):
+        assert "got a second gradient in one backward after its gradient was sent" in message
+        assert "use_reentrant=False" in message
+
+
+def other_order() -> str:
+    mesh = Mesh(Layout(dp=2))
+    module = nn.Module()
+    for name in ("a", "b") if dist.get_rank() == 0 else ("b", "a"):
+        module.register_parameter(name, nn.Parameter(torch.zeros(3)))
+    specs = {name: replicated(name, (3,), 1) for name in ("a", "b")}
+    backend = make_backend(MODES["0"], mesh, specs)
+    with pytest.raises(ConfigError) as error:
+        backend.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    mesh.destroy()
+    return str(error.value)
+
+
+def test_another_order_of_parameters_on_another_rank_is_refused() -> None:
+    for message in run_ranks(other_order, 2):
+        assert "another order on other data-parallel ranks" in message and "not from a set" in message
+
+
+CELLS = [
+    Cell(dp=2),
+    Cell(tp=2, dp=2),
+    Cell(tp=2, dp=2, options=(("sequence_parallel", False),)),
+    Cell(tp=2, pp=2, dp=2),
+    Cell(pp=2, dp=2, schedule="Interleaved1F1B"),
+    Cell(pp=2, dp=2, schedule="ZBVZeroBubble"),
+    Cell(dp=2, cp=2),
+    Cell(dp=4, zero=1),
+    Cell(pp=2, dp=2, zero=1, options=(("zero_reduce_scatter", True),)),
+    Cell(tp=2, dp=2, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True))),
+    Cell(model="mixtral", dp=4, ep=2),
+    Cell(model="gemma3", pp=2, dp=2),
+]
+
+
+def train_with_small_buckets(*args: Any, **options: Any) -> tuple[parity.Part, int]:
+    """Train as the strategy does, with buckets of a few layers' gradients. Returns also the number of early waves of this rank."""
+    defaults = make_backend.__kwdefaults__
+    waves: list[Wave] = []
+
+    def found(*arguments: Any, **keywords: Any) -> list[Wave]:
+        waves[:] = find_waves(*arguments, **keywords)
+        return waves
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(defaults, "bucket_bytes", 4096)
+        patch.setattr(trained, "find_waves", found)
+        return parity.train_on_rank(*args, **options), sum(wave.is_early for wave in waves)
+
+
+@pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 8), ids=lambda cell: cell.name)
+def test_layouts_train_as_one_process_does(cell: Cell) -> None:
+    expected, noise = reference(cell.recipe)
+    results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)
+    error, drift = parity.differences([part for part, _ in results], expected)
+    assert drift == 0.0 and error.within(parity.limits(cell.dtype, noise)), (drift, error)
+    assert all(early >= 2 for _, early in results)
