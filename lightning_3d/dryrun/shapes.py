@@ -90,7 +90,7 @@ class ShapeMeter(Meter):
             return _assumed(args[0])
         if name == "equal":
             return True
-        if fakes < len(tensors) and _writes(func) and not is_fake(args[0]):
+        if fakes < len(tensors) and _writes(func) and isinstance(args[0], Tensor) and not is_fake(args[0]):
             if name == "copy_":
                 with torch.no_grad():
                     args[0].fill_(1)  # its value is unknown

@@ -228,7 +228,7 @@ class Advice:
             return
         job = job_of(run, precision, layout, schedule, micro_batch)
         # Host memory has no allocator reserves and no copies of gradients, but it holds what is offloaded.
-        footprint = replace(job.stack.footprint, context=0.0, allocator=1.0, spare_gradient=0.0)
+        footprint = replace(job.stack.footprint, context=0.0, allocator=1.0, spare_gradient=0.0, kept_gradient=0.0)
         job = replace(job, state_bytes=_BYTES[precision][1], stack=replace(job.stack, footprint=footprint))
         share = ranks / layout.world_size
 

@@ -108,11 +108,12 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     stages = [stage for stage, _ in own]
     counts = [parameters_of(job, stage) for stage in stages]
     sharers = data_ranks(job)
-    weights = gradients = optimizer = 0.0
+    weights = gradients = kept_gradients = optimizer = 0.0
     for parameters, ranks in zip(map(sum, zip(*counts, strict=True)), sharers, strict=True):
         weights += parameters * job.weight_bytes / (ranks if job.zero == 3 else 1)
-        spare = 0.0 if job.reduces_often else footprint.spare_gradient
-        gradients += parameters * job.trained * (footprint.gradient / (ranks if job.reduces_often else 1) + spare)
+        often, at_end = footprint.gradient / ranks, footprint.gradient + footprint.spare_gradient
+        gradients += parameters * job.trained * (often if job.reduces_often else at_end)
+        kept_gradients += parameters * job.trained * footprint.kept_gradient / ranks * (job.zero > 0 and not job.reduces_often)
         optimizer += parameters * job.trained * job.state_bytes / (ranks if job.zero >= 1 else 1)
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
@@ -124,6 +125,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     logits = head * job.tokens * model.vocab / job.layout.tp
     loss = logits * job.stack.logit_bytes(job.micro_batches)
     activations = kept + blocks[1]
+    gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context
     return Memory(weights, gradients, optimizer, activations, loss, other)
 

@@ -56,6 +56,7 @@ class Footprint:
     Attributes:
         gradient: accumulated gradient of a parameter.
         spare_gradient: further copy of that gradient during the backward pass.
+        kept_gradient: reduced gradient of a parameter that a rank keeps at ZeRO stages 1 to 3, where whole gradients add up meanwhile.
         logit: one logit, over all copies that live at once.
         saved: per token and unit of hidden size, beyond what the backward pass of a block needs.
         saved_inner: per token and unit of an MLP's inner width, beyond what its backward pass needs.
@@ -65,6 +66,7 @@ class Footprint:
 
     gradient: float = 4.0
     spare_gradient: float = 0.0
+    kept_gradient: float = 0.0
     logit: float = 8.0
     saved: float = 0.0
     saved_inner: float = 0.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.compat import deepspeed as deepspeed_compat
@@ -104,7 +104,7 @@ class Composition:
         if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.waves) > 2)):
             shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.group)))]
             eager = self._eager(trained, trained.stages, slots, shares, at_once=self.zero.reduce == MICRO_BATCH)
-            overlapped = self._overlapped(eager, sums, lambda: [_gradient(partition) for partition in dense], trained)
+            overlapped = self._overlapped(eager, sums, lambda: [partition.sum_of_gradients() for partition in dense], trained)
         reductions: list[Reduction] = []
         if overlapped is not None:
             reductions.append(overlapped)
@@ -142,7 +142,7 @@ class Composition:
         eager = self._eager(trained, stages, slots, store.shares(slots, trained.group), at_once=at_once) if slots else None
         pieces = {id(piece.entry.parameter): piece for piece in stepper.owned if not piece.entry.spec.expert}
         kept = [pieces[id(slot.parameter)] for slot in slots if id(slot.parameter) in pieces]
-        overlapped = self._overlapped(eager, sums, lambda: [piece.gradient for piece in kept], trained)
+        overlapped = self._overlapped(eager, sums, lambda: [piece.sum_of_gradients() for piece in kept], trained)
         reductions: list[Reduction] = []
         if overlapped is not None:
             reductions.append(overlapped)
@@ -212,8 +212,3 @@ class Composition:
             return False
         wanted = self.zero.reduce_scatter
         return wanted if wanted is not None else trained.device.type == "cuda"
-
-
-def _gradient(partition: Any) -> Tensor:
-    assert partition.gradient is not None
-    return partition.gradient

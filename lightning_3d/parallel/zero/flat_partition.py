@@ -60,9 +60,10 @@ class Partition:
         size = self.group.owned.numel()
         return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
 
-    def new_gradient(self) -> Tensor:
-        """Zeros that gradients of this step are added to."""
-        self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self._device)
+    def sum_of_gradients(self) -> Tensor:
+        """Return what gradients of this step are added to: zeros at first."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self._device)
         return self.gradient
 
     def owned_part(self, flat: Tensor) -> Tensor:
@@ -128,6 +129,10 @@ class OwnedPiece:
     slot: Slot
     entry: Trained
     first: int
+
+    def sum_of_gradients(self) -> Tensor:
+        """Return the part of the partition's that belongs to this piece."""
+        return self.partition.sum_of_gradients()[self.slot.start : self.slot.stop]
 
     @property
     def gradient(self) -> Tensor:

@@ -103,7 +103,8 @@ class EagerReduction:
         }
         self._queues: list[deque[_Bucket]] = []
         self._pending: deque[tuple[_Bucket, Tensor, list[Any]]] = deque()
-        self._sums: list[Tensor] = []
+        self._make_sums: Callable[[], Sequence[Tensor]] = list
+        self._made: list[Tensor] | None = None
         self._active = False
         self._most = self._IN_FLIGHT
         self._seen: set[int] = set()
@@ -113,18 +114,27 @@ class EagerReduction:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._place
 
-    def begin(self, sums: Sequence[Tensor], take: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
+    @property
+    def _sums(self) -> list[Tensor]:
+        if self._made is None:
+            self._made = list(self._make_sums())
+        return self._made
+
+    def begin(
+        self, make_sums: Callable[[], Sequence[Tensor]], take: Callable[[nn.Parameter], Tensor | None] | None = None
+    ) -> None:
         """Forget all gradients.
 
         Args:
-            sums: for each share of this rank zeros that gradients are added to.
+            make_sums: function that makes, for each share of this rank, zeros that gradients are added to. Called when the first bucket is
+                received.
             take: a parameter -> its gradient of the whole step, which is removed. By default what a micro-batch left in `.grad`.
         """
         self._active = True
         # Gradients of the whole step are only moved, so that any number in flight takes no extra memory; waiting for other ranks would
         # stall the stages that still compute.
         self._most = self._IN_FLIGHT if take is None else len(self._parameters)
-        self._sums, self._take = list(sums), take or _take_grad
+        self._make_sums, self._made, self._take = make_sums, None, take or _take_grad
         self._pending.clear()
         self._seen.clear()
         self._queues = [self._expect(stage) for stage in range(len(self._buckets))]
@@ -221,7 +231,7 @@ class EagerReduction:
         absent = [p for p, early, more in zip(self._parameters, seen, late, strict=True) if early == more == 0]
         for total in self._sums:
             total.mul_(scale)
-        self._active, self._sums, self._take = False, [], _take_grad
+        self._active, self._make_sums, self._made, self._take = False, list, None, _take_grad
         return absent
 
     def _add_late(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -250,7 +260,7 @@ class EagerReduction:
             hook.remove()
         self._hooks, self._parameters, self._place, self._buckets = [], [], {}, []
         self._pending.clear()
-        self._sums, self._queues = [], []
+        self._make_sums, self._made, self._queues = list, None, []
 
 
 def _take_grad(parameter: nn.Parameter) -> Tensor | None:

@@ -145,7 +145,7 @@ class Overlapped(Reduction):
     Args:
         eager: the reduction.
         sums: where gradients add up over micro-batches.
-        targets: zeros that the sums of this rank's shares are added to, at the start of a step.
+        targets: function that makes zeros, which the sums of this rank's shares are added to.
         trained: parameters of this rank.
         each_micro_batch: gradients are reduced in every micro-batch; otherwise once, wave by wave.
     """
@@ -166,7 +166,7 @@ class Overlapped(Reduction):
         return parameter in self._eager
 
     def begin(self) -> None:
-        self._eager.begin(self._targets(), None if self._each_micro_batch else self._take)
+        self._eager.begin(self._targets, None if self._each_micro_batch else self._take)
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._each_micro_batch:
@@ -241,7 +241,7 @@ class Reducer:
         self._finished, self._wave = set(), 0
         self._arrivals.begin()
         for partition in self._accumulated:
-            partition.new_gradient()
+            partition.gradient = None  # made when something is added: until then activations need the memory
         for reduction in self._reductions:
             reduction.begin()
 
@@ -291,6 +291,8 @@ class Reducer:
             self._complete_wave()
         self._partial.reduce(self._sums, self._trained.last_wave)
         self._partial.reduce_tied(self._sums)  # after the partial sums: a tied copy is sent when it is whole
+        for partition in self._accumulated:
+            partition.sum_of_gradients()
         absent = [parameter for reduction in self._reductions for parameter in reduction.finish(scale)]
         if self._frees:
             self._sums.clear()

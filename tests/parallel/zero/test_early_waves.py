@@ -115,7 +115,8 @@ def train_layers(mode: str, *, overlap: bool = True, shared_from: int | None = N
     for step in range(steps):
         shared = shared_from is not None and step >= shared_from
         with recording() as recorder:
-            hook = module.layers[0].weight.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: sent.append(_reductions(calls)))
+            first = module.layers[0].weight
+            hook = first.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: sent.append(_reductions(calls)))
             with backend.gradient_scope(overlap=overlap):
                 for micro_batch in range(2):
                     loss = module(batch(step, dist.get_rank(), micro_batch).requires_grad_(), shared=shared).square().mean()

@@ -201,7 +201,7 @@ def test_master_weights_may_be_elsewhere() -> None:
     optimizer.state[master] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4)}
     partition = Partition(DeepSpeedGroup([parameter], flat, flat[:4], master), 0, optimizer, torch.device("meta"))
     [slot] = partition.owned_slots
-    assert partition.new_gradient().device.type == "meta"
+    assert partition.sum_of_gradients().device.type == "meta"
     before = partition.copy_of(slot)
     assert {name: value.device.type for name, value in before.items()} == {"exp_avg": "cpu", "master": "cpu"}
     master.zero_()
