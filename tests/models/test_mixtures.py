@@ -56,6 +56,13 @@ def test_a_list_of_experts() -> None:
         draft_ep(nn.Sequential(nn.Linear(4, 4)))
 
 
+def test_experts_for_each_token_are_no_number_of_experts() -> None:
+    """A tensor with as many rows as a token has experts, such as filters, is not a mixture."""
+    filters = nn.Conv1d(4, 2, 3)
+    filters.num_experts_per_tok = 2
+    assert not find_mixtures(nn.Sequential(nn.Linear(4, 4), filters))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "reformer", "xlnet", "zamba", "gemma3", "recurrent_gemma"])
 def test_matrices_of_heads_are_not_experts(family: str) -> None:
     assert not has_experts(family)

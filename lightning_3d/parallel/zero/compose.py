@@ -70,7 +70,7 @@ class Composition:
         sums = GradientSums(trained.parameters)
         if self.zero.stage == 0:
             plain = PlainStepper(trained, sums, optimizer)
-            return plain, Reducer(trained, sums, self._all_reductions(trained, sums))
+            return plain, Reducer(trained, sums, self._all_reductions(trained, sums), absorbs=True)
         sharded = not isinstance(store, ShardedParameters)
         stepper = DeepSpeedStepper(trained, tensors, optimizer, self.zero, sharded=sharded, library=self.library)
         if isinstance(store, ShardedParameters):
@@ -122,7 +122,9 @@ class Composition:
                     scattered=ends if scatters else None,
                 )
                 reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees))
-        return Reducer(trained, sums, reductions, accumulated=dense if overlapped is not None else (), frees=frees)
+        absorbs = self.zero.reduce != MICRO_BATCH
+        kept = dense if overlapped is not None else ()
+        return Reducer(trained, sums, reductions, accumulated=kept, frees=frees, absorbs=absorbs)
 
     def _reducer_of_units(
         self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper, store: ShardedParameters

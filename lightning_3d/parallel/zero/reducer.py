@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
-from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, scale_
+from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, FlatGradients, GradientSums, scale_
 from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction
 from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
@@ -213,6 +213,7 @@ class Reducer:
         reductions: how each parameter is summed over the data-parallel ranks, in the order in which all ranks send.
         accumulated: partitions whose gradient is a sum of pieces, and starts each step at zero.
         frees: after the reduction drop the gradients in `sums`; the optimizer steps with those of its partitions.
+        absorbs: add bf16 gradients to their sums as they arrive, so that there is never one of each parameter.
     """
 
     def __init__(
@@ -223,6 +224,7 @@ class Reducer:
         *,
         accumulated: Sequence[Partition] = (),
         frees: bool = False,
+        absorbs: bool = False,
     ) -> None:
         self._trained, self._sums, self._reductions = trained, sums, reductions
         self._accumulated, self._frees = accumulated, frees
@@ -230,7 +232,10 @@ class Reducer:
         self._arrivals = Arrivals(trained.waves, trained.mesh.data_control, self._arrived)
         self._finished: set[int] = set()
         self._wave = 0
+        self._adds_up = False
         self.overlaps = False
+        narrow = [parameter for parameter in trained.parameters if absorbs and parameter.dtype in LOW_PRECISION]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._absorb) for parameter in narrow]
 
     def clear(self) -> None:
         """Drop all gradients of this rank's micro-batches."""
@@ -238,12 +243,19 @@ class Reducer:
 
     def begin(self) -> None:
         """Start an optimizer step, after `clear`."""
-        self._finished, self._wave = set(), 0
+        self._finished, self._wave, self._adds_up = set(), 0, True
         self._arrivals.begin()
         for partition in self._accumulated:
             partition.gradient = None  # made when something is added: until then activations need the memory
         for reduction in self._reductions:
             reduction.begin()
+
+    @torch.no_grad()
+    def _absorb(self, parameter: Tensor) -> None:
+        """Autograd has added a gradient of a micro-batch."""
+        if self._adds_up:  # or this is a backward outside of a training step
+            assert isinstance(parameter, nn.Parameter)
+            self._sums.absorb([parameter])
 
     def before_last_backward(self, stage: int) -> None:
         """See `DataParallelBackend.before_last_backward`."""
@@ -286,6 +298,7 @@ class Reducer:
     def reduce(self, scale: float | Tensor) -> list[nn.Parameter]:
         """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient for."""
         self._sums.absorb()
+        self._adds_up = False
         self._arrivals.finish_step()
         while self._wave < self._trained.last_wave:
             self._complete_wave()
@@ -315,5 +328,7 @@ class Reducer:
         """Let go of the parameters."""
         self.clear()
         self._arrivals.close()
+        for hook in self._hooks:
+            hook.remove()
         for reduction in self._reductions:
             reduction.close()

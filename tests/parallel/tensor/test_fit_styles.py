@@ -187,6 +187,21 @@ def test_experts_without_weights_are_not_sent_tokens() -> None:
         expert_specs(model, plan, 2, 0, 0)
 
 
+@pytest.mark.parametrize("shape", [(), (6,), (3, 6)])
+def test_what_all_experts_share_is_not_split(shape: tuple[int, ...]) -> None:
+    """A vector of 6 elements has two for each of 3 experts, but is no row of a matrix."""
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.num_experts = 3
+    model.experts.scale = nn.Parameter(torch.zeros(shape))
+    plan = ParallelPlan({"experts.scale": Cut("grouped_gemm")}, experts=("experts",))
+    if shape == (3, 6):
+        assert expert_specs(model, plan, 3, 0, 0)["experts.scale"].local_shape == (1, 6)
+        return
+    with pytest.raises(PlanError, match=r"ep cannot split 'experts.scale' of shape .*: it does not have as many rows for each of the 3"):
+        expert_specs(model, plan, 3, 0, 0)
+
+
 def test_a_dry_run_tries_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_KNOWN", {})
     with fake_mode(), torch.device("meta"):
