@@ -11,12 +11,15 @@ rows out of a global batch of `GLOBAL_BATCH`.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,8 +39,12 @@ LLAMA: dict[str, Any] = {
 SEQUENCE = 256
 GLOBAL_BATCH = 32
 MICRO_BATCH = 2
+MESSAGES = "LIGHTNING_3D_BENCHMARK_MESSAGES"
+"""Environment variable: the file that `note_messages` writes."""
 LEARNING_RATE = 3e-4
 CLIP = 1.0
+SMALL_BUCKET = 4 * 2**20
+"""Bytes: a seventh of this model's gradients, as 32 MiB are of those of a model with 60 million parameters on a rank."""
 
 
 class Turns:
@@ -110,24 +117,37 @@ def plain(layout: str, steps: int, turns: Turns) -> None:
         turns.step_ended()
 
 
-def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bool = True, trace: int | None = None) -> None:
+def ours(
+    layout: str,
+    steps: int,
+    turns: Turns,
+    zero_stage: int = 1,
+    overlap: bool = True,
+    trace: int | None = None,
+    bucket_bytes: int | None = None,
+) -> None:
     """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer.
 
     Args:
         overlap: False: gradients are reduced after the last backward of a step, never before.
         trace: steps from one that is traced to the next.
+        bucket_bytes: of the reduction of gradients; by default 32 MiB, in which this model's gradients fit.
     """
     import lightning.pytorch as pl
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_3d.layout import Layout
-    from lightning_3d.parallel.zero import DataParallelBackend
+    from lightning_3d.parallel.zero import DataParallelBackend, make_backend
     from lightning_3d.strategy import Lightning3DStrategy
 
     if not overlap:
         scope = DataParallelBackend.gradient_scope
         DataParallelBackend.gradient_scope = lambda self, **given: scope(self, **given | {"overlap": False})  # type: ignore[method-assign]
+    if bucket_bytes is not None:
+        make_backend.__kwdefaults__["bucket_bytes"] = bucket_bytes
+    if MESSAGES in os.environ:
+        note_messages(os.environ[MESSAGES])
 
     class Module(pl.LightningModule):
         def configure_model(self) -> None:
@@ -162,6 +182,34 @@ def ours(layout: str, steps: int, turns: Turns, zero_stage: int = 1, overlap: bo
         enable_model_summary=False,
     )
     trainer.fit(Module(), rows)
+
+
+def note_messages(file: str) -> None:
+    """Let rank 0 write into a file, for the latest step, when each bucket was sent and had arrived, and when the last backward was over."""
+    import torch.distributed as dist
+
+    from lightning_3d.parallel.zero import DataParallelBackend
+
+    notes: list[list[float]] = []
+    send, reduce = dist.all_reduce, DataParallelBackend.reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **given: Any) -> Any:
+        work = send(tensor, *args, **given)
+        if given.get("async_op") and tensor.numel() > 1000:
+            note = [time.perf_counter(), float("nan"), tensor.numel() * tensor.element_size()]
+            notes.append(note)
+            work.get_future().then(lambda _: note.__setitem__(1, time.perf_counter()))
+        return work
+
+    def reduce_all(self: DataParallelBackend, scale: Any) -> None:
+        over = time.perf_counter()
+        reduce(self, scale)
+        if dist.get_rank() == 0:
+            Path(file).write_text(json.dumps({"backward_over": over, "reduced": time.perf_counter(), "messages": notes}))
+        notes.clear()
+
+    dist.all_reduce = all_reduce
+    DataParallelBackend.reduce = reduce_all  # type: ignore[method-assign]
 
 
 def deepspeed_pipeline(layout: str, steps: int, turns: Turns) -> None:
@@ -296,6 +344,8 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "ours": ours,
     "ours_zero0": partial(ours, zero_stage=0),
     "ours_waiting": partial(ours, overlap=False),
+    "ours_small_buckets": partial(ours, bucket_bytes=SMALL_BUCKET),
+    "ours_small_buckets_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, overlap=False),
     "ours_traced": partial(ours, trace=1),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,

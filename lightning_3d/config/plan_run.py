@@ -43,6 +43,7 @@ from lightning_3d.config.written_paths import check_paths, folder_of
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_batch, few_micro_batches, largest_micro_batch
 from lightning_3d.layout.layout import AXES, Layout, divisors
+from lightning_3d.layout.loss_chunks import check_loss_chunks
 from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_model
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.sizes import check_number, check_sizes
@@ -158,6 +159,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     check_cp_kind(parallelism.cp_kind)
+    check_loss_chunks(parallelism.loss_chunks)
     check_plan(parallelism.plan, check_mode(parallelism.self_check))
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))

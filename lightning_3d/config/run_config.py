@@ -46,6 +46,7 @@ class ParallelismConfig:
     offload_activations: bool = False
     compile: bool = False
     sequence_parallel: bool | None = None
+    loss_chunks: Any = 1
     moe_aux_loss: float | None = None
     moe_z_loss: float = 0.0
     moe_bias_update: float = 0.0

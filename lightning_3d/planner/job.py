@@ -30,6 +30,7 @@ class Job:
         recompute: `none`, `selective` (attention and MLP activations, not the products), or `full` (whole blocks).
         recompute_every: one of every n neighbouring blocks is recomputed.
         sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
+        loss_chunks: see `ModelOptions.loss_chunks`.
         blocks: number of blocks of each pipeline stage; None as the stack splits them.
         stack: software that runs the step.
     """
@@ -50,6 +51,7 @@ class Job:
     recompute: str = "none"
     recompute_every: int = 1
     sequence_parallel: bool = True
+    loss_chunks: int | str = 1
     blocks: tuple[int, ...] | None = None
     stack: Stack = Stack()
 

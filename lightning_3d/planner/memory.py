@@ -18,7 +18,9 @@ Software that is not fused keeps more (`Footprint.saved`, `saved_inner`).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 
+from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
@@ -122,8 +124,10 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
     head = sum(1 for stage in stages if stage.head)
-    logits = head * job.tokens * model.vocab / job.layout.tp
-    loss = logits * job.stack.logit_bytes(job.micro_batches)
+    vocabulary = model.vocab / job.layout.tp
+    chunks = count_chunks(job.loss_chunks, int(job.tokens), ceil(vocabulary))
+    # With chunks, the gradient of the head's weight is added up in float32 meanwhile.
+    loss = head * vocabulary * (job.tokens / chunks * job.stack.logit_bytes(job.micro_batches) + 4 * model.hidden * (chunks > 1))
     activations = kept + blocks[1]
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context

@@ -36,6 +36,7 @@ from lightning_3d.models.parallel_plan import (
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, computed_by_all, share_sequences
+from lightning_3d.parallel.deferred_logits import defer_head
 from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
@@ -195,6 +196,7 @@ def take_part(
     specs = local_specs(root, whole.specs)
     # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
     _rewrite_layers(module, plan, _inside(name, specs), mesh, tensor, whole.regions)
+    defer_head(module, options.loss_chunks)
     if split is not None:
         split.split_head(module)  # in front of the head's shard of the vocabulary
     if routers is not None:

@@ -14,6 +14,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, use_context
+from lightning_3d.parallel.deferred_logits import defer_head
 from lightning_3d.parallel.expert import Routers
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment
@@ -151,6 +152,7 @@ class Partition:
             )
         if self.parts.routers is not None:
             self.parts.routers.use(options.experts)
+        defer_head(self.parts.module, options.loss_chunks)
         if layout.cp > 1:
             context = context_of(self.mesh, options.cp_kind)
             self.parts.module.context_parallel = context  # type: ignore[assignment]

@@ -100,6 +100,8 @@ class Lightning3DStrategy(CheckpointHooks):
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
             the model's blocks, see `BlockOptions`.
+        loss_chunks: number of parts in which the loss that a causal LM of Transformers computes from labels is computed, so that only the
+            logits of one part are in memory; "auto": 8, or fewer where the logits are small.
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
@@ -153,6 +155,7 @@ class Lightning3DStrategy(CheckpointHooks):
         offload_activations: bool = False,
         compile: bool = False,
         sequence_parallel: bool | None = None,
+        loss_chunks: int | str = 1,
         fp8: bool = False,
         moe_aux_loss: float | None = None,
         moe_z_loss: float = 0.0,
@@ -190,7 +193,7 @@ class Lightning3DStrategy(CheckpointHooks):
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
-        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages)
+        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks)
         self.options.require_suit(self.layout or Layout())
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch

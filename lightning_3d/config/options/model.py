@@ -9,6 +9,7 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.loss_chunks import check_loss_chunks
 from lightning_3d.layout.model_rules import check_cp_kind
 
 
@@ -22,9 +23,11 @@ class ModelOptions:
         experts: options of a mixture of experts.
         cp_kind: kind of context parallelism.
         stages: number of blocks of each pipeline stage; None to balance them.
+        loss_chunks: number of parts in which the loss of a micro-batch is computed, so that only the logits of one are in memory; "auto":
+            8, or fewer where the logits are small. It concerns the loss that a causal LM of Transformers computes from labels.
 
     Raises:
-        ConfigError: an unknown kind of context parallelism.
+        ConfigError: an unknown kind of context parallelism, or a number of chunks that is none.
     """
 
     schedule: str
@@ -32,9 +35,11 @@ class ModelOptions:
     experts: ExpertOptions
     cp_kind: str = "ring"
     stages: Sequence[int] | None = None
+    loss_chunks: int | str = 1
 
     def __post_init__(self) -> None:
         check_cp_kind(self.cp_kind)
+        check_loss_chunks(self.loss_chunks)
 
     def require_suit(self, layout: Layout) -> None:
         """Raise LayoutError where blocks cannot run these options in this layout, or it has another number of stages."""

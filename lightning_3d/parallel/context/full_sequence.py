@@ -12,6 +12,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.parallel.context.collectives import gather_sequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import own_tokens
+from lightning_3d.parallel.deferred_logits import computed
 from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
 
 
@@ -46,9 +47,9 @@ class WholeSequence(Tensor):
         if self._full is None or outdated:
             of_vocabulary: Any = self.local
             if hasattr(of_vocabulary, "like"):
-                self._full = of_vocabulary.like(gather_sequence(of_vocabulary.local, self.context))
+                self._full = of_vocabulary.like(gather_sequence(computed(of_vocabulary.local), self.context))
             else:
-                self._full = gather_sequence(self.local, self.context)
+                self._full = gather_sequence(computed(self.local), self.context)
         assert self._full is not None
         return self._full
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.parallel.deferred_logits import deferred
 from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region, split_to_region
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
@@ -107,12 +108,21 @@ class GatheredColumnLinear(ColumnParallelLinear):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when they are read."""
+    """The output head: `VocabParallelLogits` (..., vocabulary), gathered only when they are read.
+
+    Attributes:
+        loss_chunks: see `deferred_logits.deferred`.
+    """
 
     tp_sizes: tuple[int, ...]
+    loss_chunks: int | str = 1
 
     def forward(self, input: Tensor) -> Tensor:
-        return VocabParallelLogits(super().forward(input), self.tp_sizes, self.tp_region.context)
+        if self.loss_chunks == 1:
+            local = super().forward(input)
+        else:
+            local = deferred(self.tp_region.enter(input, self.tp_name), self.weight, self.bias, self.loss_chunks)
+        return VocabParallelLogits(local, self.tp_sizes, self.tp_region.context)
 
 
 class RowParallelLinear(nn.Linear):

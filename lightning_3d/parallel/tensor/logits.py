@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel.deferred_logits import computed
 from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
 from lightning_3d.parallel.tensor.collectives import gather_from_region
 from lightning_3d.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -61,7 +62,7 @@ class VocabParallelLogits(Tensor):
         if self._full is None or (
             torch.is_grad_enabled() and self.local.requires_grad and not self._full.requires_grad
         ):
-            self._full = gather_from_region(self.local, self.context.group, dim=-1, sizes=self.sizes)
+            self._full = gather_from_region(computed(self.local), self.context.group, dim=-1, sizes=self.sizes)
         return self._full
 
     def like(self, local: Tensor) -> VocabParallelLogits:
@@ -159,7 +160,7 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not plain or logits.local.ndim != 2 or target.ndim != 1 or reduction not in ("none", "sum", "mean"):
         return NotImplemented
-    losses = vocab_parallel_cross_entropy(logits.local, target, logits.vocab_offset, logits.context.group, ignore_index)
+    losses = vocab_parallel_cross_entropy(computed(logits.local), target, logits.vocab_offset, logits.context.group, ignore_index)
     if reduction == "sum":
         losses = losses.sum()
     elif reduction == "mean":

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.parallel.deferred_logits import DeferredLogits, computed, summed_loss
 from lightning_3d.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, wide
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 
-__all__ = ["token_losses", "vocab_parallel_cross_entropy"]
+__all__ = ["summed_losses", "token_losses", "vocab_parallel_cross_entropy"]
+
+
+def summed_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Sum of `token_losses`, shape (). Logits that are deferred and that nothing has read are computed in chunks, which also means two
+    small all-reduces over tp for each chunk."""
+    local = logits.local if isinstance(logits, VocabParallelLogits) else logits
+    if not isinstance(local, DeferredLogits) or local.was_read:
+        return token_losses(logits, labels, ignore_index).sum()
+    if isinstance(logits, VocabParallelLogits):
+        shard = logits
+        return summed_loss(local, labels, lambda part, targets: token_losses(shard.like(part), targets, ignore_index))
+    return summed_loss(local, labels, partial(token_losses, ignore_index=ignore_index))
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -19,8 +34,9 @@ def token_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Te
     """
     if isinstance(logits, VocabParallelLogits):
         return vocab_parallel_cross_entropy(
-            logits.local, labels, logits.vocab_offset, logits.context.group, ignore_index
+            computed(logits.local), labels, logits.vocab_offset, logits.context.group, ignore_index
         )
+    logits = computed(logits)
     scores = logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype))
     losses = F.cross_entropy(scores, labels.reshape(-1), ignore_index=ignore_index, reduction="none")
     return losses.view(labels.shape)

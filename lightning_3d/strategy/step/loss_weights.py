@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, WholeSequenceLoss, is_split, sum_over_ranks
-from lightning_3d.parallel.tensor.loss import token_losses
+from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy.step.own_losses import count_own_losses
 
 LossFunction = Callable[..., Tensor]
@@ -78,7 +78,7 @@ class TokenMeanLoss:
                 " model's forward, pass **kwargs (which contain shift_labels) to loss_function."
             )
         tokens = (shift_labels != ignore_index).sum()
-        total = token_losses(logits, shift_labels, ignore_index).sum()
+        total = summed_losses(logits, shift_labels, ignore_index)
         if context is not None:
             sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), context)
             total, tokens = sums[0].to(total.dtype), sums[1].detach()

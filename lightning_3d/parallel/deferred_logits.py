@@ -1,0 +1,242 @@
+"""Logits that are not computed before they are read, and the loss from a few rows of them at a time.
+
+The logits of a micro-batch are the largest tensor of a step: tokens times vocabulary, in the model's type, in float32, and as gradient.
+A loss that is a sum over tokens needs only some rows at once. For each chunk of rows this computes logits, loss and their gradient, and
+adds what follows from it to the gradients of hidden states and weight, so that the backward only multiplies them. The work is that of
+the usual loss. (Liger Kernel, Hsu et al., arXiv:2410.10989, section 3.2, does the same in one kernel.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.layout.loss_chunks import count_chunks
+from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
+from lightning_3d.parallel.specialize import specialize
+
+LossOfTokens = Callable[[Tensor, Tensor], Tensor]
+"""Function from logits (tokens, vocabulary) and labels (tokens,) to the loss of each token, (tokens,)."""
+
+_REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_OF_THE_RESULT = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
+
+
+class DeferredLogits(Tensor):
+    """The product of hidden states and the weight of an output head, which reports its shape and type.
+
+    Operations that treat every entry alike (casting, scaling, a soft cap) are deferred, too. Anything else computes the product and keeps
+    it: the loss is then computed from it. Changing logits in place is refused.
+
+    Attributes:
+        hidden: (..., hidden).
+        weight, bias: of the head: (vocabulary, hidden) and (vocabulary,) or None.
+        chunks: number of parts in which the loss is computed.
+        operations: what follows the product.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chunks: int
+    operations: tuple[Callable[[Tensor], Tensor], ...]
+    _full: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunks: int,
+        operations: tuple[Callable[[Tensor], Tensor], ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DeferredLogits:
+        # On meta: what gets past __torch_function__ fails loudly.
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        return torch.empty(shape, dtype=dtype or _product_type(hidden), device="meta").as_subclass(cls)
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunks: int,
+        operations: tuple[Callable[[Tensor], Tensor], ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.chunks, self.operations, self._full = hidden, weight, bias, chunks, operations, None
+
+    def full(self) -> Tensor:
+        """The logits as a plain tensor, computed at the first call."""
+        if self._full is None or (torch.is_grad_enabled() and self._trains and not self._full.requires_grad):
+            self._full = _applied(F.linear(self.hidden, self.weight, self.bias), self.operations)
+        return self._full
+
+    @property
+    def _trains(self) -> bool:
+        return any(tensor is not None and tensor.requires_grad for tensor in (self.hidden, self.weight, self.bias))
+
+    @property
+    def was_read(self) -> bool:
+        """True once something has seen the logits themselves, and may have changed them through a view."""
+        return self._full is not None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args else None
+        if isinstance(logits, DeferredLogits):
+            if func in OF_THE_WHOLE:
+                return super().__torch_function__(func, types, args, kwargs)
+            if func == _REQUIRES_GRAD:
+                return logits._trains
+            if func in OF_THE_PART and func not in _OF_THE_RESULT:
+                return func(logits.hidden, *args[1:], **kwargs)
+            deferrable = func in ALIKE and func not in (Tensor.detach, torch.detach) and not logits.was_read
+            if deferrable and is_scalar_operation(args[1:], kwargs):
+                return logits._followed_by(func, args[1:], kwargs)
+        if changes_in_place(func, kwargs):
+            raise PlanError(
+                f"{func.__name__} would change logits in place, but with loss_chunks they are computed only when the loss is. Make a new"
+                " tensor instead, for example logits = logits.masked_fill(mask, value), or use loss_chunks=1."
+            )
+        return func(*whole_arguments(args, DeferredLogits), **whole_arguments(kwargs, DeferredLogits))
+
+    def _followed_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredLogits:
+        numbers = [1.0 if isinstance(value, Tensor) else value for value in args]
+        dtype = func(torch.empty((), dtype=self.dtype, device="meta"), *numbers, **kwargs).dtype
+        operation = partial(_call, func, args, kwargs)
+        return DeferredLogits(self.hidden, self.weight, self.bias, self.chunks, (*self.operations, operation), dtype)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Any:
+    return func(value, *args, **kwargs)
+
+
+def _applied(value: Tensor, operations: tuple[Callable[[Tensor], Tensor], ...]) -> Tensor:
+    for operation in operations:
+        value = operation(value)
+    return value
+
+
+def _product_type(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64 else hidden.dtype
+
+
+def computed(logits: Tensor) -> Tensor:
+    """Return logits as a plain tensor, for functions of autograd, which do not see what a tensor of a subclass defers."""
+    return logits.full() if isinstance(logits, DeferredLogits) else logits
+
+
+def deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int | str) -> Tensor:
+    """Return the logits of an output head: deferred where their loss is to be computed in more than one chunk.
+
+    Args:
+        chunks: see `ModelOptions.loss_chunks`.
+    """
+    count = count_chunks(chunks, hidden.numel() // hidden.shape[-1], weight.shape[0])
+    return F.linear(hidden, weight, bias) if count <= 1 else DeferredLogits(hidden, weight, bias, count)
+
+
+class DeferringHead:
+    """Mixin for an output head of the whole vocabulary."""
+
+    loss_chunks: int | str = 1
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return deferred(input, self.weight, self.bias, self.loss_chunks)
+
+
+def defer_head(module: nn.Module, chunks: int | str) -> None:
+    """Let the output head of a model defer its logits, in place.
+
+    A head of another kind than `nn.Linear` stays as it is; one that is sharded by vocabulary defers by itself.
+    """
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if head is None:
+        return
+    if hasattr(type(head), "loss_chunks"):
+        head.loss_chunks = chunks
+    elif type(head).forward is nn.Linear.forward and chunks != 1:
+        specialize(head, DeferringHead, loss_chunks=chunks)
+
+
+def summed_loss(logits: DeferredLogits, labels: Tensor, loss_of_tokens: LossOfTokens) -> Tensor:
+    """Sum the losses of all tokens, chunk by chunk.
+
+    Args:
+        logits: (..., vocabulary).
+        labels: (...).
+        loss_of_tokens: the loss of each token from the logits of some.
+
+    Returns:
+        Shape (), in the type of the losses. Gradients of `hidden`, `weight` and `bias` are computed here.
+    """
+    hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    part = _Part(loss_of_tokens, logits.operations, logits.chunks, torch.is_grad_enabled())
+    return _SummedLoss.apply(hidden, logits.weight, logits.bias, labels.reshape(-1), part)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The loss of a chunk."""
+
+    loss_of_tokens: LossOfTokens
+    operations: tuple[Callable[[Tensor], Tensor], ...]
+    chunks: int
+    with_gradients: bool
+
+    def loss_and_gradient(self, product: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of the losses, and the gradient of the head's product."""
+        with torch.set_grad_enabled(self.with_gradients):
+            product.requires_grad_(self.with_gradients)
+            loss = self.loss_of_tokens(_applied(product, self.operations), labels).sum()
+            return loss.detach(), torch.autograd.grad(loss, product)[0] if self.with_gradients else None
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: _Part) -> Tensor:
+        wanted = [part.with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Sums of many chunks, so not in 16 bits.
+        of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if bias is not None and wanted[2] else None
+        losses = []
+        size = -(-len(hidden) // part.chunks)
+        for start in range(0, len(hidden), size):
+            rows = hidden[start : start + size]
+            loss, gradient = part.loss_and_gradient(F.linear(rows, weight, bias), labels[start : start + size])
+            losses.append(loss)
+            if gradient is None:
+                continue
+            if of_hidden is not None:
+                of_hidden[start : start + size] = gradient @ weight.to(gradient.dtype)
+            if of_weight is not None:
+                of_weight += gradient.mT @ rows.to(gradient.dtype)
+            if of_bias is not None:
+                of_bias += gradient.sum(0)
+        ctx.save_for_backward(
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+        )
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Not in place: schedules with a split backward come twice, for hidden states and for weights.
+        of_inputs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        scaled = [saved * gradient.to(saved.dtype) if saved is not None and needed else None for saved, needed in of_inputs]
+        return (*scaled, None, None)

@@ -1,0 +1,204 @@
+"""Losses that are computed in chunks, from logits that are computed only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composed_configs import dry
+from parity import assert_same_training
+from sweeps import by_default
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.layout.loss_chunks import count_chunks
+from lightning_3d.parallel.deferred_logits import DeferredLogits, defer_head, deferred, summed_loss
+from lightning_3d.parallel.tensor.loss import summed_losses
+from lightning_3d.planner.advice import job_of
+from lightning_3d.planner.memory import memory_of
+
+ROWS, TOKENS, HIDDEN, VOCABULARY = 2, 9, 6, 23
+
+
+def plain(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+
+
+def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits, labels) + 1e-2 * torch.logsumexp(logits, -1).square() * (labels != -100)
+
+
+def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    labels = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
+    labels[0, 2] = labels[1, 5] = -100
+    return hidden, weight, offset, labels
+
+
+def capped(logits: Tensor) -> Tensor:
+    """As Gemma 2: a soft cap, and the type of a loss."""
+    return (torch.tanh(logits / 3.0) * 3.0).float() if logits.dtype == torch.bfloat16 else torch.tanh(logits / 3.0) * 3.0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunks", [2, 5, 18])
+@pytest.mark.parametrize("follow", [lambda logits: logits, capped], ids=["alone", "capped"])
+@pytest.mark.parametrize("loss_of_tokens", [plain, smoothed, with_z_loss])
+def test_loss_and_gradients_are_those_of_all_logits(loss_of_tokens: Any, follow: Any, chunks: int, bias: bool) -> None:
+    hidden, weight, offset, labels = inputs(bias=bias)
+    trained = [tensor for tensor in (hidden, weight, offset) if tensor is not None]
+    whole = follow(F.linear(hidden, weight, offset)).reshape(-1, VOCABULARY)
+    expected = loss_of_tokens(whole, labels.reshape(-1)).sum()
+    wanted = torch.autograd.grad(0.3 * expected, trained)
+    logits = follow(deferred(hidden, weight, offset, chunks))
+    assert isinstance(logits, DeferredLogits)
+    loss = summed_loss(logits, labels, loss_of_tokens)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+    for found, one in zip(torch.autograd.grad(0.3 * loss, trained), wanted, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-13)
+
+
+def test_in_16_bits_the_gradient_of_the_weight_is_added_up_in_32() -> None:
+    """It is as close to the exact one as that of all logits at once."""
+    hidden, weight, offset, labels = inputs()
+    exact = torch.autograd.grad(_loss_of_all(hidden, weight, offset, labels), weight)[0]
+    hidden, weight, offset, labels = inputs(torch.bfloat16)
+    at_once = torch.autograd.grad(_loss_of_all(hidden, weight, offset, labels), weight)[0]
+    in_chunks = torch.autograd.grad(summed_losses(deferred(hidden, weight, offset, 18), labels), weight)[0]
+    assert in_chunks.dtype == torch.bfloat16
+    errors = [(one.double() - exact).abs().max().item() for one in (in_chunks, at_once)]
+    assert errors[0] < 1.5 * errors[1], errors
+
+
+def _loss_of_all(hidden: Tensor, weight: Tensor, offset: Tensor | None, labels: Tensor) -> Tensor:
+    return summed_losses(F.linear(hidden, weight, offset), labels)
+
+
+def test_frozen_heads_and_evaluation_compute_no_gradient_of_the_weight() -> None:
+    hidden, weight, _, labels = inputs(bias=False)
+    weight.requires_grad_(False)
+    expected = torch.autograd.grad(_loss_of_all(hidden, weight, None, labels), hidden)[0]
+    loss = summed_losses(deferred(hidden, weight, None, 4), labels)
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], expected, rtol=1e-12, atol=1e-13)
+    with torch.no_grad():
+        assert not summed_losses(deferred(hidden, weight, None, 4), labels).requires_grad
+
+
+def test_logits_that_are_read_are_those_of_the_head() -> None:
+    hidden, weight, offset, _ = inputs()
+    whole, logits = F.linear(hidden, weight, offset), deferred(hidden, weight, offset, 3)
+    assert (logits.shape, logits.dtype, logits.device, logits.requires_grad) == (whole.shape, whole.dtype, whole.device, True)
+    assert logits.float().dtype == torch.float32 and (logits * 2).dtype == torch.float64
+    assert torch.equal(logits.argmax(-1), whole.argmax(-1)) and torch.equal((2 * logits)[:, -1], 2 * whole[:, -1])
+    assert torch.equal(logits.detach(), whole.detach()) and not logits.detach().requires_grad
+    torch.testing.assert_close(torch.autograd.grad(logits.square().sum(), weight)[0], torch.autograd.grad(whole.square().sum(), weight)[0])
+
+
+def test_a_change_of_the_logits_is_seen_or_refused() -> None:
+    hidden, weight, offset, labels = inputs()
+    logits = deferred(hidden, weight, offset, 3)
+    with pytest.raises(PlanError, match="would change logits in place, but with loss_chunks they are computed only when the loss is"):
+        logits.masked_fill_(torch.ones(VOCABULARY, dtype=torch.bool), 0.0)
+    with torch.no_grad():
+        logits.view(-1)[:VOCABULARY] = 0.0  # through a view, which is a plain tensor
+        changed = F.linear(hidden, weight, offset)
+        changed.view(-1)[:VOCABULARY] = 0.0
+        assert summed_losses(logits, labels).item() == pytest.approx(summed_losses(changed, labels).item(), rel=1e-13)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest result with as many columns as the vocabulary has, except gradients of the weight."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.elements, self._hidden = 0, hidden
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        self.elements = max([self.elements, *(torch.Size(shape).numel() for shape in shapes if self._hidden not in shape)])
+        return result
+
+
+def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory() -> None:
+    tokens, hidden_size, vocabulary = 1024, 12, 128_256
+    assert count_chunks("auto", tokens, vocabulary) == 8
+    head = nn.Linear(hidden_size, vocabulary, bias=False)
+    hidden, labels = torch.randn(tokens, hidden_size, requires_grad=True), torch.randint(vocabulary, (tokens,))
+    found = {}
+    for chunks in (1, "auto"):
+        with Largest(hidden_size) as largest:
+            summed_losses(deferred(hidden, head.weight, None, chunks), labels).backward()
+        found[chunks] = largest.elements
+    assert found[1] == tokens * vocabulary
+    assert found["auto"] <= tokens * vocabulary / 8
+
+
+def test_the_number_of_chunks() -> None:
+    assert [count_chunks("auto", tokens, 32_000) for tokens in (1, 512, 1024, 8192)] == [1, 1, 2, 8]
+    assert [count_chunks(4, tokens, 32_000) for tokens in (0, 1, 3, 100)] == [1, 1, 3, 4]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "many"])
+def test_what_is_no_number_of_chunks_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="loss_chunks must be auto or a whole number of at least 1"):
+        dry("parallelism=dp8", f"parallelism.loss_chunks={wrong}")
+
+
+def test_heads_of_other_kinds_stay_as_they_are() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1.0
+
+    class Model(nn.Module):
+        def __init__(self, head: nn.Module) -> None:
+            super().__init__()
+            self.head = head
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    own, usual = Model(Own(4, 5)), Model(nn.Linear(4, 5))
+    for model in (own, usual, nn.Linear(2, 2)):
+        defer_head(model, 2)
+    assert type(own.head) is Own and isinstance(usual.head(torch.ones(3, 4)), DeferredLogits)
+    defer_head(usual, 1)  # by a second strategy
+    assert type(usual.head(torch.ones(3, 4))) is Tensor
+
+
+def test_the_planner_counts_the_logits_of_one_chunk() -> None:
+    data = ("data=tokens", "data.sequence_length=8192", "data.global_batch_size=64")
+    words = ("parallelism=dp8", "model=llama3_1_8b", "cluster=h100_1x8", *data)
+    memory = []
+    for chunks in (1, "auto"):
+        _, plan = dry(*words, f"parallelism.loss_chunks={chunks}", "parallelism.micro_batch_size=1", "force=true")
+        memory.append(memory_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size)))
+    assert memory[0].loss == 10 * 8192 * 128_256
+    assert memory[1].loss == memory[0].loss / 8 + 4 * 4096 * 128_256
+
+
+LAYOUTS = [
+    {"layout": "dp2", "dtype": "float64"},
+    {"layout": "tp2_pp2", "dtype": "float64"},
+    {"layout": "tp2_cp2", "dtype": "float64"},
+    {"model": "gemma3", "layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "dtype": "float64"},
+    {"layout": "tp2_dp2", "zero": 3},
+    {"layout": "cp2", "dtype": "float64", "cp_kind": "ulysses"},
+    {"model": "qwen2", "layout": "pp2_dp2", "schedule": "Interleaved1F1B", "dtype": "float64"},  # tied embeddings
+]
+
+
+@pytest.mark.parametrize("options", by_default(LAYOUTS, 1, 3), ids=str)
+def test_layouts_train_as_one_process_does(options: dict[str, Any]) -> None:
+    assert_same_training(**options, loss_chunks=3)
