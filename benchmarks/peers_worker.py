@@ -191,7 +191,8 @@ def note_messages(file: str) -> None:
     from lightning_3d.parallel.zero import DataParallelBackend
 
     notes: list[list[float]] = []
-    send, reduce = dist.all_reduce, DataParallelBackend.reduce
+    over: list[float] = []
+    send, reduce, after_backward = dist.all_reduce, DataParallelBackend.reduce, DataParallelBackend.after_backward
 
     def all_reduce(tensor: Tensor, *args: Any, **given: Any) -> Any:
         work = send(tensor, *args, **given)
@@ -201,15 +202,19 @@ def note_messages(file: str) -> None:
             work.get_future().then(lambda _: note.__setitem__(1, time.perf_counter()))
         return work
 
+    def backward_is_over(self: DataParallelBackend, *args: Any, **given: Any) -> None:
+        over[:] = [time.perf_counter()]  # before what is sent now; that of the last backward stays
+        after_backward(self, *args, **given)
+
     def reduce_all(self: DataParallelBackend, scale: Any) -> None:
-        over = time.perf_counter()
         reduce(self, scale)
         if dist.get_rank() == 0:
-            Path(file).write_text(json.dumps({"backward_over": over, "reduced": time.perf_counter(), "messages": notes}))
+            Path(file).write_text(json.dumps({"backward_over": over[0], "reduced": time.perf_counter(), "messages": notes}))
         notes.clear()
 
     dist.all_reduce = all_reduce
     DataParallelBackend.reduce = reduce_all  # type: ignore[method-assign]
+    DataParallelBackend.after_backward = backward_is_over  # type: ignore[method-assign]
 
 
 def deepspeed_pipeline(layout: str, steps: int, turns: Turns) -> None:
@@ -344,8 +349,8 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "ours": ours,
     "ours_zero0": partial(ours, zero_stage=0),
     "ours_waiting": partial(ours, overlap=False),
-    "ours_small_buckets": partial(ours, bucket_bytes=SMALL_BUCKET),
-    "ours_small_buckets_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, overlap=False),
+    "ours_small_buckets": partial(ours, bucket_bytes=SMALL_BUCKET, zero_stage=0),
+    "ours_small_buckets_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, zero_stage=0, overlap=False),
     "ours_traced": partial(ours, trace=1),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,

@@ -8,7 +8,9 @@ the usual loss. (Liger Kernel, Hsu et al., arXiv:2410.10989, section 3.2, does t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +21,13 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.loss_chunks import count_chunks
-from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
+from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
 from lightning_3d.parallel.specialize import specialize
 
 LossOfTokens = Callable[[Tensor, Tensor], Tensor]
 """Function from logits (tokens, vocabulary) and labels (tokens,) to the loss of each token, (tokens,)."""
 
+_PIECE = 2**24  # elements that are multiplied in a wider type at once
 _REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _OF_THE_RESULT = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
 
@@ -32,14 +35,15 @@ _OF_THE_RESULT = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf
 class DeferredLogits(Tensor):
     """The product of hidden states and the weight of an output head, which reports its shape and type.
 
-    Operations that treat every entry alike (casting, scaling, a soft cap) are deferred, too. Anything else computes the product and keeps
-    it: the loss is then computed from it. Changing logits in place is refused.
+    Operations that treat every entry alike (casting, scaling, a soft cap) are deferred, too. Anything else, also a change in place,
+    computes the product and keeps it: the loss is then computed from it. Gradients flow if they did when the head ran.
 
     Attributes:
         hidden: (..., hidden).
         weight, bias: of the head: (vocabulary, hidden) and (vocabulary,) or None.
         chunks: number of parts in which the loss is computed.
         operations: what follows the product.
+        trains: whether gradients flow.
     """
 
     hidden: Tensor
@@ -47,6 +51,7 @@ class DeferredLogits(Tensor):
     bias: Tensor | None
     chunks: int
     operations: tuple[Callable[[Tensor], Tensor], ...]
+    trains: bool
     _full: Tensor | None
 
     @staticmethod
@@ -73,16 +78,19 @@ class DeferredLogits(Tensor):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.chunks, self.operations, self._full = hidden, weight, bias, chunks, operations, None
+        self.trains = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+        )
+        if _kept:
+            _kept[-1].append(weakref.ref(self))
 
     def full(self) -> Tensor:
         """The logits as a plain tensor, computed at the first call."""
-        if self._full is None or (torch.is_grad_enabled() and self._trains and not self._full.requires_grad):
-            self._full = _applied(F.linear(self.hidden, self.weight, self.bias), self.operations)
+        trains = self.trains and torch.is_grad_enabled()
+        if self._full is None or (trains and not self._full.requires_grad):
+            with torch.set_grad_enabled(trains):
+                self._full = _applied(F.linear(self.hidden, self.weight, self.bias), self.operations)
         return self._full
-
-    @property
-    def _trains(self) -> bool:
-        return any(tensor is not None and tensor.requires_grad for tensor in (self.hidden, self.weight, self.bias))
 
     @property
     def was_read(self) -> bool:
@@ -99,24 +107,21 @@ class DeferredLogits(Tensor):
             if func in OF_THE_WHOLE:
                 return super().__torch_function__(func, types, args, kwargs)
             if func == _REQUIRES_GRAD:
-                return logits._trains
+                return logits.trains
             if func in OF_THE_PART and func not in _OF_THE_RESULT:
                 return func(logits.hidden, *args[1:], **kwargs)
             deferrable = func in ALIKE and func not in (Tensor.detach, torch.detach) and not logits.was_read
             if deferrable and is_scalar_operation(args[1:], kwargs):
                 return logits._followed_by(func, args[1:], kwargs)
-        if changes_in_place(func, kwargs):
-            raise PlanError(
-                f"{func.__name__} would change logits in place, but with loss_chunks they are computed only when the loss is. Make a new"
-                " tensor instead, for example logits = logits.masked_fill(mask, value), or use loss_chunks=1."
-            )
         return func(*whole_arguments(args, DeferredLogits), **whole_arguments(kwargs, DeferredLogits))
 
     def _followed_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredLogits:
         numbers = [1.0 if isinstance(value, Tensor) else value for value in args]
         dtype = func(torch.empty((), dtype=self.dtype, device="meta"), *numbers, **kwargs).dtype
         operation = partial(_call, func, args, kwargs)
-        return DeferredLogits(self.hidden, self.weight, self.bias, self.chunks, (*self.operations, operation), dtype)
+        made = DeferredLogits(self.hidden, self.weight, self.bias, self.chunks, (*self.operations, operation), dtype)
+        made.trains = self.trains and torch.is_grad_enabled()
+        return made
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Any:
@@ -139,13 +144,31 @@ def computed(logits: Tensor) -> Tensor:
     return logits.full() if isinstance(logits, DeferredLogits) else logits
 
 
-def deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int | str) -> Tensor:
+_kept: list[list[weakref.ref[DeferredLogits]]] = []
+
+
+@contextmanager
+def computing_what_is_kept() -> Iterator[None]:
+    """Compute, at the end of the body, the deferred logits of the body that something still holds: later the weight may have changed, or
+    be on other ranks."""
+    _kept.append([])
+    try:
+        yield
+        for kept in (reference() for reference in _kept[-1]):
+            if kept is not None:
+                kept.full()
+    finally:
+        _kept.pop()
+
+
+def deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int | str, *, columns: int | None = None) -> Tensor:
     """Return the logits of an output head: deferred where their loss is to be computed in more than one chunk.
 
     Args:
         chunks: see `ModelOptions.loss_chunks`.
+        columns: logits of a token on the rank that has most, so that all ranks compute as many chunks. None: as many as here.
     """
-    count = count_chunks(chunks, hidden.numel() // hidden.shape[-1], weight.shape[0])
+    count = count_chunks(chunks, hidden.numel() // hidden.shape[-1], columns or weight.shape[0], hidden.shape[-1])
     return F.linear(hidden, weight, bias) if count <= 1 else DeferredLogits(hidden, weight, bias, count)
 
 
@@ -158,18 +181,28 @@ class DeferringHead:
         return deferred(input, self.weight, self.bias, self.loss_chunks)
 
 
-def defer_head(module: nn.Module, chunks: int | str) -> None:
-    """Let the output head of a model defer its logits, in place.
+def defer_heads(module: nn.Module, chunks: int | str) -> bool:
+    """Let the output heads of all models in `module` defer their logits, in place.
 
-    A head of another kind than `nn.Linear` stays as it is; one that is sharded by vocabulary defers by itself.
+    One that is sharded by vocabulary defers by itself. Heads of other kinds than `nn.Linear` stay as they are.
+
+    Returns:
+        Whether all heads that were found do what `chunks` says, and there is one.
     """
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    if head is None:
-        return
+    models: list[Any] = [child for child in module.modules() if hasattr(type(child), "get_output_embeddings")]
+    heads = [model.get_output_embeddings() for model in models]
+    done = [_defer(head, chunks) for head in {id(head): head for head in heads if isinstance(head, nn.Module)}.values()]
+    return bool(done) and all(done)
+
+
+def _defer(head: Any, chunks: int | str) -> bool:
     if hasattr(type(head), "loss_chunks"):
         head.loss_chunks = chunks
-    elif type(head).forward is nn.Linear.forward and chunks != 1:
+    elif chunks != 1:
+        if type(head).forward is not nn.Linear.forward:
+            return False
         specialize(head, DeferringHead, loss_chunks=chunks)
+    return True
 
 
 def summed_loss(logits: DeferredLogits, labels: Tensor, loss_of_tokens: LossOfTokens) -> Tensor:
@@ -184,8 +217,9 @@ def summed_loss(logits: DeferredLogits, labels: Tensor, loss_of_tokens: LossOfTo
         Shape (), in the type of the losses. Gradients of `hidden`, `weight` and `bias` are computed here.
     """
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    part = _Part(loss_of_tokens, logits.operations, logits.chunks, torch.is_grad_enabled())
-    return _SummedLoss.apply(hidden, logits.weight, logits.bias, labels.reshape(-1), part)
+    part = _Part(loss_of_tokens, logits.operations, logits.chunks, logits.trains and torch.is_grad_enabled())
+    with torch.set_grad_enabled(part.with_gradients):
+        return _SummedLoss.apply(hidden, logits.weight, logits.bias, labels.reshape(-1), part)
 
 
 @dataclass(frozen=True)
@@ -236,7 +270,19 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():  # with create_graph=True
+            raise PlanError("loss_chunks computes gradients that have no derivatives themselves. Use loss_chunks=1.")
         # Not in place: schedules with a split backward come twice, for hidden states and for weights.
         of_inputs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        scaled = [saved * gradient.to(saved.dtype) if saved is not None and needed else None for saved, needed in of_inputs]
-        return (*scaled, None, None)
+        return (*(_scaled(saved, gradient) if saved is not None and needed else None for saved, needed in of_inputs), None, None)
+
+
+def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """Multiply by a number that is not rounded to the type of `saved`, piece by piece."""
+    if saved.dtype == factor.dtype:
+        return saved * factor
+    scaled = torch.empty_like(saved)
+    rows = max(1, _PIECE // max(1, saved[0].numel()))
+    for start in range(0, len(saved), rows):
+        scaled[start : start + rows] = saved[start : start + rows].to(factor.dtype) * factor
+    return scaled

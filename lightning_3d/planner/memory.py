@@ -72,7 +72,7 @@ def least_memory(job: Job) -> float:
     """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks, and as many micro-batches in
     flight as there are stages (1F1B's first rank; the other schedules keep as much or more)."""
     layout = job.layout
-    lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else job
+    lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else replace(job, zero=0)
     share = Stage(job.model.layers // layout.pp, False, False)
     memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp)),), block_bytes(lean))
     return memory.total - lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
@@ -125,9 +125,10 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
     head = sum(1 for stage in stages if stage.head)
     vocabulary = model.vocab / job.layout.tp
-    chunks = count_chunks(job.loss_chunks, int(job.tokens), ceil(vocabulary))
-    # With chunks, the gradient of the head's weight is added up in float32 meanwhile.
-    loss = head * vocabulary * (job.tokens / chunks * job.stack.logit_bytes(job.micro_batches) + 4 * model.hidden * (chunks > 1))
+    chunks = count_chunks(job.loss_chunks, int(job.tokens), ceil(vocabulary), model.hidden)
+    loss = head * vocabulary * job.tokens / chunks * job.stack.logit_bytes(job.micro_batches)
+    if chunks > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
+        loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
     activations = kept + blocks[1]
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context

@@ -36,7 +36,7 @@ from lightning_3d.models.parallel_plan import (
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, computed_by_all, share_sequences
-from lightning_3d.parallel.deferred_logits import defer_head
+from lightning_3d.parallel.deferred_logits import defer_heads
 from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
@@ -191,12 +191,18 @@ def take_part(
     # Before blocks of other stages are removed: blocks are counted, and routers numbered, in the whole model.
     routers = _wrap_blocks(module, blocks, plan, mesh, options, whole.regions, split, tensor, device)
     random.deals_sequence = whole.regions is not None
+    # Before the gates, which must be in front of it.
+    if (tp == 1 or plan.head is None) and not defer_heads(module, options.loss_chunks) and options.loss_chunks != 1:
+        rank_zero_warn(
+            f"loss_chunks={options.loss_chunks} has no effect: {type(module).__name__} has no output head that is a plain nn.Linear."
+        )
     # After the blocks are wrapped: the gate must be outermost, where it puts the received activation in the place of a block's input.
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
     specs = local_specs(root, whole.specs)
     # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
     _rewrite_layers(module, plan, _inside(name, specs), mesh, tensor, whole.regions)
-    defer_head(module, options.loss_chunks)
+    if tp > 1:
+        defer_heads(module, options.loss_chunks)  # those that are sharded by vocabulary now
     if split is not None:
         split.split_head(module)  # in front of the head's shard of the vocabulary
     if routers is not None:

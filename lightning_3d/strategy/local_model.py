@@ -14,7 +14,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, use_context
-from lightning_3d.parallel.deferred_logits import defer_head
+from lightning_3d.parallel.deferred_logits import defer_heads
 from lightning_3d.parallel.expert import Routers
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment
@@ -152,7 +152,11 @@ class Partition:
             )
         if self.parts.routers is not None:
             self.parts.routers.use(options.experts)
-        defer_head(self.parts.module, options.loss_chunks)
+        if not defer_heads(self.parts.module, options.loss_chunks) and options.loss_chunks != self.options.loss_chunks:
+            rank_zero_warn(
+                f"The output head of this module keeps loss_chunks={self.options.loss_chunks} of an earlier Trainer. Rebuild the module to"
+                " change it."
+            )
         if layout.cp > 1:
             context = context_of(self.mesh, options.cp_kind)
             self.parts.module.context_parallel = context  # type: ignore[assignment]

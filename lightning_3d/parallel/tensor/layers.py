@@ -121,7 +121,8 @@ class VocabParallelHead(ColumnParallelLinear):
         if self.loss_chunks == 1:
             local = super().forward(input)
         else:
-            local = deferred(self.tp_region.enter(input, self.tp_name), self.weight, self.bias, self.loss_chunks)
+            inside = self.tp_region.enter(input, self.tp_name)
+            local = deferred(inside, self.weight, self.bias, self.loss_chunks, columns=max(self.tp_sizes))
         return VocabParallelLogits(local, self.tp_sizes, self.tp_region.context)
 
 

@@ -159,8 +159,9 @@ class DataParallelBackend:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         stages = self._stages if self._stages is not None else [list(module.parameters())]
         found = find_trained(module, optimizer, self._specs)
-        require_same_order(names_in_order(found, stages, optimizer), self._mesh.data_control)
-        trained = TrainedParameters(self._mesh, found, stages, device, early_bytes=self._composition.early_bytes)
+        self._require_same_order(found, stages, optimizer)
+        trained = TrainedParameters(self._mesh, found, stages, device)
+        trained.plan_waves(self._composition.early_bytes(trained))
         self._check(trained.entries, optimizer)
         stepper, reducer = self._composition.build(trained, self._store, optimizer)
         chosen = {id(parameter) for parameter in trained.parameters}
@@ -168,6 +169,11 @@ class DataParallelBackend:
         frozen = frozenset(id(parameter) for parameter in others if not parameter.requires_grad)
         self._prepared = _Training(reducer, stepper, others, frozen)
         return optimizer
+
+    def _require_same_order(self, found: Sequence[Trained], stages: Sequence[Sequence[nn.Parameter]], optimizer: Optimizer) -> None:
+        """Compare the orders of parameters on which messages depend: of the module, and with ZeRO of the optimizer."""
+        groups = [group["params"] for group in optimizer.param_groups] if self._composition.zero.stage > 0 else []
+        require_same_order(names_in_order(found, (*stages, *groups)), self._mesh.data_control)
 
     def _check(self, trained: Sequence[Trained], optimizer: Optimizer) -> None:
         zero = self._composition.zero
@@ -187,7 +193,7 @@ class DataParallelBackend:
         Args:
             begins: whether the batch is the first of an optimizer step, so that there are no gradients yet.
             ends: whether the batch is the last of an optimizer step, in which gradients are reduced.
-            overlap: the gradients of a stage may be reduced as soon as they are complete, while other stages still compute.
+            overlap: gradients may be reduced as soon as they are complete, while their stage and others still compute.
         """
         training = self._training
         for parameter in training.others:
@@ -202,8 +208,9 @@ class DataParallelBackend:
             training.reducer.clear()  # first, so that gradients are never held together with copies of master weights
             training.stepper.follow_writes()
             training.reducer.begin()
-        training.reducer.overlaps = ends and overlap
-        yield
+        training.reducer.ends, training.reducer.overlaps = ends, ends and overlap
+        with training.reducer.adding_up():
+            yield
         if ends and not self._reduced:
             raise RuntimeError("The gradients were not reduced inside their scope; call reduce() after the last backward.")
 

@@ -58,11 +58,14 @@ class Composition:
     bucket_bytes: int
     library: Any = deepspeed_compat
 
-    @property
-    def early_bytes(self) -> int | None:
-        """Bytes of gradients that are sent together while a backward still runs; None where they are all sent in it, or whole blocks at a
-        time (stage 3)."""
-        return self.bucket_bytes if self.zero.stage < 3 and self.zero.reduce != MICRO_BATCH else None
+    def early_bytes(self, trained: TrainedParameters) -> int | None:
+        """Bytes of gradients that are sent together while a backward still runs.
+
+        None where they are all sent in it, or whole blocks at a time (stage 3); and where the buffer of all gradients is one tensor, which
+        must not be there together with the activations.
+        """
+        in_one_tensor = self.zero.stage > 0 and not self._scatters(trained)
+        return None if self.zero.stage == 3 or self.zero.reduce == MICRO_BATCH or in_one_tensor else self.bucket_bytes
 
     def build(self, trained: TrainedParameters, store: ParameterStore, optimizer: Optimizer) -> tuple[Stepper, Reducer]:
         """Take over the gradients of `trained` and the step of `optimizer`."""

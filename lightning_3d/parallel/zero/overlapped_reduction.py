@@ -243,6 +243,10 @@ class EagerReduction:
         self._pending.append((bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)]))
         self._receive()
 
+    def in_flight(self) -> list[Tensor]:
+        """Buckets that are on their way."""
+        return [buffer for _, buffer, _ in self._pending]
+
     def local(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
         while self._pending:

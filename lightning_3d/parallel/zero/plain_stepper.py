@@ -61,7 +61,8 @@ class PlainStepper(Stepper):
         self._optimizer.step()  # leaves parameters whose gradient is None as they are
         for parameter, master in self._masters.items():
             parameter.copy_(master)
-        self.discard()  # or the gradients of this step would stay in memory until the next one is reduced
+            self._sums[parameter] = None  # or the gradients of this step would stay in memory until the next one
+        self.discard()
 
     def discard(self) -> None:
         for master in self._masters.values():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,9 @@ class Overlapped(Reduction):
         # Ranks with other sizes have other pieces, which cannot be compared.
         return None if self._trained.any_uneven else self._eager.local(parameter)
 
+    def buffers(self) -> list[Tensor]:
+        return self._eager.in_flight()
+
     def close(self) -> None:
         self._eager.close()
 
@@ -233,7 +237,7 @@ class Reducer:
         self._finished: set[int] = set()
         self._wave = 0
         self._adds_up = False
-        self.overlaps = False
+        self.ends = self.overlaps = False
         narrow = [parameter for parameter in trained.parameters if absorbs and parameter.dtype in LOW_PRECISION]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._absorb) for parameter in narrow]
 
@@ -243,23 +247,33 @@ class Reducer:
 
     def begin(self) -> None:
         """Start an optimizer step, after `clear`."""
-        self._finished, self._wave, self._adds_up = set(), 0, True
+        self._finished, self._wave = set(), 0
         self._arrivals.begin()
         for partition in self._accumulated:
             partition.gradient = None  # made when something is added: until then activations need the memory
         for reduction in self._reductions:
             reduction.begin()
 
+    @contextmanager
+    def adding_up(self) -> Iterator[None]:
+        """Context of the forward and backward of a batch. A backward outside of it is the user's own."""
+        self._adds_up = True
+        try:
+            yield
+        finally:
+            self._adds_up = False
+            self._arrivals.watch(None)
+
     @torch.no_grad()
     def _absorb(self, parameter: Tensor) -> None:
         """Autograd has added a gradient of a micro-batch."""
-        if self._adds_up:  # or this is a backward outside of a training step
+        if self._adds_up:
             assert isinstance(parameter, nn.Parameter)
             self._sums.absorb([parameter])
 
     def before_last_backward(self, stage: int) -> None:
         """See `DataParallelBackend.before_last_backward`."""
-        if self.overlaps:
+        if self.overlaps or (self.ends and self._arrivals.in_first_step):
             self._arrivals.watch(stage)
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int, last: bool) -> None:
@@ -268,8 +282,9 @@ class Reducer:
         for reduction in self._reductions:
             reduction.after_backward(parameters)  # before the sums, which these gradients never reach
         self._sums.absorb(parameters)
-        if last and self.overlaps:
+        if last:
             self._arrivals.watch(None)
+        if last and self.overlaps:
             self._finished.add(stage)
             self._complete_waves()
 
@@ -298,7 +313,6 @@ class Reducer:
     def reduce(self, scale: float | Tensor) -> list[nn.Parameter]:
         """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient for."""
         self._sums.absorb()
-        self._adds_up = False
         self._arrivals.finish_step()
         while self._wave < self._trained.last_wave:
             self._complete_wave()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.parallel.zero.waves import find_waves
+from lightning_3d.parallel.zero.waves import Wave, find_waves
 
 DATA_AXES = ("dp", "cp")
 """Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
@@ -43,31 +43,33 @@ class TrainedParameters:
         entries: the parameters, sorted by name.
         stages: for each pipeline stage of this rank all its parameters, in the order in which the forward uses them.
         device: device of the gradients.
-        early_bytes: gradients that may be sent together while a backward still runs; None: none are.
 
     Attributes:
         waves: the waves of a step, in which gradients are complete.
         wave_of: by id of a parameter, the number of its wave.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        entries: Iterable[Trained],
-        stages: Sequence[Sequence[nn.Parameter]],
-        device: torch.device,
-        *,
-        early_bytes: int | None = None,
-    ) -> None:
+    waves: list[Wave]
+    wave_of: dict[int, int]
+
+    def __init__(self, mesh: Mesh, entries: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
         self.mesh, self.stages, self.device = mesh, stages, device
         self.entries = sorted(entries, key=self.is_uneven)
+        self.plan_waves(None)
+
+    def plan_waves(self, early_bytes: int | None) -> None:
+        """Number the waves.
+
+        Args:
+            early_bytes: gradients that may be sent together while a backward still runs; None: none are.
+        """
         by_id = {id(entry.parameter): entry for entry in self.entries}
         self.waves = find_waves(
-            stages,
+            self.stages,
             self.parameters,
             late=lambda parameter: len(by_id[id(parameter)].spec.pp_replicas) > 1,
             early=lambda parameter: self._may_be_early(by_id[id(parameter)]),
-            early_bytes=early_bytes,
+            early_bytes=early_bytes if self._has_group_of_its_own else None,
         )
         self.wave_of = {id(parameter): number for number, wave in enumerate(self.waves) for parameter in wave.parameters}
 
@@ -90,13 +92,21 @@ class TrainedParameters:
         """The wave of gradients that are complete only at the end of the step: those of parameters tied to another pipeline rank's."""
         return len(self.waves) - 1
 
+    @property
+    def _has_group_of_its_own(self) -> bool:
+        """True if nothing else is sent over the group of the data-parallel ranks inside a backward: a rank that lacks a gradient sends the
+        wave later than others, so that the order of both would differ between ranks."""
+        mesh, group = self.mesh, self.group
+        other = (mesh.group("cp") if mesh.size("cp") > 1 else None, mesh.expert_group if mesh.layout.ep > 1 else None)
+        return dist.get_world_size(group) > 1 and all(group is not one for one in other)
+
     def _may_be_early(self, entry: Trained) -> bool:
         """Return whether a gradient may be sent inside a backward: it is whole, and of one size and at one place on all ranks with a copy.
 
-        Those of experts are not: a rank whose experts got no tokens would send them at another time.
+        Those of experts that ranks share out are not: a rank whose experts got no tokens would send them at another time.
         """
         spec = entry.spec
-        return dist.get_world_size(self.group) > 1 and len(spec.tp_grad_sum) <= 1 and not spec.expert and not self.is_uneven(entry)
+        return len(spec.tp_grad_sum) <= 1 and not spec.expert and not self.is_uneven(entry)
 
     def is_uneven(self, entry: Trained) -> bool:
         """True if the size of a parameter differs between tensor-parallel ranks."""
@@ -161,12 +171,10 @@ def find_trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, Sh
     return sorted(trained, key=lambda entry: entry.name)
 
 
-def names_in_order(trained: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], optimizer: Optimizer) -> list[str]:
-    """Names of the trained parameters in the orders in which gradients are sent: of the module, and of the optimizer. Without experts, of
-    which each rank may have others."""
+def names_in_order(trained: Iterable[Trained], parts: Iterable[Iterable[nn.Parameter]]) -> list[str]:
+    """Names of the trained parameters in an order of parameters. Without experts, of which each rank may have others."""
     names = {id(entry.parameter): entry.name for entry in trained if not entry.spec.expert}
-    groups: list[Sequence[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
-    return [names[id(parameter)] for part in (*stages, *groups) for parameter in part if id(parameter) in names]
+    return [names[id(parameter)] for part in parts for parameter in part if id(parameter) in names]
 
 
 def check_dtypes(trained: Iterable[Trained], precision: str) -> None:

@@ -138,6 +138,7 @@ class Arrivals:
         self._stage: int | None = None
         self._trial: Counter[int] = Counter()
         self._most = 0
+        self._watched = False
         self._state = "first step" if early else "off"
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for _, wave in early for p in wave.parameters]
 
@@ -149,7 +150,13 @@ class Arrivals:
     def watch(self, stage: int | None) -> None:
         """The last backward of a stage begins; None: it is over."""
         self._stage = stage
+        self._watched |= stage is not None
         self._trial.clear()
+
+    @property
+    def in_first_step(self) -> bool:
+        """True until a step has shown how often gradients arrive."""
+        return self._state == "first step"
 
     def are_complete(self, number: int) -> bool:
         """Return whether all gradients of an early wave have arrived; False for another wave."""
@@ -157,7 +164,7 @@ class Arrivals:
 
     def finish_step(self) -> None:
         """The backwards of the step are over. One small all-reduce in the first step."""
-        if self._state != "first step":
+        if not self.in_first_step or not self._watched:
             return
         most = torch.tensor(self._most)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._control)
@@ -169,7 +176,7 @@ class Arrivals:
         number = self._number[id(parameter)]
         if self._stage is None or self._stage != self._stage_of[number]:
             return  # not the last backward of the stage, or one outside of a training step
-        if self._state == "first step":
+        if self.in_first_step:
             self._trial[id(parameter)] += 1
             self._most = max(self._most, self._trial[id(parameter)])
             return

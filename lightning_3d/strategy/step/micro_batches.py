@@ -16,6 +16,7 @@ from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.layout.layout import divisors
 from lightning_3d.layout.schedules import ScheduleInfo
 from lightning_3d.parallel.context.full_sequence import WholeSequence
+from lightning_3d.parallel.deferred_logits import DeferredLogits
 from lightning_3d.parallel.nested import rows_of, tensors_of
 from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
@@ -211,7 +212,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
 
 def _whole(value: Any) -> Any:
     """Gather tensors that report the full shape and hold one shard (of tokens, of the vocabulary), while all ranks take part."""
-    return whole_arguments(whole_arguments(value, WholeSequence), VocabParallelLogits)
+    return whole_arguments(whole_arguments(whole_arguments(value, WholeSequence), VocabParallelLogits), DeferredLogits)
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

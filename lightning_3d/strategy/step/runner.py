@@ -19,6 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.health.slow_ranks import SlowRank
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.collectives import all_reduce_flat
+from lightning_3d.parallel.deferred_logits import computing_what_is_kept
 from lightning_3d.parallel.expert import Routers, RouterStatistics, RouterSums
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
@@ -242,7 +243,7 @@ class StepRunner:
         self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
         try:
             unchanged = unchanged_metrics(self._module) if filler else nullcontext()
-            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged:
+            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept():
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
         except RuntimeError as error:
             self._explain_shape(error)
