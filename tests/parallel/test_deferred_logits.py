@@ -100,6 +100,20 @@ def test_frozen_heads_and_evaluation_compute_no_gradient_of_the_weight() -> None
         assert not summed_losses(deferred(hidden, weight, None, 4), labels).requires_grad
 
 
+def test_inference_mode_and_autocast() -> None:
+    hidden, weight, _, labels = inputs(torch.float32, bias=False)
+    with torch.inference_mode():
+        found, expected = summed_losses(deferred(hidden, weight, None, 4), labels), _loss_of_all(hidden, weight, None, labels)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = deferred(hidden, weight, None, 4)
+        assert logits.dtype == torch.bfloat16
+        found, expected = summed_losses(logits, labels), _loss_of_all(hidden, weight, None, labels)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for one, other in zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        assert one.dtype == torch.float32 and (one - other).abs().max() < 1e-2 * other.abs().max()
+
+
 def test_logits_that_are_read_are_those_of_the_head() -> None:
     hidden, weight, offset, _ = inputs()
     whole, logits = F.linear(hidden, weight, offset), deferred(hidden, weight, offset, 3)
