@@ -69,7 +69,10 @@ def print_messages(layout: str, step: dict[str, Any]) -> None:
     end = max(step["reduced"], *(arrived for _, arrived, _ in messages))
     hidden = sum(max(0.0, min(arrived, over) - sent) for sent, arrived, _ in messages)
     whole = sum(arrived - sent for sent, arrived, _ in messages)
-    place = lambda time: round(60 * (time - begin) / (end - begin))  # noqa: E731
+
+    def place(time: float) -> int:
+        return round(60 * (time - begin) / (end - begin))
+
     print(f"{layout}: from the first bucket to the end of the reduction, {(end - begin) * 1e3:.0f} ms; | is the end of the last backward")
     for sent, arrived, size in messages:
         line = "." * place(sent) + "=" * max(1, place(arrived) - place(sent))

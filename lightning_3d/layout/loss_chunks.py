@@ -14,7 +14,7 @@ float32, and in 16 bits until the backward."""
 
 
 def check_loss_chunks(chunks: int | str) -> None:
-    """Refuse what is no number of parts of the loss.
+    """Refuse a value of `loss_chunks` that cannot be used.
 
     Raises:
         ConfigError: it is neither "auto" nor a whole number from 1 on.

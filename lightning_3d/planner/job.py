@@ -30,6 +30,7 @@ class Job:
         recompute: `none`, `selective` (attention and MLP activations, not the products), or `full` (whole blocks).
         recompute_every: one of every n neighbouring blocks is recomputed.
         sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
+        reduce_scatter: ZeRO 1 and 2 send each gradient only to the rank that keeps it, where they can.
         loss_chunks: see `ModelOptions.loss_chunks`.
         blocks: number of blocks of each pipeline stage; None as the stack splits them.
         stack: software that runs the step.
@@ -51,6 +52,7 @@ class Job:
     recompute: str = "none"
     recompute_every: int = 1
     sequence_parallel: bool = True
+    reduce_scatter: bool = True
     loss_chunks: int | str = 1
     blocks: tuple[int, ...] | None = None
     stack: Stack = Stack()
@@ -58,6 +60,13 @@ class Job:
     @property
     def micro_batches(self) -> int:
         return max(1, self.global_batch // (self.micro_batch * self.layout.dp))
+
+    @property
+    def buffers_all_gradients(self) -> bool:
+        """True if ZeRO 1 and 2 reduce gradients in one tensor of all of them: without reduce-scatter, and where tp does not divide the
+        vocabulary and more than two ranks share the parameters."""
+        uneven = self.model.vocab % self.layout.tp > 0 and self.layout.dp * self.layout.cp > 2
+        return self.zero in (1, 2) and not self.reduces_often and (uneven or not self.reduce_scatter)
 
     @property
     def reduces_often(self) -> bool:

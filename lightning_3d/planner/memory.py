@@ -115,7 +115,8 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
         weights += parameters * job.weight_bytes / (ranks if job.zero == 3 else 1)
         often, at_end = footprint.gradient / ranks, footprint.gradient + footprint.spare_gradient
         gradients += parameters * job.trained * (often if job.reduces_often else at_end)
-        kept_gradients += parameters * job.trained * footprint.kept_gradient / ranks * (job.zero > 0 and not job.reduces_often)
+        if job.zero > 0 and not job.reduces_often:
+            kept_gradients += parameters * job.trained * footprint.kept_gradient / (1 if job.buffers_all_gradients else ranks)
         optimizer += parameters * job.trained * job.state_bytes / (ranks if job.zero >= 1 else 1)
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes

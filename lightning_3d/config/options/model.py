@@ -27,7 +27,7 @@ class ModelOptions:
             8, or fewer where the logits are small. It concerns the loss that a causal LM of Transformers computes from labels.
 
     Raises:
-        ConfigError: an unknown kind of context parallelism, or a number of chunks that is none.
+        ConfigError: an unknown kind of context parallelism, or loss_chunks that is neither "auto" nor a whole number.
     """
 
     schedule: str

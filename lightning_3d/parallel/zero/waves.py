@@ -96,8 +96,8 @@ def _full_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[n
 
 
 def require_same_order(names: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse modules whose parameters have another order on another rank of `group`, which would add up gradients of different ones. One
-    small all-reduce in host memory.
+    """Refuse parameters whose order differs between the ranks of `group`: gradients of different ones would be added up. One small
+    all-reduce in host memory.
 
     Raises:
         ConfigError: the orders differ.
@@ -107,8 +107,9 @@ def require_same_order(names: Sequence[str], group: dist.ProcessGroup) -> None:
     dist.all_reduce(least_and_most, dist.ReduceOp.MIN, group=group)
     if least_and_most.tolist() != [own, -own]:
         raise ConfigError(
-            "The parameters of the model have another order on other data-parallel ranks, so gradients of different parameters would be"
-            " added up. Create the layers of the model in one fixed order: from a list, for example, not from a set."
+            "The parameters of the model (with ZeRO, of its optimizer) have another order on other data-parallel ranks, so gradients of"
+            " different parameters would be added up. Create layers and parameter groups in one fixed order: from a list, for example, not"
+            " from a set."
         )
 
 
