@@ -35,7 +35,7 @@ from lightning_3d.models.parallel_plan import (
 )
 from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
-from lightning_3d.parallel.context import SplitBlocks, computed_by_all, share_sequences
+from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads
 from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
 from lightning_3d.parallel.mesh import Mesh, StageMesh
@@ -70,6 +70,7 @@ class Part:
         specs: shard of every parameter that is here, by full name.
         state: what gates and engine share.
         routers: of a mixture of experts.
+        computed_by_all: kinds of modules of the whole model that every context-parallel rank computes for the whole sequence.
         blueprint: initializers of the whole model.
         stored: pretrained values of the whole model.
     """
@@ -77,6 +78,7 @@ class Part:
     specs: dict[str, ShardSpec]
     state: PipelineState
     routers: Routers | None
+    computed_by_all: list[str]
     blueprint: Blueprint
     stored: dict[str, Stored]
 
@@ -145,7 +147,7 @@ def assemble(
         inspect(module, plan, declared=user_plan is None)
     assignment = assign_stages(module, plan, mesh.layout, options.schedule, options.stages)
     part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
-    if kinds := computed_by_all(module):
+    if kinds := part.computed_by_all:
         rank_zero_warn(
             f"Each of the {mesh.size('cp')} context-parallel ranks computes {listed(kinds)} for the whole sequence: this mixes tokens in a"
             " way that cp cannot split. Other layers are split."
@@ -208,7 +210,7 @@ def take_part(
     if routers is not None:
         routers.watch(module)  # after the rewrite: it also sets up the experts that dispatch tokens
         attend_calls(module, routers)
-    return Part(specs, state, routers, whole.blueprint, whole.stored)
+    return Part(specs, state, routers, split.computed_by_all if split else [], whole.blueprint, whole.stored)
 
 
 def _describe(

@@ -29,6 +29,7 @@ from lightning_3d.strategy.float8 import multiply_in_float8
 from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
+from lightning_3d.strategy.refusals import refuse_skipped_blocks
 from lightning_3d.strategy.self_check.check import SelfCheck
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.loss_weights import weigh_loss
@@ -134,7 +135,12 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
 def _assemble(
     module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings
 ) -> LocalModel:
-    """Assemble the parts of a whole module, and arrange for its self-check."""
+    """Assemble the parts of a whole module, and arrange for its self-check.
+
+    Raises:
+        ConfigError: the module skips blocks at random.
+    """
+    refuse_skipped_blocks(module, mesh.layout, options.zero.stage)
     sources, alone = options.sources, around.shape_only
     checked = alone or sources.self_check != "never"
     chosen = choose_plan(module, mesh, sources.plan, sources.pipeline_module, alone=alone, checked=checked)

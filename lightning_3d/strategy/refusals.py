@@ -19,10 +19,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.layout import Layout
 from lightning_3d.ranks.reporter import show_refusals_plainly
 
 P = ParamSpec("P")
@@ -79,6 +80,24 @@ def refuse_surroundings(environment: Mapping[str, str]) -> None:
             " Use torchrun, or accelerate launch --multi_gpu with a configuration without FSDP. ZeRO-3 (zero_stage=3) is this"
             " strategy's counterpart of FSDP."
         )
+
+
+def refuse_skipped_blocks(module: nn.Module, layout: Layout, zero_stage: int) -> None:
+    """Refuse a model that skips blocks at random (LayerDrop) where ranks need each other in a block: each could skip another one.
+
+    Raises:
+        ConfigError: with what works.
+    """
+    if zero_stage < 3 and layout.world_size == layout.dp and layout.ep == 1:
+        return
+    for child in module.modules():
+        rate = getattr(child, "layerdrop", None)
+        if isinstance(rate, float) and rate > 0:
+            raise ConfigError(
+                f"{type(child).__name__} skips blocks at random (layerdrop={rate}), each rank others. With tp, pp, cp, ep or zero_stage=3"
+                " ranks must run the same blocks. Set layerdrop=0 in the model's configuration, or use data parallelism alone, with"
+                " zero_stage=2 or less."
+            )
 
 
 def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:

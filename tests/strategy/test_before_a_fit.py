@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 
 from lightning_3d.checkpoint.outcome import NotSaved
 from lightning_3d.errors import ConfigError, NonFiniteError
+from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.endings import Ending
+from lightning_3d.strategy.refusals import refuse_skipped_blocks
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,18 @@ def test_what_is_optional_is_none_before_the_model_is_built() -> None:
 )
 def test_only_some_errors_are_raised_on_all_ranks(error: BaseException, ending: Ending) -> None:
     assert Ending.by(error) is ending
+
+
+class WithLayerDrop(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layerdrop = rate
+
+
+@pytest.mark.parametrize(("layout", "stage"), [("dp2", 3), ("tp2", 0), ("pp2", 0), ("cp2", 1), ("ep2_dp2", 0)])
+def test_blocks_that_are_skipped_at_random_are_refused_where_ranks_need_each_other(layout: str, stage: int) -> None:
+    """Each rank could skip other blocks: the ranks would wait for each other for ever."""
+    with pytest.raises(ConfigError, match=r"WithLayerDrop skips blocks at random \(layerdrop=0.1\).*Set layerdrop=0"):
+        refuse_skipped_blocks(nn.Sequential(WithLayerDrop(0.1)), Layout.parse(layout), stage)
+    refuse_skipped_blocks(WithLayerDrop(0.0), Layout.parse(layout), stage)
+    refuse_skipped_blocks(WithLayerDrop(0.1), Layout.parse("dp2"), 2)

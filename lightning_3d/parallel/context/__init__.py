@@ -4,14 +4,13 @@ from lightning_3d.parallel.context.collectives import sum_over_ranks
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.model import WholeSequenceLoss, share_sequences
-from lightning_3d.parallel.context.split_blocks import SplitBlocks, computed_by_all, is_split, use_context
+from lightning_3d.parallel.context.split_blocks import SplitBlocks, is_split, use_context
 
 __all__ = [
     "ContextParallel",
     "SplitBlocks",
     "WholeSequence",
     "WholeSequenceLoss",
-    "computed_by_all",
     "is_split",
     "share_sequences",
     "sum_over_ranks",

@@ -140,6 +140,12 @@ class SplitBlocks:
         attentions = replace_some_attention(module, parts)
         return cls(SplitSequence(name, context), found, parts, attentions, [_arguments(block) for block in found], inside)
 
+    @property
+    def computed_by_all(self) -> list[str]:
+        """Kinds of modules that every context-parallel rank computes for the whole sequence, on all pipeline stages."""
+        attentions = {id(part) for part in self.attentions}
+        return sorted({type(part).__name__ for part in self.mixing if id(part) not in attentions})
+
     def gather_inside(self) -> None:
         """Make what mixes tokens gather them, in place, unless it calls our attention."""
         attentions = {id(part) for part in self.attentions}
@@ -234,11 +240,6 @@ def use_context(module: nn.Module, context: ContextParallel) -> None:
     for child in module.modules():
         if isinstance(child, SplitModel):
             child.context_split.context = context
-
-
-def computed_by_all(module: nn.Module) -> list[str]:
-    """Name the kinds of modules that every context-parallel rank computes for the whole sequence."""
-    return sorted({type(child).__name__ for child in module.modules() if isinstance(child, MixingTokens)})
 
 
 class SplitBlock:

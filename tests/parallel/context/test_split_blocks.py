@@ -44,7 +44,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mamba": {},
     "qwen3_next": MIXTURE | LINEAR | HYBRID,
-    "gptj": {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "mpt": {"d_model": WIDTH, "n_heads": 4, "n_layers": 2},
     "falcon": {"alibi": True},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -60,7 +59,8 @@ def build(family: str, **more: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | more)
+    sizes = {name: size for name, size in SIZES.items() if (family, name) != ("falcon", "head_dim")}  # Falcon derives it
+    config = AutoConfig.for_model(family, **sizes | FAMILIES[family] | more)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager")
     for parameter in model.parameters():  # away from ones and zeros
         nn.init.normal_(parameter, std=0.2)
@@ -112,7 +112,7 @@ def differences(family: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", by_default(list(FAMILIES), 0, 1, 2, 8))
+@pytest.mark.parametrize("family", by_default(list(FAMILIES), 0, 1, 2, 7))
 def test_losses_and_gradients_are_those_of_one_process(family: str) -> None:
     worst = max(max(found) for found in run_ranks(differences, 2, family))
     assert worst < (1e-5 if family in IN_FLOAT32 else 1e-11)
