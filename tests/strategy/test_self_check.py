@@ -15,7 +15,7 @@ import torch
 from own_gpt import ATTENTION, GPT, MLP, PACKED, PIPELINE, PLAN, Fitted, one_process
 from ranks import run_ranks
 from sweeps import by_default
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
@@ -445,3 +445,24 @@ def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"'h.0.attn' \(FixedHeads\)"):
         run_ranks(own_gpt.validate, 2, build(own_gpt.FixedHeads), str(tmp_path))
     assert "reproduces the whole model" in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]
+
+
+class Sharp(own_gpt.Block):
+    """Makes a thousandth of what is rounding in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.n1(x))
+        return x + torch.sin(3e4 * self.down(nn.functional.gelu(self.up(self.n2(x)))))
+
+
+def sharp(attention: type[nn.Module]) -> GPT:
+    model = build(attention)
+    model.h[3] = Sharp(attention, 0.0)
+    return model
+
+
+def test_rounding_that_a_model_magnifies_is_no_difference(tmp_path: Path) -> None:
+    """It is compared again in float64, in which a mistake is seen as well."""
+    assert "reproduces the whole model" in fit(sharp(own_gpt.Attention), "tp2", tmp_path).printed
+    with pytest.raises(PlanError, match="does not reproduce the whole model"):
+        fit(sharp(own_gpt.NormedHeads), "tp2", tmp_path)

@@ -73,24 +73,47 @@ def _is_separate(module: nn.Module, width: int) -> bool:
     try:
         clone = _clone(module)
         generator = torch.Generator().manual_seed(0)
-        inputs = [torch.randn(1, _TOKENS, width, generator=generator, dtype=torch.float64) for _ in range(_required_inputs(module))]
+        inputs = _inputs(module, width, generator)
         whole = _results(clone, inputs)
         for token in _CHANGED:
-            others = [x.index_add(1, torch.tensor([token]), torch.randn(1, 1, width, generator=generator, dtype=x.dtype)) for x in inputs]
-            if not _changes_only(token, whole, _results(clone, others)):
+            if not _changes_only(token, whole, _results(clone, [_with_another(x, token, generator) for x in inputs])):
                 return False
-        if not _follows(whole, _results(clone, [x[:, _ORDER] for x in inputs])):
+        if not _follows(whole, _results(clone, [x.index_select(_tokens_of(x), torch.tensor(_ORDER)) for x in inputs])):
             return False
     except Exception:  # it has other arguments, or cannot run alone
         return False
     return True
 
 
-def _required_inputs(module: nn.Module) -> int:
-    """Number of arguments without a default value, all of which get hidden states."""
+def _inputs(module: nn.Module, width: int, generator: torch.Generator) -> list[Tensor]:
+    """Values for the arguments without a default: hidden states (1, tokens, width).
+
+    Experts of Transformers, which a router calls, get (tokens, width), and two experts for each token with their weights.
+    """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
-    return sum(parameter.default is parameter.empty and parameter.kind in kinds for parameter in parameters)
+    names = [parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind in kinds]
+    if names == ["hidden_states", "top_k_index", "top_k_weights"]:
+        chosen = torch.randint(int(module.num_experts), (_TOKENS, 2), generator=generator)  # type: ignore[arg-type]
+        return [_normal((_TOKENS, width), generator), chosen, _normal((_TOKENS, 2), generator)]
+    return [_normal((1, _TOKENS, width), generator) for _ in names]
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _tokens_of(value: Tensor) -> int:
+    return value.shape.index(_TOKENS)
+
+
+def _with_another(value: Tensor, token: int, generator: torch.Generator) -> Tensor:
+    """Copy an input with other values of one token; whole numbers stay."""
+    if not value.is_floating_point():
+        return value
+    dim = _tokens_of(value)
+    change = _normal((*value.shape[:dim], 1, *value.shape[dim + 1 :]), generator)
+    return value.index_add(dim, torch.tensor([token]), change)
 
 
 def _results(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:

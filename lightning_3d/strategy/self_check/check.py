@@ -281,12 +281,16 @@ class _Comparison:
     def _compare_often(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
     ) -> Deviation | Exception | None:
+        """Compare with several seeds, of which one must pass, and then in float64, where rounding that a model magnifies is not seen."""
         failure: Deviation | Exception | None = None
         for seed in _SEEDS:
             failure = self._compare(args, kwargs, sizes, seed, stages)
             if failure is None:
                 return None
-        return failure
+        if self._anywhere(not isinstance(failure, Deviation)):
+            return failure
+        again = self._compare(args, kwargs, sizes, _SEEDS[0], stages, torch.float64)
+        return None if again is None else failure
 
     def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the model is the user's own, whose code may differ in training mode, and can be compared in that mode."""
@@ -330,10 +334,10 @@ class _Comparison:
                 self._stages = (range(middle), range(middle, len(every)))
         return f"the whole model fails on one process ({type(error).__name__}: {first_line(error)})."
 
-    def _whole(self, seed: int) -> nn.Module:
+    def _whole(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
         whole = self._reduced()
         fill(whole, {}, seed, self._device)
-        return whole.train(self._training)
+        return whole.to(dtype).train(self._training)
 
     def _reduced(self) -> nn.Module:
         reduced = copy_without_values(self._subject.whole)
@@ -342,22 +346,34 @@ class _Comparison:
         return reduced
 
     def _compare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: LocalSizes,
+        seed: int,
+        stages: tuple[range, ...] | None,
+        dtype: torch.dtype = torch.float32,
     ) -> Deviation | Exception | None:
         """Return what differs, or what the rewritten model raised; None where nothing differs. All ranks of the stage agree whether."""
         failure: Deviation | Exception | None = None
         try:
-            whole, rewritten = self._whole(seed), self._rewritten(sizes, seed, stages)
-            outputs, gradients = largest_deviation(whole, rewritten, args, kwargs)
+            whole, rewritten = self._whole(seed, dtype), self._rewritten(sizes, seed, stages)
+            for stage in rewritten.modules():
+                stage.to(dtype)
+            outputs, gradients = largest_deviation(whole, rewritten, args, kwargs, dtype)
             failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
         except Exception as error:
             failure = error
-        differs = torch.tensor([float(failure is not None)], device=self._device)
-        for group in self._groups():
-            dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
-        if failure is None and differs.item():
+        if self._anywhere(failure is not None) and failure is None:
             return Deviation("a parameter of another rank", float("nan"))
         return failure
+
+    def _anywhere(self, value: bool) -> bool:
+        """Return whether something is true on any rank that the comparison communicates with."""
+        found = torch.tensor([float(value)], device=self._device)
+        for group in self._groups():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return bool(found.item())
 
     def _groups(self) -> Iterator[dist.ProcessGroup]:
         if self._layout.tp * self._layout.cp > 1:

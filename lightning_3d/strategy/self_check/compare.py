@@ -38,15 +38,18 @@ class Deviation:
 
 
 def largest_deviation(
-    whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[Deviation, Deviation]:
     """Find the largest differences (of outputs, of gradients) between both models with the same weights and inputs.
+
+    Args:
+        dtype: of both models.
 
     Raises:
         PlanError: the outputs have different shapes.
         Exception: whatever the rewritten model raises.
     """
-    inputs, other_inputs = _leaves((args, kwargs)), _leaves((args, kwargs))
+    inputs, other_inputs = _leaves((args, kwargs), dtype), _leaves((args, kwargs), dtype)
     expected = _outputs(whole(*inputs[0], **inputs[1]))
     found = _outputs(rewritten(*other_inputs[0], **other_inputs[1]))
     shared = [name for name, value in expected.items() if name in found and found[name].shape == value.shape]
@@ -81,16 +84,16 @@ def _by_error(deviation: Deviation) -> float:
     return deviation.error if deviation.error == deviation.error else float("inf")  # NaN is the largest
 
 
-def _leaves(value: Any) -> Any:
-    """Copy a container, with floating-point tensors as float32 leaves that have gradients where training needs them (not masks)."""
+def _leaves(value: Any, dtype: torch.dtype) -> Any:
+    """Copy a container, with floating-point tensors as leaves that have gradients where training needs them (not masks)."""
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             return value
-        return value.detach().float().clone().requires_grad_(value.requires_grad)
+        return value.detach().to(dtype).clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _leaves(item) for key, item in value.items()}
+        return {key: _leaves(item, dtype) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_leaves(item) for item in value)
+        return type(value)(_leaves(item, dtype) for item in value)
     return value
 
 

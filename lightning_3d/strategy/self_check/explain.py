@@ -110,6 +110,11 @@ class Explanation:
                 f"Likely cause: the plan shards {listed(there)} but names no '{missing}' layer to go with it. Features that a 'colwise'"
                 f" layer splits must be joined by a 'rowwise' layer. Add the '{missing}' layer to the plan's 'tp' part."
             )
+        if tp == self.layout.ep == 1:
+            return (
+                "Likely cause: the code of that module itself combines the tokens that it gets with others, or with something of the whole"
+                " sequence, but with context parallelism (cp) it gets this rank's tokens. Move that code into a module of its own."
+            )
         return "Likely cause: a layer of that module is missing from the plan. Add the layer with its style."
 
     def _advice(self) -> str:

@@ -51,6 +51,24 @@ class Limited(Mlp):
         return super().forward(x) * (torch.arange(x.shape[1]) < self.expert_capacity).unsqueeze(-1)
 
 
+class Experts(nn.Module):
+    """Separate, by the interface of Transformers' experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.ones(4, WIDTH))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states * (self.weight[top_k_index] * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+class Shares(Experts):
+    """Weighs all tokens alike."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights / top_k_weights.sum())
+
+
 class Mean(nn.Module):
     """All tokens see each other."""
 
@@ -73,6 +91,8 @@ class Mean(nn.Module):
         (Shift, False),
         (Counts, False),
         (Limited, False),
+        (Experts, True),
+        (Shares, False),
         (Mean, False),
         (lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), False),
     ],
