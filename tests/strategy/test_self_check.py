@@ -144,6 +144,13 @@ def test_a_check_is_remembered_with_what_it_found(tmp_path: Path) -> None:
     assert "self-check" in fit(model, "tp2", tmp_path, other_plan).printed
 
 
+@pytest.mark.full
+def test_other_stages_are_checked_again(tmp_path: Path) -> None:
+    model = build()
+    printed = ["self-check" in fit(model, "pp2", tmp_path, stages=stages).printed for stages in (None, [1, 3], [1, 3], [2, 2])]
+    assert printed == [True, True, False, True]
+
+
 def test_a_damaged_memory_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "lightning_3d" / "self_check" / "key.json"

@@ -118,6 +118,26 @@ def test_losses_and_gradients_are_those_of_one_process(family: str) -> None:
     assert worst < (1e-5 if family in IN_FLOAT32 else 1e-11)
 
 
+def documents_in_one_row() -> list[float]:
+    """(difference of losses, what the loss would change by without documents): the second row alone has two documents."""
+    alone, shared, inputs = build("qwen3_next"), build("qwen3_next"), batch(False)
+    del inputs["attention_mask"]
+    positions = torch.arange(SEQUENCE).repeat(2, 1)
+    with_documents = positions.clone()
+    with_documents[1, 10:] -= 10
+    share(shared)
+    expected = alone(**inputs, position_ids=with_documents).loss
+    return [
+        abs(alone(**inputs, position_ids=positions).loss - expected).item(),
+        abs(shared(**inputs, position_ids=with_documents).loss - expected).item(),
+    ]
+
+
+def test_documents_are_seen_in_whichever_row_they_are() -> None:
+    for without, difference in run_ranks(documents_in_one_row, 2):
+        assert difference < 1e-5 < 1e-3 < without
+
+
 def kinds(family: str, **more: Any) -> tuple[set[str], set[str]]:
     """Names of the modules that gather the sequence, and of those in whose attention keys travel."""
     model = build(family, **more)
