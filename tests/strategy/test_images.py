@@ -4,8 +4,9 @@ import copy
 
 import pytest
 from image_models import ROWS, STEPS, ImageModule, TextFirst, rows_of, train_plain
-from parity import Data, Part, Rows, StepValues, assert_same_run, quiet_trainer
+from parity import QUIET, Data, Noise, Part, Rows, StepValues, assert_same_run, quiet_trainer
 from ranks import run_ranks
+from reference import Run
 from sweeps import by_default
 
 from lightning_3d.errors import PlanError
@@ -22,6 +23,9 @@ CASES = [
     ("qwen2_vl", "tp2_pp2", 0),
     ("qwen2_vl", "dp2", 3),
     ("qwen3_vl", "tp2", 0),
+    ("gemma4", "pp2", 0),
+    ("gemma4", "tp2", 0),
+    ("gemma4", "dp2", 3),
 ]
 
 
@@ -37,10 +41,21 @@ def train(kind: str, layout: str, zero: int, module: type[ImageModule] = ImageMo
     return Part(values.losses, values.grad_norms, weights, copy.deepcopy(dict(strategy.specs)))
 
 
+def noise(kind: str, expected: Run) -> Noise:
+    """What the last bit of the weights changes: Gemma 4's norms magnify it."""
+    other = train_plain(kind, rounding=2**-24)
+    relative = (
+        max(abs(one - two) / one for one, two in zip(getattr(expected, values), getattr(other, values), strict=True))
+        for values in ("losses", "grad_norms")
+    )
+    return Noise(*relative, max((value - other.weights[name]).abs().max().item() for name, value in expected.weights.items()))
+
+
 @pytest.mark.parametrize(("kind", "layout", "zero"), by_default(CASES, 0, 7))
 def test_images_train_as_on_one_process(kind: str, layout: str, zero: int) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, kind, layout, zero, timeout=180)
-    assert_same_run(parts, train_plain(kind))
+    expected = train_plain(kind)
+    assert_same_run(parts, expected, noise=noise(kind, expected) if kind == "gemma4" else QUIET)
 
 
 def test_blocks_of_a_later_stage_that_need_the_tower_are_refused() -> None:

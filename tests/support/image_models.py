@@ -11,6 +11,7 @@ from torch import Tensor, nn
 ROWS, STEPS, SEQUENCE, VOCABULARY = 8, 3, 24, 67
 VIDEO, BEGIN, END, IMAGE = 63, 64, 65, 66  # special tokens
 PATCHES = 16  # of an image, before four of them become one token
+ADAMW = {"lr": 3e-4, "eps": 1e-4}  # a gradient of rounding errors, as one of Gemma 4's tower, must not move a weight
 TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -66,7 +67,25 @@ def qwen3_vl() -> nn.Module:
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config=vision, text_config=text, **QWEN_TOKENS))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"llava": llava, "gemma3": gemma3, "qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl}
+def gemma4() -> nn.Module:
+    """Each block gets embeddings of its own, and the last two of eight blocks the keys and values of the ones before."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    vision = VISION | {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 8}
+    text = TEXT | {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 8, "global_head_dim": 8}
+    text |= {"num_hidden_layers": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
+    tokens = {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END, "video_token_id": VIDEO, "audio_token_id": 62}
+    del vision["image_size"]
+    return Gemma4ForConditionalGeneration(Gemma4Config(vision_config=vision, audio_config=None, text_config=text, **tokens))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llava": llava,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "qwen2_vl": qwen2_vl,
+    "qwen3_vl": qwen3_vl,
+}
 
 
 def initial_model(kind: str) -> nn.Module:
@@ -89,6 +108,10 @@ def rows_of(kind: str) -> dict[str, Tensor]:
     rows = {"input_ids": ids, "labels": ids.masked_fill(ids >= VIDEO, -100)}
     if kind == "gemma3":
         rows["token_type_ids"] = (ids == IMAGE).long()
+    if kind == "gemma4":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(count, 1, 1)
+        pixels = torch.rand((count, PATCHES, 3 * 4 * 4), generator=generator)
+        return rows | {"pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": (ids == IMAGE).int()}
     if not kind.startswith("qwen"):
         return rows | {"pixel_values": torch.randn((count, 3, 16, 16), generator=generator)}
     pixels = torch.randn((count, PATCHES, 3 * 2 * 4 * 4), generator=generator)
@@ -113,7 +136,7 @@ class ImageModule(pl.LightningModule):
         return loss_of(self.kind, self.model, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
+        return torch.optim.AdamW(self.parameters(), **ADAMW)
 
 
 class TextFirst(ImageModule):
@@ -126,10 +149,14 @@ class TextFirst(ImageModule):
 
 
 @one_thread()
-def train_plain(kind: str) -> Run:
-    """The loop on one process, a global batch at a time."""
+def train_plain(kind: str, rounding: float = 0.0) -> Run:
+    """The loop on one process, a global batch at a time. `rounding`: relative change of the initial weights."""
     model, rows = initial_model(kind), rows_of(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters() if rounding else ():
+            parameter.mul_(1 + rounding * torch.randn(parameter.shape, generator=generator))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, norms = [], []
     for step in range(STEPS):
         loss = loss_of(kind, model, {key: value[step * ROWS :][:ROWS] for key, value in rows.items()})

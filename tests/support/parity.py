@@ -195,10 +195,10 @@ def assert_same_routers(parts: list["Part"], expected: Run, cell: Cell) -> None:
         assert all(sum(tokens) == pairs for step in part.routers for tokens in step.tokens)
 
 
-def assert_same_run(parts: list["Part"], expected: Run, dtype: str = "float32") -> None:
-    """As ``check``, for runs with data or modules of their own."""
+def assert_same_run(parts: list["Part"], expected: Run, dtype: str = "float32", noise: Noise = QUIET) -> None:
+    """As ``check``, for runs with data or modules of their own. ``noise``: what rounding changes on one process."""
     error, drift = differences(parts, expected)
-    allowed = limits(dtype)
+    allowed = limits(dtype, noise)
     assert drift == 0.0, f"ranks that hold the same shard differ by {drift:.1e}"
     assert error.within(allowed), f"{error} exceeds {allowed}"
 

@@ -51,8 +51,9 @@ class Explanation:
         """Explain a difference that only the pipeline makes."""
         return (
             f"{self._what(failure)} With pp=1, the result is correct. So some module reads something from an earlier stage that is not in"
-            " the hidden states: an embedding, a buffer, or an attribute that an earlier block set. Pass such values along in the hidden"
-            " states, or use pp=1. Nothing was trained."
+            " the hidden states: an embedding, a buffer, keys and values that an earlier block shares, or an attribute that it set. Pass"
+            " such values along in the hidden states, put the blocks that share them on one stage (stages=[...]), or use pp=1. Nothing was"
+            " trained."
         )
 
     def _what(self, failure: Deviation | Exception) -> str:
