@@ -173,7 +173,7 @@ CONTEXT_AND_EXPERTS = (
     Fault(
         "ep-results-in-another-order",
         "What experts return is put back by the order in which tokens were sent, not by its inverse.",
-        "parallel/expert/dispatch.py",
+        "parallel/expert/shipment.py",
         "returned[place]",
         "returned[order]",
         ("parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",),

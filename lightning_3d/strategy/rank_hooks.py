@@ -173,7 +173,8 @@ class RankHooks(ParallelStrategy):
         if earlier is not None and earlier.suits(layout, self.schedule):
             self._mesh = earlier.mesh
         else:
-            self._mesh = Mesh(layout, timeout=timeout)
+            node_size = self.options.experts.node_size or (self.num_processes if self.num_nodes > 1 else None)
+            self._mesh = Mesh(layout, timeout=timeout, node_size=node_size)
             self._mesh.warm_up()
 
     # Collectives

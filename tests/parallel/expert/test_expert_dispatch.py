@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.expert import ExpertParallel, choose_products, shard_experts
-from lightning_3d.parallel.expert.dispatch import exchange
+from lightning_3d.parallel.expert.exchange import exchange
 from lightning_3d.parallel.expert.losses import fits
 from lightning_3d.parallel.sharding import cut_along
 
