@@ -100,8 +100,8 @@ class Mesh:
             self._create_missing(layout.expert_groups(), "experts")
             self._create_missing(layout.expert_data_groups(), "expert data")
         self._expert_nodes = by_node(self._experts, node_size or layout.world_size)
-        for experts in layout.expert_groups() if node_size else ():
-            nodes = by_node(experts, node_size)
+        for experts in layout.expert_groups():
+            nodes = by_node(experts, node_size or layout.world_size)
             self._create_missing([*nodes, *zip(*nodes, strict=True)], "experts of nodes")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._apart: dict[str, dist.ProcessGroup] = {}

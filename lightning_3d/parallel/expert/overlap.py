@@ -34,7 +34,7 @@ class OverlappedMixture:
     def forward(self, hidden_states: Tensor) -> Any:
         if hidden_states.ndim != _DIMENSIONS:
             return super().forward(hidden_states)  # type: ignore[misc]
-        return self.overlapped(self, hidden_states)  # type: ignore[misc]
+        return self.overlapped(self, hidden_states)
 
 
 def overlap_exchange(module: nn.Module, plan: ParallelPlan) -> None:
@@ -72,7 +72,7 @@ class _HiddenStates(fx.Proxy):
 
     @property
     def shape(self) -> tuple[fx.Proxy, ...]:
-        sizes = self.tracer.create_proxy("call_function", getattr, (self, "shape"), {})
+        sizes: Any = self.tracer.create_proxy("call_function", getattr, (self, "shape"), {})
         return tuple(sizes[dim] for dim in range(_DIMENSIONS))
 
 
