@@ -173,10 +173,26 @@ CONTEXT_AND_EXPERTS = (
     Fault(
         "ep-results-in-another-order",
         "What experts return is put back by the order in which tokens were sent, not by its inverse.",
-        "parallel/expert/dispatch.py",
+        "parallel/expert/shipment.py",
         "returned[place]",
         "returned[order]",
         ("parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",),
+    ),
+    Fault(
+        "ep-experts-of-the-first-node",
+        "A rank that receives tokens from other nodes takes its experts for those of the first node.",
+        "parallel/expert/nodes.py",
+        "local = chosen - self._nodes.node * self._per_node",
+        "local = chosen",
+        ("parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",),
+    ),
+    Fault(
+        "ep-shared-expert-after-the-exchange",
+        "The exchange of tokens starts only when the experts are called, so that nothing runs meanwhile.",
+        "parallel/expert/overlap.py",
+        "begin(*args, **kwargs)",
+        "pass",
+        ("parallel/expert/test_expert_overlap.py::test_the_shared_expert_runs_between_start_and_end_of_the_exchange",),
     ),
     Fault(
         "ep-balancing-loss-of-every-layer",

@@ -51,6 +51,7 @@ class ParallelismConfig:
     moe_z_loss: float = 0.0
     moe_bias_update: float = 0.0
     moe_capacity_factor: float | None = None
+    moe_node_size: int | None = None
     checkpoint_verify: bool = True
     checkpoint_fall_back: bool = False
     checkpoint_asynchronous: bool = True

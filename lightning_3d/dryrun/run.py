@@ -53,7 +53,7 @@ class DryStrategy(Lightning3DStrategy):
     @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
-        self._mesh = Mesh(self.layout or Layout())
+        self._mesh = Mesh(self.layout or Layout(), node_size=self._node_size)
 
     def _materialize(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.meter.materialize(root)

@@ -11,14 +11,16 @@ issue 964), and another one for each pair that sends messages. So a group of one
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_3d.compat.torch_fake import FAKE_GLOO
 from lightning_3d.layout.layout import AXES, Layout
+from lightning_3d.layout.node_ranks import by_node
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
@@ -37,6 +39,27 @@ _HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
 """Backends whose collectives take tensors in host memory. Those of dry runs take any."""
 
 
+@dataclass(frozen=True)
+class ExpertNodes:
+    """Nodes with the ranks that share the experts of a stage, equally many on each. Experts are numbered node by node.
+
+    Attributes:
+        across: group of one rank of each node, those with this rank's place on their node.
+        within: group of the ranks of this rank's node.
+        nodes: number of nodes.
+        node: number of this rank's node among them.
+    """
+
+    across: dist.ProcessGroup
+    within: dist.ProcessGroup
+    nodes: int
+    node: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertNodes:
+        """A copied model talks to the same ranks."""
+        return self
+
+
 class Mesh:
     """Process groups of one layout and this rank's coordinates.
 
@@ -46,6 +69,7 @@ class Mesh:
     Args:
         layout: degrees and rank order.
         timeout: of collectives in the groups; None for the default of the backend.
+        node_size: ranks of each node, for the exchange of tokens between experts; None for one node.
 
     Raises:
         LayoutError: the world has another number of ranks than the layout.
@@ -56,7 +80,7 @@ class Mesh:
         coordinates: index of this rank along each axis.
     """
 
-    def __init__(self, layout: Layout, *, timeout: timedelta | None = None) -> None:
+    def __init__(self, layout: Layout, *, timeout: timedelta | None = None, node_size: int | None = None) -> None:
         layout.require_world_size(dist.get_world_size())
         self.layout = layout
         self.rank = dist.get_rank()
@@ -75,6 +99,10 @@ class Mesh:
         if layout.ep > 1:
             self._create_missing(layout.expert_groups(), "experts")
             self._create_missing(layout.expert_data_groups(), "expert data")
+        self._expert_nodes = by_node(self._experts, node_size or layout.world_size)
+        for experts in layout.expert_groups():
+            nodes = by_node(experts, node_size or layout.world_size)
+            self._create_missing([*nodes, *zip(*nodes, strict=True)], "experts of nodes")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._apart: dict[str, dist.ProcessGroup] = {}
         self._on_host = dist.get_backend() in _HOST_BACKENDS
@@ -119,6 +147,15 @@ class Mesh:
     def expert_index(self) -> int:
         """Index of this rank's part among the ep parts of its stage's experts."""
         return self._experts.index(self.rank)
+
+    @property
+    def expert_nodes(self) -> ExpertNodes | None:
+        """Nodes of the ranks that share the experts of this stage; None if they are on one, or unequally many on each."""
+        nodes = self._expert_nodes
+        if not nodes:
+            return None
+        within, across = _containing(self.rank, nodes), _containing(self.rank, zip(*nodes, strict=True))
+        return ExpertNodes(self.group_for(across), self.group_for(within), len(nodes), nodes.index(within))
 
     @property
     def expert_data_group(self) -> dist.ProcessGroup:
@@ -197,6 +234,7 @@ class Mesh:
         ranks = [self.ranks(*axes) for axes in IN_SCHEDULE]
         if self.layout.ep > 1:
             ranks += [self._experts, self._expert_data]
+            ranks += [_containing(self.rank, split) for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)]) if split]
         return [self.group_for(members) for members in dict.fromkeys(map(_sorted, ranks)) if len(members) > 1]
 
     def destroy(self) -> None:
@@ -268,6 +306,10 @@ class StageMesh:
     @property
     def expert_index(self) -> int:
         return self._mesh.expert_index
+
+    @property
+    def expert_nodes(self) -> ExpertNodes | None:
+        return self._mesh.expert_nodes
 
     def index(self, axis: str) -> int:
         return self._stage if axis == "pp" else self._mesh.index(axis)

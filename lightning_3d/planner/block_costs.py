@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import comb
 
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.architecture import Matrix
+from lightning_3d.planner.architecture import Architecture, Matrix
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
 
@@ -174,12 +175,39 @@ def _mixture(job: Job, machine: Machine) -> Part:
     else:
         part = products(job, machine, model.mlp(model.expert_ffn), rows, local)
         inner = model.expert_ffn * model.top_k / layout.tp
-    if model.shared_ffn:
-        part += products(job, machine, model.mlp(model.shared_ffn), job.tokens)
+    shared = products(job, machine, model.mlp(model.shared_ffn), job.tokens) if model.shared_ffn else Part()
     moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
-    exchange = all_to_all(machine, expert_group(job, machine), rows * model.hidden * job.width) if layout.ep > 1 else 0.0
-    part += Part(forward=moved, backward=2 * moved, forward_communication=2 * exchange, backward_communication=2 * exchange)
+    part += shared + Part(forward=moved, backward=2 * moved) + _token_exchange(job, machine, rows / model.top_k, shared)
     return part + _elementwise(job, machine, inner)
+
+
+def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> Part:
+    """Predict the exposed exchange of tokens with the ranks that have their experts, there and back, forward and backward.
+
+    Over several nodes a token crosses once to each node on which it has experts, and is sent on to its experts there. The first way
+    there, and in the backward the last one, is hidden behind the shared expert.
+
+    Args:
+        tokens: tokens that this rank sends.
+        shared: the shared expert.
+    """
+    model, ranks = job.model, expert_group(job, machine)
+    row = model.hidden * job.width
+    if ranks.nodes == 1 or ranks.size % ranks.local:
+        first, inside = all_to_all(machine, ranks, tokens * model.top_k * row), 0.0
+    else:
+        first = all_to_all(machine, Group(ranks.nodes, 1), tokens * nodes_of_a_token(model, ranks.nodes) * row)
+        inside = all_to_all(machine, Group(ranks.local, ranks.local), tokens * model.top_k * row)
+    return Part(
+        forward_communication=2 * (first + inside) - min(first, shared.forward),
+        backward_communication=2 * (first + inside) - min(first, shared.backward),
+    )
+
+
+def nodes_of_a_token(model: Architecture, nodes: int) -> float:
+    """Return the expected number of nodes on which a token has experts, if all choices of experts are equally likely."""
+    elsewhere = comb(model.experts - model.experts // nodes, model.top_k) / comb(model.experts, model.top_k)
+    return nodes * (1 - elsewhere)
 
 
 def expert_group(job: Job, machine: Machine) -> Group:

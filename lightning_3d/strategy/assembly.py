@@ -37,7 +37,15 @@ from lightning_3d.models.spec import EXPERT_COUNTS
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads
-from lightning_3d.parallel.expert import ExpertParallel, Routers, attend_calls, choose_products, make_routers, shard_experts
+from lightning_3d.parallel.expert import (
+    ExpertParallel,
+    Routers,
+    attend_calls,
+    choose_products,
+    make_routers,
+    overlap_exchange,
+    shard_experts,
+)
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.random_streams import RandomState
@@ -252,6 +260,8 @@ def _wrap_blocks(
     Each call puts its part in front of the earlier ones: the last one is the outermost. Returns the routers, which work on the hidden
     states that the wrapped blocks give them.
     """
+    if mesh.layout.ep > 1:
+        overlap_exchange(module, plan)  # innermost: it replaces the forward that the family wrote
     if regions is not None:
         gather_regions(module, regions, tensor)
     if split is not None:
@@ -286,7 +296,8 @@ def _rewrite_layers(
         # Experts are sharded here alone; `rewrite` leaves them as they are. Without sequence parallelism tp ranks have the same tokens,
         # and each dispatches its part of them.
         tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
-        shard_experts(module, plan, specs, ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens))
+        ranks = ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens, mesh.expert_nodes)
+        shard_experts(module, plan, specs, ranks)
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)
     choose_products(module, plan)  # after the shards are made, whose widths decide

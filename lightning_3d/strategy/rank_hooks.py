@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.health.lost_nodes import LostNodes
 from lightning_3d.health.processes import Process
@@ -46,10 +47,16 @@ class RankHooks(ParallelStrategy):
     _failures: FailureReporter | None = None
     _watchdog: Watchdog | None = None
     _nodes: LostNodes | None = None
+    options: ModelOptions
     reliability: Reliability
     heartbeat: Heartbeat
     _ending: Ending = Ending.NORMAL
     _num_nodes: int = 1
+
+    @property
+    def _node_size(self) -> int | None:
+        """Ranks of each node, for the exchange of tokens between experts; None for one node."""
+        return self.options.experts.node_size or (self.num_processes if self.num_nodes > 1 else None)
 
     @property
     def mesh(self) -> Mesh:
@@ -173,7 +180,7 @@ class RankHooks(ParallelStrategy):
         if earlier is not None and earlier.suits(layout, self.schedule):
             self._mesh = earlier.mesh
         else:
-            self._mesh = Mesh(layout, timeout=timeout)
+            self._mesh = Mesh(layout, timeout=timeout, node_size=self._node_size)
             self._mesh.warm_up()
 
     # Collectives

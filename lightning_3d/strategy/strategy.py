@@ -104,6 +104,7 @@ class Lightning3DStrategy(CheckpointHooks):
             logits of one part are in memory; "auto": 8, or fewer where the logits are small.
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
+        moe_node_size: ranks between which tokens travel as within a node, see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
             saved, see `CheckpointOptions`.
         checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
@@ -161,6 +162,7 @@ class Lightning3DStrategy(CheckpointHooks):
         moe_z_loss: float = 0.0,
         moe_bias_update: float = 0.0,
         moe_capacity_factor: float | None = None,
+        moe_node_size: int | None = None,
         checkpoint_verify: bool = True,
         checkpoint_fall_back: bool = False,
         checkpoint_asynchronous: bool = True,
@@ -192,7 +194,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
-        experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor)
+        experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size)
         self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks)
         self.options.require_suit(self.layout or Layout())
         self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.layout.sizes import check_number
+from lightning_3d.layout.sizes import check_number, check_sizes
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class ExpertOptions:
             step (arXiv:2408.15664); for models with such a bias (DeepSeek-V3). 0 leaves it unchanged.
         capacity_factor: most tokens that an expert accepts, as a multiple of its even share of a rank's tokens of a micro-batch. First
             choices come before second ones, then earlier tokens (GShard, arXiv:2006.16668); the expert skips the others. None: no limit.
+        node_size: ranks of a node for the exchange of tokens. If the ranks that share experts are on several nodes, equally many on each,
+            a token crosses once to each node on which it has experts. None: the nodes of the run. At least ep: each token is sent straight
+            to each of its experts.
 
     Raises:
         ConfigError: a number is out of range.
@@ -30,6 +33,7 @@ class ExpertOptions:
     z_loss: float = 0.0
     bias_update: float = 0.0
     capacity_factor: float | None = None
+    node_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("moe_aux_loss", self.aux_loss), ("moe_z_loss", self.z_loss), ("moe_bias_update", self.bias_update)):
@@ -41,6 +45,8 @@ class ExpertOptions:
                     f"moe_capacity_factor={self.capacity_factor:g} would drop every token. Use 1 or more, or null to drop none."
                 )
             check_number("moe_capacity_factor", self.capacity_factor)
+        if self.node_size is not None:
+            check_sizes(moe_node_size=self.node_size)
 
     @property
     def asked_for(self) -> list[str]:

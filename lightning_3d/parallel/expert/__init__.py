@@ -2,6 +2,7 @@
 
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel, TokenCut
 from lightning_3d.parallel.expert.experts import choose_products, expert_specs, shard_experts
+from lightning_3d.parallel.expert.overlap import overlap_exchange
 from lightning_3d.parallel.expert.routers import Routers, RouterStatistics, RouterSums, attend_calls, make_routers
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "shard_experts",
     "expert_specs",
     "make_routers",
+    "overlap_exchange",
 ]

@@ -4,11 +4,14 @@ Each pair (token, expert) travels once there and once back, forward and backward
 layer. Before the first one the ranks exchange how many tokens they send, in an all-to-all of as many numbers as there are experts; reading
 the result is the only time that the host waits for the device. No pair is dropped because an expert is full, so the output is that of one
 process. (GShard, arXiv:2006.16668, but without its capacity limit, as in MegaBlocks, arXiv:2211.15841.)
+
+Where the ranks are on several nodes, `nodes` sends a token only once to each node. What a block computes beside its experts can run while
+tokens travel: see `overlap`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.parallel import witness
+from lightning_3d.parallel.expert.nodes import NodeDispatch
+from lightning_3d.parallel.expert.shipment import Shipment, even_parts, local_experts, weighted_sum
+from lightning_3d.parallel.mesh import ExpertNodes
 from lightning_3d.parallel.uneven_work import uneven_backward, uneven_work
 
 
@@ -41,6 +46,7 @@ class ExpertParallel:
         size: number of ranks.
         index: this rank's place in the group; it has the experts index * experts / size and following.
         tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
+        nodes: nodes that these ranks are on, if a token is sent only once to each node; None to send it to each of its experts.
         balanced: whether to assume that all ranks send and receive equally many tokens, instead of asking the routers. Used in dry runs,
             where routers have no values.
     """
@@ -49,11 +55,20 @@ class ExpertParallel:
     size: int
     index: int
     tokens: TokenCut | None = None
+    nodes: ExpertNodes | None = None
     balanced: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A copied model (weight averaging) talks to the same ranks."""
         return self
+
+
+@dataclass
+class _Begun:
+    """A call whose tokens are under way."""
+
+    arguments: tuple[Tensor, Tensor, Tensor]
+    dispatch: _Dispatch | NodeDispatch
 
 
 class DispatchedExperts:
@@ -67,52 +82,38 @@ class DispatchedExperts:
     experts_of_all: int
     drops: Callable[[], bool] | None = None
     """True if a weight of exactly 0 means that the pair was dropped and is not sent; None means no."""
+    begun: _Begun | None = None
+
+    @torch.compiler.disable
+    def begin(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+        """Start to send the tokens of the next call, which has the same arguments. What runs before that call runs while they travel."""
+        self.begun = self._begin(hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        tokens = self.expert_parallel.tokens
-        if tokens is None:
-            return self._run(flat, top_k_index, top_k_weights).view(hidden_states.shape)
-        part = self._run(tokens.cut(flat), tokens.cut(top_k_index), tokens.cut(top_k_weights))
-        return tokens.join(part, len(flat)).view(hidden_states.shape)
+        arguments = (hidden_states, top_k_index, top_k_weights)
+        begun, self.begun = self.begun, None
+        if begun is None or any(now is not then for now, then in zip(arguments, begun.arguments, strict=True)):
+            begun = self._begin(*arguments)
+        output, tokens = begun.dispatch.finish(self._experts), self.expert_parallel.tokens
+        if tokens is not None:
+            output = tokens.join(output, hidden_states.numel() // hidden_states.shape[-1])
+        return output.view(hidden_states.shape)
 
-    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        group = self.expert_parallel.group
-        rows, choices = top_k_index.shape
-        chosen = top_k_index.reshape(-1)
-        drops = self.drops is not None and self.drops()
-        if drops:
-            chosen = chosen.masked_fill(top_k_weights.reshape(-1) == 0, self.experts_of_all)
-        chosen, order = torch.sort(chosen, stable=True)
-        sent, received, local_experts = self._exchange_counts(chosen)
-        order = order[: sum(sent)]
-        arrived = exchange(hidden_states[order // choices], group, sent, received)
-        returned = exchange(self._experts(arrived, local_experts), group, received, sent)
-        if drops:
-            returned = torch.cat([returned, returned.new_zeros(1, *returned.shape[1:])])
-        place = torch.full((rows * choices,), sum(sent), dtype=order.dtype, device=order.device)
-        place[order] = torch.arange(sum(sent), dtype=order.dtype, device=order.device)
-        outputs = returned[place].view(rows, choices, hidden_states.shape[-1])
-        return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
-
-    def _exchange_counts(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank).
-
-        Args:
-            chosen: experts of the pairs, rising; dropped pairs come last.
-        """
-        size, local = self.expert_parallel.size, self.experts_of_all // self.expert_parallel.size
-        bounds = torch.searchsorted(chosen, torch.arange(self.experts_of_all + 1, device=chosen.device))
-        counts = bounds.diff()
-        others = torch.empty_like(counts)
-        dist.all_to_all_single(others, counts, group=self.expert_parallel.group)
-        if self.expert_parallel.balanced:
-            sent = received = even_parts(len(chosen), size)
+    def _begin(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> _Begun:
+        parts = [hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index, top_k_weights]
+        if (tokens := self.expert_parallel.tokens) is not None:
+            parts = [tokens.cut(part) for part in parts]
+        hidden, chosen, weights = parts
+        if self.drops is not None and self.drops():
+            chosen = chosen.masked_fill(weights == 0, self.experts_of_all)
+        ranks, experts = self.expert_parallel, self.experts_of_all
+        dispatch: _Dispatch | NodeDispatch
+        if ranks.nodes is None:
+            dispatch = _Dispatch(hidden, chosen, weights, ranks, experts)
         else:
-            sent, received = torch.stack([counts, others]).view(2, size, local).sum(-1).tolist()
-        experts = torch.arange(local, device=chosen.device).repeat(size)
-        return sent, received, experts.repeat_interleave(others, output_size=sum(received))
+            dispatch = NodeDispatch(hidden, chosen, weights, ranks.nodes, experts, balanced=ranks.balanced)
+        return _Begun((hidden_states, top_k_index, top_k_weights), dispatch)
 
     def _experts(self, tokens: Tensor, experts: Tensor) -> Tensor:
         """Output of this rank's experts for tokens (n, hidden)."""
@@ -127,37 +128,40 @@ class DispatchedExperts:
         return output
 
 
-def even_parts(total: int, parts: int) -> list[int]:
-    """Split a number into equal parts; the first ones are larger by one if it is not divisible."""
-    return [total // parts + (index < total % parts) for index in range(parts)]
+class _Dispatch:
+    """Tokens on their way, one row for each of their experts, straight to the ranks that have these experts.
 
-
-def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Rows of `x`, the first `sent[0]` to the first rank of the group and so on -> the `received` rows of all ranks, in their order.
-
-    One all-to-all forward, one backward with the gradients.
+    Args:
+        hidden: tokens (n, hidden).
+        chosen: experts of each token (n, k); `experts` for a pair that is not sent.
+        weights: weights of these experts (n, k).
+        ranks: ranks that have the experts.
+        experts: number of all experts.
     """
-    return _Exchange.apply(x, group, list(sent), list(received))
 
-
-def _all_to_all(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
-    result = x.new_empty((sum(received), *x.shape[1:]))
-    x = x.contiguous()
-    witness.sent("all-to-all", x)
-    dist.all_to_all_single(result, x, received, sent, group=group)
-    witness.received("all-to-all", result)
-    return result
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
-        ctx.way_back = (group, received, sent)
-        return _all_to_all(x, group, sent, received)
+    def __init__(self, hidden: Tensor, chosen: Tensor, weights: Tensor, ranks: ExpertParallel, experts: int) -> None:
+        rising, order = torch.sort(chosen.reshape(-1), stable=True)
+        sent, received, self._experts = self._exchange_counts(rising, ranks, experts)
+        self._shipment = Shipment(ranks.group, order[: sum(sent)], chosen.numel(), sent, received)
+        self._weights, self._dtype = weights, hidden.dtype
+        self._exchange = self._shipment.start(hidden[self._shipment.order // chosen.shape[1]])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _all_to_all(gradient, *ctx.way_back), None, None, None
+    def _exchange_counts(rising: Tensor, ranks: ExpertParallel, experts: int) -> tuple[list[int], list[int], Tensor]:
+        """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank)."""
+        counts = torch.searchsorted(rising, torch.arange(experts + 1, device=rising.device)).diff()
+        others = torch.empty_like(counts)
+        dist.all_to_all_single(others, counts, group=ranks.group)
+        if ranks.balanced:
+            sent = received = even_parts(len(rising), ranks.size)
+        else:
+            sent, received = torch.stack([counts, others]).view(2, ranks.size, -1).sum(-1).tolist()
+        return sent, received, local_experts(others.view(ranks.size, -1), sum(received))
+
+    def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Wait for the tokens, `run` this rank's experts on them, and return the outputs (n, hidden) of the tokens that were sent."""
+        results = run(self._exchange.wait(), self._experts)
+        return weighted_sum(self._shipment.bring_back(results), self._weights, self._dtype)
 
 
 class _Unused(torch.autograd.Function):

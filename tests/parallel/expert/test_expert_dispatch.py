@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.expert import ExpertParallel, choose_products, shard_experts
-from lightning_3d.parallel.expert.dispatch import exchange
+from lightning_3d.parallel.expert.exchange import exchange
 from lightning_3d.parallel.expert.losses import fits
+from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along
 
 EXPERTS, HIDDEN, CHOICES = 8, 6, 2
@@ -67,13 +69,14 @@ def tokens_of(rank: int, rows: int, hot: int | None) -> tuple[Tensor, Tensor, Te
     return hidden.requires_grad_(), chosen, weights.requires_grad_()
 
 
-def dispatch(loads: list[tuple[int, int | None]]) -> Results:
-    """One forward and backward on this rank of an expert-parallel group that is the world."""
+def dispatch(loads: list[tuple[int, int | None]], node_size: int | None = None) -> Results:
+    """One forward and backward on this rank of an expert-parallel group that is the world, on nodes of so many ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     module = model()
     share = EXPERTS // size
     specs = {name: cut_along(name, value.shape, 0, [(rank * share, share)], tp_replicas=(0,)) for name, value in module.named_parameters()}
-    shard_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank))
+    nodes = Mesh(Layout(dp=size, ep=size), node_size=node_size).expert_nodes
+    shard_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank, nodes=nodes))
     hidden, chosen, weights = tokens_of(rank, *loads[rank])
     waits: list[None] = []
     tolist = Tensor.tolist
@@ -91,9 +94,10 @@ def dispatch(loads: list[tuple[int, int | None]]) -> Results:
     return Results(output.detach(), gradients, experts, sent, len(waits))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("node_size", [None, 2, 1])
 @pytest.mark.parametrize("loads", LOADS.values(), ids=LOADS.keys())
-def test_the_output_and_all_gradients_are_those_of_one_process(loads: list[tuple[int, Any]]) -> None:
-    found = run_ranks(dispatch, 4, loads)
+def test_the_output_and_all_gradients_are_those_of_one_process(loads: list[tuple[int, Any]], node_size: int | None) -> None:
+    found = run_ranks(dispatch, 4, loads, node_size)
     module = model()
     parts = [tokens_of(rank, *load) for rank, load in enumerate(loads)]
     whole = module["experts"](*(torch.cat([part[index] for part in parts]) for index in range(3)))

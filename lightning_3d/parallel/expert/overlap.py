@@ -1,0 +1,158 @@
+"""Overlap of the token exchange with what a mixture computes beside its experts, such as a shared expert.
+
+The forward of a mixture is traced once (torch.fx), with its submodules as single operations. Operations that neither lead to the call of
+the experts nor follow from it are moved between the start of the exchange and that call. No family is known here: the order of calls
+decides. A mixture that cannot be traced, or whose order does not allow the move, runs as it is written.
+
+Every operation computes what it did before. Where a shared expert was called before the router, the gradients of their common input
+are added up in another order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.specialize import specialize
+
+_DIMENSIONS = 3  # of hidden states: batch, sequence, hidden
+
+
+class OverlappedMixture:
+    """Mixin for a mixture whose other work runs while tokens travel to the experts.
+
+    Attributes:
+        overlapped: forward with that work between start and end of the exchange, for hidden states of three dimensions.
+    """
+
+    overlapped: Callable[[Any, Tensor], Any]
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        if hidden_states.ndim != _DIMENSIONS:
+            return super().forward(hidden_states)  # type: ignore[misc]
+        return self.overlapped(self, hidden_states)
+
+
+def overlap_exchange(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let all mixtures of the whole `module` work while tokens travel, in place, where their order of calls allows it.
+
+    Call it before anything else wraps the forwards of the mixtures.
+    """
+    for name, _ in list(module.named_modules()):
+        cut = plan.cut_of(name)
+        if cut is None or cut.style != "ep_dispatch_experts":
+            continue
+        parent, _, experts = name.rpartition(".")
+        mixture = module.get_submodule(parent)
+        if (forward := overlapped_forward(mixture, experts)) is not None:
+            specialize(mixture, OverlappedMixture, overlapped=forward)
+
+
+def overlapped_forward(mixture: nn.Module, experts: str) -> Callable[[Any, Tensor], Any] | None:
+    """Return a forward of `mixture` (a function of it and the hidden states) in which other work runs during the exchange; None if there is
+    no such work, or the forward cannot be rewritten.
+
+    Args:
+        experts: name of the submodule that holds the experts.
+    """
+    if len(inspect.signature(mixture.forward).parameters) != 1:
+        return None
+    training, evaluating = _trace(mixture, training=True), _trace(mixture, training=False)
+    if training is None or evaluating is None or str(training) != str(evaluating) or not _move(training, experts):
+        return None
+    return type(fx.GraphModule(mixture, training)).forward
+
+
+class _HiddenStates(fx.Proxy):
+    """Hidden states, whose number of dimensions is known: code may unpack their shape, as in `view(*shape)`."""
+
+    @property
+    def shape(self) -> tuple[fx.Proxy, ...]:
+        sizes: Any = self.tracer.create_proxy("call_function", getattr, (self, "shape"), {})
+        return tuple(sizes[dim] for dim in range(_DIMENSIONS))
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _HiddenStates(node, self) if node.op == "placeholder" else super().proxy(node)
+
+
+def _trace(mixture: nn.Module, *, training: bool) -> fx.Graph | None:
+    """Trace the forward of `mixture`; None if it does what only values of tensors decide, or makes tensors of its own."""
+    before, mode = set(vars(mixture)), mixture.training
+    mixture.training = training
+    try:
+        graph = _Tracer().trace(mixture)
+    except Exception:  # the code of a family may do anything with what is not a tensor here
+        return None
+    finally:
+        mixture.training = mode
+        made = set(vars(mixture)) - before
+        for name in made:  # constants
+            delattr(mixture, name)
+    return None if made else graph
+
+
+def _move(graph: fx.Graph, experts: str) -> bool:
+    """Start the exchange in front of all work that does not depend on it, and move that work there. Returns whether there is any.
+
+    The exchange starts right before the call of the experts, and the work is moved between the two.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_module" and node.target == experts]
+    if len(calls) != 1:
+        return False
+    [call] = calls
+    needed, after = _reached(call, lambda node: node.all_input_nodes), _reached(call, lambda node: node.users)
+    seen, moved = False, []
+    for node in graph.nodes:
+        seen = seen or node is call
+        free = node is not call and node not in needed and node not in after and node.op not in ("placeholder", "output")
+        if free and (seen or node.op == "call_module" or any(each in moved for each in node.all_input_nodes)):
+            moved.append(node)
+    if not any(node.op == "call_module" for node in moved) or _overwrites(graph, moved[-1]):
+        return False
+    with graph.inserting_before(call):
+        graph.call_function(_begin, (graph.get_attr(experts), *call.args), call.kwargs)
+    for node in moved:
+        call.prepend(node)
+    return True
+
+
+def _begin(experts: Any, *args: Any, **kwargs: Any) -> None:
+    """Start the exchange, if the experts are split over ranks."""
+    if (begin := getattr(experts, "begin", None)) is not None:
+        begin(*args, **kwargs)
+
+
+def _reached(start: fx.Node, following: Callable[[fx.Node], Any]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    queue = list(following(start))
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += following(node)
+    return found
+
+
+def _overwrites(graph: fx.Graph, last: fx.Node) -> bool:
+    """Whether an operation up to `last` changes a tensor in place: what is moved might then read another value."""
+    before = list(graph.nodes)[: list(graph.nodes).index(last) + 1]
+    return any(_is_in_place(node) for node in before if node.op in ("call_method", "call_function"))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return named or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+_IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"}
+"""Names of operators."""
