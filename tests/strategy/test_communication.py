@@ -146,6 +146,26 @@ def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule:
     assert sum(call.bytes for call in sent) == expected
 
 
+def count_step_over_gloo(*arguments: Any, **strategy: Any) -> Counted:
+    """As `count_step`, where the strategy knows that these ranks communicate through gloo (`tests/support/preloaded.py`)."""
+    from lightning_3d.parallel import gloo_exchange
+    from lightning_3d.parallel.tensor import sequence_parallel
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence_parallel, "uses_gloo", gloo_exchange.uses_gloo)
+        return count_step(*arguments, **strategy)
+
+
+def test_over_gloo_a_region_costs_two_sums_unless_sequence_parallelism_is_asked_for() -> None:
+    options: dict[str, Any] = {"layout": "tp2", "micro_batch_size": ROWS}
+    by_default, asked = (
+        len(run_ranks(count_step_over_gloo, 2, 2, **options, **more)[0].of("tp", "all_to_all_single", numel=numel))
+        for more, numel in (({}, activation(ROWS)), ({"sequence_parallel": "supported"}, None))
+    )
+    assert by_default == 2 * 4 + 2, "two forward and two backward in each of 2 layers, the embedding's, the head's"
+    assert asked > 2 * 10, "ten smaller ones in each layer"
+
+
 @pytest.mark.parametrize(("tp", "sequence_parallel", "share"), by_default([(2, True, 2), (4, True, 4), (2, False, 1)], 0))
 def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: bool, share: int) -> None:
     micro_batch, layout = 2, f"tp{tp}_pp2"
