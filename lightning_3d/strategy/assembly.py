@@ -343,8 +343,8 @@ def _sequence_regions(
 ) -> SequenceRegions | None:
     """Find where sequence parallelism gathers; None without it, and where context-parallel ranks split the sequence between blocks.
 
-    Unless it is asked for, only models of Transformers that declare how they are sharded have it, and only where it pays off: the dimensions
-    of hidden states of other models are unknown.
+    Unless it is asked for, only models of Transformers that declare how they are sharded have it, where it pays off. The dimensions of
+    hidden states of other models are unknown.
 
     Args:
         group: the tensor-parallel ranks.
