@@ -13,6 +13,7 @@ from reference import Recipe, data
 from sweeps import by_default
 from torch.utils.data import DataLoader
 
+from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.layout import Layout
 
 ROWS = 16  # per data-parallel rank and step
@@ -158,12 +159,11 @@ def count_step_over_gloo(*arguments: Any, **strategy: Any) -> Counted:
 
 def test_over_gloo_a_region_costs_two_sums_unless_sequence_parallelism_is_asked_for() -> None:
     options: dict[str, Any] = {"layout": "tp2", "micro_batch_size": ROWS}
-    by_default, asked = (
-        len(run_ranks(count_step_over_gloo, 2, 2, **options, **more)[0].of("tp", "all_to_all_single", numel=numel))
-        for more, numel in (({}, activation(ROWS)), ({"sequence_parallel": "supported"}, None))
-    )
-    assert by_default == 2 * 4 + 2, "two forward and two backward in each of 2 layers, the embedding's, the head's"
-    assert asked > 2 * 10, "ten smaller ones in each layer"
+    parts = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    [by_default, *_] = run_ranks(count_step_over_gloo, 2, 2, **options)
+    assert len(by_default.of("tp", "all_reduce", numel=activation(ROWS))) == 2 * (2 * 2 + 1) and not by_default.of("tp", *parts)
+    [asked, *_] = run_ranks(count_step_over_gloo, 2, 2, **options, sequence_parallel=SUPPORTED)
+    assert len(asked.of("tp", *parts)) == 2 * 10 + 2, "ten in each layer, and to split and to gather the sequence"
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel", "share"), by_default([(2, True, 2), (4, True, 4), (2, False, 1)], 0))
