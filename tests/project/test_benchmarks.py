@@ -116,6 +116,7 @@ def test_a_source_comes_from_a_checkout_or_a_git_directory(tmp_path: Path) -> No
     assert source_folder(source, checkout, tmp_path) == checkout
     made = source_folder(source, checkout / ".git", tmp_path)
     assert (made / "peer" / "model.py").read_text() == "first\n", "the named commit"
+    (tmp_path / "other").mkdir()
     with pytest.raises(SystemExit, match="failed"):
         source_folder(Source("peer", "nowhere", "0" * 40), checkout / ".git", tmp_path / "other")
 
