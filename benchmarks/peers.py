@@ -1,8 +1,8 @@
 """Our step time against others' and against the ideal, on one machine: `python benchmarks/peers.py --rounds 5`.
 
-For every layout the plain loop on one thread, the peer and ours take turns, step by step, with the same micro-batches, and all
-but picotron with clipping on. A ratio is our median step over the peer's in the same round; the table shows the median ratio of all rounds. The
-ideal is the plain loop's step divided by the number of cores.
+For every layout the plain loop on one thread, the peer and ours take turns, step by step, with the same micro-batches, and all but
+picotron with clipping on. A ratio is our median step over the peer's in the same round; the table shows the median ratio of all rounds.
+The ideal is the plain loop's step divided by the number of cores.
 
 picotron is fetched from its public repository at one commit, or taken from a checkout or Git directory (`--picotron PATH`); see
 `peers_picotron.py` for what is replaced to run it on CPU. torchtitan is not among the peers: see docs/comparison.md.

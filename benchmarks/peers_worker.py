@@ -4,8 +4,8 @@ Started by `measure.Contender` with the environment of torchrun and two pipes:
 
     peers_worker.py CONTENDER LAYOUT --steps 12 --go 3 --done 4
 
-All contenders do the same work: float32, AdamW, clipping of the global gradient norm (not picotron), micro-batches of `MICRO_BATCH`
-rows out of a global batch of `GLOBAL_BATCH`.
+All contenders do the same work: float32, AdamW, clipping of the global gradient norm (except picotron), micro-batches of `MICRO_BATCH` rows
+out of a global batch of `GLOBAL_BATCH`.
 """
 
 from __future__ import annotations
