@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from load import Load, LoadMeter
+
 from lightning_3d.config.machine import gpu_names
 
 WORKER = Path(__file__).with_name("peers_worker.py")
@@ -126,6 +128,11 @@ class Contender:
         self._signal(signal.SIGSTOP)
         return seconds
 
+    @property
+    def processes(self) -> list[int]:
+        """Ids of its ranks."""
+        return [process.pid for process in self._processes]
+
     def _signal(self, number: int) -> None:
         for process in self._processes:
             process.send_signal(number)
@@ -136,26 +143,38 @@ class Contender:
 
 def take_turns(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int) -> list[Round]:
     """Train all of them, `warmup` steps first. In every other round they go backwards."""
+    return take_turns_under_load(contenders, rounds=rounds, steps=steps, warmup=warmup)[0]
+
+
+def take_turns_under_load(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int) -> tuple[list[Round], Load]:
+    """As `take_turns`, and measure what other processes of this machine did during the rounds."""
     with ExitStack() as running:
         for contender in contenders:
             running.enter_context(contender)
             for _ in range(warmup):
                 contender.step()
         measured: list[Round] = []
+        meter = LoadMeter(process for contender in contenders for process in contender.processes)
         for index in range(rounds):
             seconds: Round = {contender.name: [] for contender in contenders}
             for _ in range(steps):
                 for contender in contenders if index % 2 == 0 else contenders[::-1]:
                     seconds[contender.name].append(contender.step())
+                    meter.look()
             measured.append(seconds)
             shown = ", ".join(f"{name} {median(each):.3f} s" for name, each in seconds.items())
             print(f"round {index + 1}: {shown}", flush=True)
-    return measured
+        return measured, meter.read()
+
+
+def ratios(rounds: Sequence[Round], numerator: str, denominator: str) -> list[float]:
+    """The ratio of two contenders' median steps in each round, the smallest first."""
+    return sorted(median(each[numerator]) / median(each[denominator]) for each in rounds)
 
 
 def median_ratio(rounds: Sequence[Round], numerator: str, denominator: str) -> float:
     """Median over the rounds of the ratio of two contenders' median steps."""
-    return median(median(each[numerator]) / median(each[denominator]) for each in rounds)
+    return median(ratios(rounds, numerator, denominator))
 
 
 def median_step(rounds: Sequence[Round], name: str) -> float:

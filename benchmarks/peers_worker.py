@@ -4,8 +4,8 @@ Started by `measure.Contender` with the environment of torchrun and two pipes:
 
     peers_worker.py CONTENDER LAYOUT --steps 12 --go 3 --done 4
 
-All contenders do the same work: float32, AdamW, clipping of the global gradient norm, micro-batches of `MICRO_BATCH`
-rows out of a global batch of `GLOBAL_BATCH`.
+All contenders do the same work: float32, AdamW, clipping of the global gradient norm (except picotron), micro-batches of `MICRO_BATCH` rows
+out of a global batch of `GLOBAL_BATCH`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from peers_picotron import picotron
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -125,6 +127,7 @@ def ours(
     overlap: bool = True,
     trace: int | None = None,
     bucket_bytes: int | None = None,
+    sequence_parallel: bool | None = None,
 ) -> None:
     """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer.
 
@@ -168,7 +171,13 @@ def ours(
 
     degrees = Layout.parse(layout)
     rows = DataLoader(TensorDataset(all_rows(steps)), batch_size=GLOBAL_BATCH // degrees.dp)
-    strategy = Lightning3DStrategy(layout, micro_batch_size=MICRO_BATCH, zero_stage=zero_stage, trace_every_n_steps=trace)
+    strategy = Lightning3DStrategy(
+        layout,
+        micro_batch_size=MICRO_BATCH,
+        zero_stage=zero_stage,
+        trace_every_n_steps=trace,
+        sequence_parallel=sequence_parallel,
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=degrees.world_size,
@@ -354,6 +363,7 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "ours_traced": partial(ours, trace=1),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,
+    "picotron": picotron,
 }
 
 

@@ -97,6 +97,8 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     dropped += ["parallelism.stages"] if arguments["stages"] is not None else []
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
+    if arguments["sequence_parallel"] is None and plan.run.cluster.accelerator == "cpu":
+        folded["sequence_parallel"] = False  # as the job itself runs
     folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
     return {**arguments, **neutral, **folded}, dropped
 

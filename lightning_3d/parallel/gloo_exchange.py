@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than two ranks a ring sends fewer
 
 
+def uses_gloo(group: ProcessGroup | None) -> bool:
+    """True if the ranks communicate through gloo, or a dry run pretends that they do."""
+    return get_backend(group) in ("gloo", FAKE_GLOO)
+
+
 def fits(x: Tensor, group: ProcessGroup | None) -> bool:
     """True if `all_gather` and `reduce_scatter` support this tensor: on CPU, over ranks that use gloo."""
-    return x.device.type == "cpu" and get_backend(group) in ("gloo", FAKE_GLOO) and get_world_size(group) > 1
+    return x.device.type == "cpu" and uses_gloo(group) and get_world_size(group) > 1
 
 
 def fits_whole(x: Tensor, group: ProcessGroup | None) -> bool:

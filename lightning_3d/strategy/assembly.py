@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -58,6 +59,7 @@ from lightning_3d.parallel.tensor import (
     find_regions,
     fit_styles,
     gather_regions,
+    pays_off,
     resolve,
     rewrite,
     shard_sequence,
@@ -236,7 +238,7 @@ def _describe(
     """
     module = root.get_submodule(name)
     # Regions before specifications: a parameter inside one has partial gradients on every rank.
-    regions = _sequence_regions(module, plan, mesh.size("tp"), options.blocks.sequence_parallel, split)
+    regions = _sequence_regions(module, plan, mesh.group("tp"), options.blocks.sequence_parallel, split)
     specs = all_specs(root, name, module, plan, mesh, Owners(root, name, plan, assignment), regions)
     if isinstance(mesh, Mesh):
         # From the specifications of the whole model, which are the same everywhere: ranks must create groups in the same order.
@@ -350,20 +352,27 @@ def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:
 
 
 def _sequence_regions(
-    module: nn.Module, plan: ParallelPlan, tp: int, wanted: bool | None, split: SplitBlocks | None
+    module: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup, wanted: bool | str | None, split: SplitBlocks | None
 ) -> SequenceRegions | None:
     """Find where sequence parallelism gathers; None without it, and where context-parallel ranks split the sequence between blocks.
 
-    Unless it is asked for, only models of Transformers that declare how they are sharded have it: the dimensions of hidden states of others
-    are unknown.
+    Unless it is asked for, only models of Transformers that declare how they are sharded have it, where it pays off. The dimensions of
+    hidden states of other models are unknown.
+
+    Args:
+        group: the tensor-parallel ranks.
+        wanted: see `BlockOptions.sequence_parallel`.
 
     Raises:
         PlanError: sequence parallelism is asked for, and the blocks cannot work on parts of sequences.
     """
-    if tp == 1 or wanted is False or (wanted is None and not (is_transformers_model(module) and declares_blocks(module))):
+    tp = dist.get_world_size(group)
+    if tp == 1 or wanted is False or (wanted is None and not pays_off(group)):
+        return None
+    if wanted is not True and not (is_transformers_model(module) and declares_blocks(module)):
         return None
     if split is not None:
-        if wanted:
+        if wanted is True:
             raise PlanError(
                 f"{type(module).__name__} does not mix tokens by attention alone, so with context parallelism (cp) its blocks cannot be"
                 " sequence parallel, too. Use sequence_parallel=False."
@@ -372,7 +381,7 @@ def _sequence_regions(
     try:
         return find_regions(module, plan, resolve(module, plan, tp))
     except PlanError as error:
-        if wanted:
+        if wanted is True:
             kind = type(module).__name__
             raise PlanError(f"The blocks of {kind} cannot be sequence parallel: {error} Use sequence_parallel=False.") from error
         return None

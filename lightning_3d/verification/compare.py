@@ -11,7 +11,7 @@ import json
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.errors import ConfigError, listed, plural
 from lightning_3d.parallel.nested import rows_of, tensors_of
 from lightning_3d.ranks.progress import Advance, task
@@ -229,6 +230,9 @@ def _on_rank(run: _Run, folder: str) -> None:
     """Train one rank, and save its losses, norms and shards of the weights."""
     values = _Values()
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
+    if run.strategy.get("sequence_parallel") is None:  # ranks on GPUs have it by default, and they are what matters
+        blocks = replace(strategy.options.blocks, sequence_parallel=SUPPORTED)
+        strategy.options = replace(strategy.options, blocks=blocks)
     assert strategy.layout is not None
     count = strategy.layout.world_size
     what = f"training on {plural(count, 'rank')}"

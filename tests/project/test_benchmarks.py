@@ -1,6 +1,7 @@
 """The benchmarks compare equal work and count it right; the times themselves are nobody's test."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_single
 import gpu_single_worker
 import peers
+import peers_picotron
 import peers_worker as worker
+from load import Load, LoadMeter
 from measure import Contender, cores
+from peer_sources import Source, source_folder
 
 
 def test_the_chain_of_layers_for_deepspeed_is_the_same_model() -> None:
@@ -67,10 +71,65 @@ def test_the_table_shows_the_median_of_the_ratios_within_rounds() -> None:
         {"plain tp1": [4.0], "deepspeed_pipeline pp2_dp2": [theirs], "ours pp2_dp2": [mine, mine, 99.0]}
         for theirs, mine in ((2.0, 1.8), (20.0, 16.0), (2.0, 2.2))
     ]
-    row = peers.row(race, rounds).split()
+    row = peers.row(race, rounds, Load(0.95, 0.1)).split()
     assert row[:2] == ["pp2_dp2", "DeepSpeed"]
     fractions = [f"{4 / seconds / cores():.0%}" for seconds in (2.0, 2.2)]
-    assert row[-7:] == ["2.000", "2.200", "0.900", "1.00", *fractions, f"{4 / cores():.3f}"]
+    numbers = ["2.000", "2.200", "0.900", "0.800", "1.100", "0.95", *fractions, f"{4 / cores():.3f}"]
+    assert row[4:13] == numbers and " ".join(row[13:]) == "cannot tell: the promise is within the spread"
+
+
+def test_a_promise_is_judged_where_the_machine_is_quiet_and_all_rounds_agree() -> None:
+    quiet = Load(1.0, 0.0)
+    assert peers.verdict([0.8, 0.9], 0.9, quiet) == "yes"
+    assert peers.verdict([0.91, 0.95], 0.9, quiet) == "NO"
+    assert peers.verdict([0.9, 0.91], 0.9, quiet) == "cannot tell: the promise is within the spread"
+    busy = peers.verdict([0.5, 0.5], 0.9, Load(0.4, 3.0))
+    assert busy == "cannot tell: the machine is too busy (own share of the processor time 40%, 3.0 other processes in the run queue)"
+    assert peers.verdict([0.5, 0.5], 0.9, Load(1.0, 0.6)).startswith("cannot tell: the machine is too busy")
+
+
+def test_the_load_is_what_other_processes_use(tmp_path: Path) -> None:
+    def kernel_shows(busy: int, own: dict[int, int], running: int) -> None:
+        (tmp_path / "stat").write_text(f"cpu {busy - 5} 1 1 {10**6} 7 1 1 1 0 0\ncpu0 1\nprocs_running {running}\n")
+        for process, ticks in own.items():
+            (tmp_path / str(process)).mkdir(exist_ok=True)
+            (tmp_path / str(process) / "stat").write_text(f"{process} (a (b) c) S 1 1 1 0 -1 0 0 0 0 0 {ticks - 2} 2 0 0\n")
+
+    kernel_shows(1000, {os.getpid(): 10, 7: 100}, 1)
+    meter = LoadMeter([7], tmp_path)
+    for running in (1, 4):
+        kernel_shows(1400, {os.getpid(): 20, 7: 290}, running)
+        meter.look()
+    assert meter.read() == Load(200 / 400, 1.5)
+
+
+def test_a_source_comes_from_a_checkout_or_a_git_directory(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "peer").mkdir(parents=True)
+    (checkout / "peer" / "model.py").write_text("first\n")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (checkout / "peer" / "model.py").write_text("second\n")
+    source = Source("peer", "nowhere", commit)
+    assert source_folder(source, checkout, tmp_path) == checkout
+    made = source_folder(source, checkout / ".git", tmp_path)
+    assert (made / "peer" / "model.py").read_text() == "first\n", "the named commit"
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SystemExit, match="failed"):
+        source_folder(Source("peer", "nowhere", "0" * 40), checkout / ".git", tmp_path / "other")
+
+
+def test_the_batches_of_picotron_give_the_loss_of_the_others() -> None:
+    torch.manual_seed(0)
+    model = worker.llama().eval()
+    rows = next(worker.micro_batches(1, 1, 2))
+    batches = peers_picotron.Batches(1, 1, 2)
+    batch = next(batches)
+    loss = torch.nn.functional.cross_entropy(model(input_ids=batch["input_ids"]).logits.flatten(0, 1), batch["target_ids"].flatten())
+    torch.testing.assert_close(loss, model(input_ids=rows, labels=rows).loss)
+    assert batches.grad_acc_steps == worker.GLOBAL_BATCH // worker.MICRO_BATCH // 2
 
 
 # gpu_single

@@ -13,6 +13,7 @@ from reference import Recipe, data
 from sweeps import by_default
 from torch.utils.data import DataLoader
 
+from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.layout import Layout
 
 ROWS = 16  # per data-parallel rank and step
@@ -144,6 +145,25 @@ def test_each_boundary_carries_an_activation_and_its_gradient(pp: int, schedule:
     assert all(call.numel == activation(micro_batch) for call in sent)
     expected = 2 * activation(micro_batch) * element * crossings * (ROWS // micro_batch)
     assert sum(call.bytes for call in sent) == expected
+
+
+def count_step_over_gloo(*arguments: Any, **strategy: Any) -> Counted:
+    """As `count_step`, where the strategy knows that these ranks communicate through gloo (`tests/support/preloaded.py`)."""
+    from lightning_3d.parallel import gloo_exchange
+    from lightning_3d.parallel.tensor import sequence_parallel
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence_parallel, "uses_gloo", gloo_exchange.uses_gloo)
+        return count_step(*arguments, **strategy)
+
+
+def test_over_gloo_a_region_costs_two_sums_unless_sequence_parallelism_is_asked_for() -> None:
+    options: dict[str, Any] = {"layout": "tp2", "micro_batch_size": ROWS}
+    parts = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    [by_default, *_] = run_ranks(count_step_over_gloo, 2, 2, **options)
+    assert len(by_default.of("tp", "all_reduce", numel=activation(ROWS))) == 2 * (2 * 2 + 1) and not by_default.of("tp", *parts)
+    [asked, *_] = run_ranks(count_step_over_gloo, 2, 2, **options, sequence_parallel=SUPPORTED)
+    assert len(asked.of("tp", *parts)) == 2 * 10 + 2, "ten in each layer, and to split and to gather the sequence"
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel", "share"), by_default([(2, True, 2), (4, True, 4), (2, False, 1)], 0))

@@ -30,3 +30,8 @@ with contextlib.suppress(ImportError):
 for name in WHAT_A_FIT_IMPORTS:
     with contextlib.suppress(ImportError):  # another version has another tree
         importlib.import_module(name)
+with contextlib.suppress(ImportError):
+    # Ranks compute as on GPUs: with sequence parallelism by default, which they leave out over gloo. `tests/strategy/test_communication.py`
+    # tests the default of ranks over gloo.
+    sequence_parallel = importlib.import_module("lightning_3d.parallel.tensor.sequence_parallel")
+    sequence_parallel.uses_gloo = lambda group: False  # type: ignore[attr-defined]

@@ -10,6 +10,9 @@ from lightning_3d.layout.schedules import find_schedule
 
 RECOMPUTE = ("none", "selective", "full")
 
+SUPPORTED = "supported"
+"""Value of `BlockOptions.sequence_parallel` with which ranks on CPU compute as ranks on GPUs do by default."""
+
 
 @dataclass(frozen=True)
 class BlockOptions:
@@ -25,7 +28,8 @@ class BlockOptions:
         offload_activations: whether to keep what the backward pass of a block needs in host memory.
         compile: whether to run `torch.compile` on each block.
         sequence_parallel: with tp > 1, whether to split the sequence over the ranks between the sharded layers of a block (Megatron's
-            sequence parallelism, the same paper, section 4.2.2). None: yes for Transformers models whose blocks support it.
+            sequence parallelism, the same paper, section 4.2.2). `SUPPORTED`: yes for Transformers models whose blocks support it. None:
+            the same, unless the ranks communicate through gloo, where it is slower (`parallel.tensor.sequence_parallel.pays_off`).
 
     Raises:
         ConfigError: a value is unknown, or options exclude each other.
@@ -36,7 +40,7 @@ class BlockOptions:
     recompute_keep: Sequence[str] | None = None
     offload_activations: bool = False
     compile: bool = False
-    sequence_parallel: bool | None = None
+    sequence_parallel: bool | str | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:

@@ -7,7 +7,7 @@ from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.tensor.resolve_plan import resolve
 from lightning_3d.parallel.tensor.rewrite import rewrite, shard_specs
-from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, find_regions, gather_regions, shard_sequence
+from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, find_regions, gather_regions, pays_off, shard_sequence
 from lightning_3d.parallel.tensor.style_trials import fit_styles
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "check_replicated_gradients",
     "shard_sequence",
     "find_regions",
+    "pays_off",
     "fit_styles",
     "gather_regions",
     "resolve",

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from lightning_3d.compat.peft_layers import is_adapter
 from lightning_3d.compat.torch import is_recomputed
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, Cut, ParallelPlan
+from lightning_3d.parallel.gloo_exchange import uses_gloo
 from lightning_3d.parallel.specialize import specialize
 from lightning_3d.parallel.tensor.collectives import gather_tokens, part_of_tokens, scatter_tokens
 from lightning_3d.parallel.tensor.group import TensorParallel
@@ -57,6 +59,15 @@ class SequenceRegions:
         inside = name.startswith(f"{self.layers}.")
         whole = _within(name, self.wholes) or (_within(name, self.closed) and not _within(name, self.ends))
         return inside and not whole
+
+
+def pays_off(group: dist.ProcessGroup) -> bool:
+    """True unless the ranks communicate through gloo, where sequence parallelism takes longer than it saves.
+
+    On NCCL, an all-gather and a reduce-scatter together take as long as an all-reduce. On gloo, a message costs processor time whatever its
+    size, because it wakes threads in both ranks; and a block needs ten messages for a forward and a backward pass, instead of four.
+    """
+    return not uses_gloo(group)
 
 
 def _within(name: str, modules: Iterable[str]) -> bool:

@@ -26,6 +26,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages
 from lightning_3d.parallel.pipeline.towers import tower_inputs
+from lightning_3d.parallel.tensor import pays_off
 from lightning_3d.parallel.tensor.head_arguments import Place
 from lightning_3d.storage.numbers import gibibytes
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
@@ -91,7 +92,8 @@ class SelfCheck:
             return
         if self._mode == "auto" and declared and is_verified(module, layout):
             return
-        more: list[Any] = [self._options.blocks.sequence_parallel, self._options.cp_kind]
+        wanted = self._options.blocks.sequence_parallel
+        more: list[Any] = [pays_off(self._mesh.group("tp")) if wanted is None else wanted, self._options.cp_kind]
         if self._options.stages is not None:
             more.append(list(self._options.stages))
         key = identity(module, plan, layout, more)
