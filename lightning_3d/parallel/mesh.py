@@ -77,7 +77,8 @@ class Mesh:
             self._create_missing(layout.expert_data_groups(), "expert data")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._shard_size = layout.dp
-        self._shard_ranks, self._replica_ranks = self.ranks("dp", "cp"), (self.rank,)
+        self._shard_ranks = self.ranks("dp", "cp")
+        self._replica_ranks: tuple[int, ...] = (self.rank,)
         self._apart: dict[str, dist.ProcessGroup] = {}
         self._on_host = dist.get_backend() in _HOST_BACKENDS
         if not self._on_host and layout.pp > 1:

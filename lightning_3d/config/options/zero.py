@@ -132,12 +132,11 @@ def _check_shard_size(size: object, dp: int) -> None:
         raise LayoutError(f"zero_shard_size must be a whole number of data-parallel ranks; got {size!r}.")
     if size >= 1 and dp % size == 0 and (size > 1 or dp == 1):
         return
-    useful = [divisor for divisor in divisors(dp) if divisor > 1]
-    if not useful:
-        works = "With a single data-parallel rank, omit it."
-    else:
-        below, above = [one for one in useful if one <= size][-1:], [one for one in useful if one > size][:1]
-        works = f"Use {listed([*map(str, below + above)], last='or')}; {dp} (or null) shards over all data-parallel ranks."
+    if dp == 1:
+        raise LayoutError(f"zero_shard_size={size} needs several data-parallel ranks, but dp is 1. Omit zero_shard_size.")
+    proper = [divisor for divisor in divisors(dp) if 1 < divisor < dp]
+    near = [one for one in proper if one <= size][-1:] + [one for one in proper if one > size][:1]
+    works = f"Use {listed([*map(str, near), 'null'], last='or')}; null shards over all {dp} data-parallel ranks."
     if size == 1:
-        raise LayoutError(f"zero_shard_size=1 would shard nothing over the {dp} data-parallel ranks. {works} zero_stage=0 replicates.")
+        raise LayoutError(f"zero_shard_size=1 would shard nothing over the data-parallel ranks. {works} zero_stage=0 replicates.")
     raise LayoutError(f"zero_shard_size must divide dp, which is {dp}; got {size}. {works}")
