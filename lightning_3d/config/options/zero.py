@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_3d.errors import LayoutError, did_you_mean, listed
-from lightning_3d.layout.layout import Layout, divisors
+from lightning_3d.errors import LayoutError, did_you_mean
+from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.layout.shard_size import check_shard_size
 
 STAGES = (0, 1, 2, 3)
 STEP, MICRO_BATCH = "step", "micro_batch"
@@ -75,7 +76,7 @@ class ZeroOptions:
         size, dp = self.shard_size, layout.dp
         if size is None:
             return self
-        _check_shard_size(size, dp)
+        check_shard_size(size, dp)
         if self.stage == 0:
             raise LayoutError(f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing.")
         if size == dp:
@@ -125,18 +126,3 @@ class ZeroOptions:
         offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"
         where = "" if self.shard_size is None else f" in groups of dp {self.shard_size}"
         return f"ZeRO-{self.stage}{where}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + offloaded
-
-
-def _check_shard_size(size: object, dp: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise LayoutError(f"zero_shard_size must be a whole number of data-parallel ranks; got {size!r}.")
-    if size >= 1 and dp % size == 0 and (size > 1 or dp == 1):
-        return
-    if dp == 1:
-        raise LayoutError(f"zero_shard_size={size} needs several data-parallel ranks, but dp is 1. Omit zero_shard_size.")
-    proper = [divisor for divisor in divisors(dp) if 1 < divisor < dp]
-    near = [one for one in proper if one <= size][-1:] + [one for one in proper if one > size][:1]
-    works = f"Use {listed([*map(str, near), 'null'], last='or')}; null shards over all {dp} data-parallel ranks."
-    if size == 1:
-        raise LayoutError(f"zero_shard_size=1 would shard nothing over the data-parallel ranks. {works} zero_stage=0 replicates.")
-    raise LayoutError(f"zero_shard_size must divide dp, which is {dp}; got {size}. {works}")
