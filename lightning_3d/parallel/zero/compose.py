@@ -6,6 +6,9 @@
 | 1, 2 | whole | DeepSpeed's, on this rank's part | reduced to partitions, or overlapped |
 | 3 | sharded | DeepSpeed's, on this rank's pieces | overlapped |
 
+With a shard size, the parts are those of a group of neighbouring data-parallel ranks (`Mesh.shard_group`). Gradients are summed in it as
+the table says, and then each part over its replicas (`ReplicaSums`).
+
 Gradients are reduced by `FlatGradients`, once in each step, or by `EagerReduction`, in every backward. DeepSpeed's own reduction
 (`coalesce_grad_reduction`) sends even when the rank raised inside it and keeps float32 sums of bf16 gradients only under another stage. Its
 hooks do not see the gradients of a split backward. So its stage 1 is used for stages 1 to 3.

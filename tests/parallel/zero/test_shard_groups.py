@@ -101,7 +101,7 @@ def traffic(run: Run) -> list[Call]:
 
 
 def handed_over(calls: list[Call], rank: int, *names: str) -> tuple[int, int, int]:
-    """Bytes that a rank of dp4 hands over inside its shard group, to the other one, and to all. Flags and norms, of 8 bytes, do not count."""
+    """Bytes that a rank of dp4 hands over inside its shard group, to the other one, and to all, without flags and norms of 8 bytes."""
     first = rank // 2 * 2
     groups = ((first, first + 1), (rank % 2, rank % 2 + 2), (0, 1, 2, 3))
     inside, across, everywhere = (
@@ -149,12 +149,12 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        ("dp6", {"shard_size": 4}, "zero_shard_size must divide dp, which is 6; got 4. Use 3 or null; null shards over all 6 data-parallel"),
+        ("dp6", {"shard_size": 4}, "zero_shard_size must divide dp, which is 6; got 4. Use 3 or null; null shards over all 6 data-"),
         ("dp8", {"shard_size": 3}, "got 3. Use 2, 4 or null; null shards"),
         ("dp4", {"shard_size": 8}, "zero_shard_size must divide dp, which is 4; got 8. Use 2 or null"),
         ("dp3", {"shard_size": 2}, "zero_shard_size must divide dp, which is 3; got 2. Use null; null shards over all 3"),
         ("dp4", {"shard_size": -2}, "zero_shard_size must divide dp, which is 4; got -2. Use 2 or null"),
-        ("dp4", {"shard_size": 1}, "zero_shard_size=1 would shard nothing over the data-parallel ranks. Use 2 or null; .* zero_stage=0 replicates"),
+        ("dp4", {"shard_size": 1}, "=1 would shard nothing over the data-parallel ranks. Use 2 or null; .* zero_stage=0 replicates"),
         ("tp2", {"shard_size": 2}, "zero_shard_size=2 needs several data-parallel ranks, but dp is 1. Omit"),
         ("dp4", {"shard_size": 2, "stage": 0}, "zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"),
         ("dp4", {"shard_size": True}, "must be a whole number"),
